@@ -1,0 +1,51 @@
+"""Mixed precision for JAX and Flax: dtype policies, loss scaling, and proof that they worked.
+
+`import jmp_policy as jmp` replaces DeepMind's `jmp`. Flax and optax are loaded when they are first needed.
+"""
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from ._boundary import policy_of as policy_of, with_policy as with_policy
+from ._dtypes import half_dtype as half_dtype
+from ._full_precision import force_full_precision as force_full_precision
+from ._get_policy import (
+    default_policy as default_policy,
+    get_policy as get_policy,
+    set_default_policy as set_default_policy,
+    use_policy as use_policy,
+)
+from ._grad import grad as grad, value_and_grad as value_and_grad
+from ._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    LossScale as LossScale,
+    NoOpLossScale as NoOpLossScale,
+    StaticLossScale as StaticLossScale,
+)
+from ._policy import Policy as Policy
+from ._policy_map import PolicyMap as PolicyMap
+from ._scaled_state import get_loss_scale as get_loss_scale, metrics as metrics
+from ._tree import (
+    all_finite as all_finite,
+    cast_floating as cast_floating,
+    cast_to_full as cast_to_full,
+    cast_to_half as cast_to_half,
+    select_tree as select_tree,
+)
+
+if _TYPE_CHECKING:
+    from . import compat as compat, linen as linen, nnx as nnx, optim as optim
+
+__version__ = "0.1.0"
+
+_LAZY = ("compat", "linen", "nnx", "optim")  # these import Flax or optax
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return _importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

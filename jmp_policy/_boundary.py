@@ -1,0 +1,186 @@
+"""`with_policy`: casts at the boundary of a function, and hands Flax modules to the adapter that knows them."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from ._get_policy import PolicySpec, get_policy, is_policy_spec
+from ._policy import Policy
+from ._policy_map import PolicyMap
+from ._tree import cast_floating
+
+_ADAPTERS = {
+    "flax.linen": "jmp_policy.linen._attach",
+    "flax.nnx": "jmp_policy.nnx._attach",
+}
+"""The package of a `Module` class, and the module that attaches policies to it: `attach(target, policy, keep)` and
+`policy_of(target)`. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
+
+# The policied functions that are running. It decides whether a call is the outermost, so a jitted function that calls
+# one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
+_RUNNING = jax.make_user_context(frozenset())
+
+
+def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
+    """Gives a function or a Flax module a policy.
+
+    A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
+    output dtype, once, at the outermost call; Flax modules among the arguments pass through uncast, each has its own
+    policy. A Flax module, linen or nnx, does the same at its boundary, and inside it stores its parameters in the
+    param dtype, and every layer computes in the compute dtype; the parameter tree is that of the module without a
+    policy. Nothing is changed in place: the target stays as it is, only a decorated class is a new one.
+
+    Args:
+      target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
+        is a decorator: `@with_policy("mixed_bfloat16")`.
+      policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
+        not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
+      keep: names of arguments that enter uncast, such as float positions that half precision would ruin.
+
+    Returns:
+      What `target` is, with the policy.
+
+    Raises:
+      TypeError: `target` is neither a function nor a Flax module.
+      ValueError: `policy` is no policy, or `keep` names no argument.
+
+    >>> @with_policy("mixed_bfloat16", keep=["position"])
+    ... def dtypes(x, position):
+    ...     return str(x.dtype), str(position.dtype)
+    >>> dtypes(jnp.ones(2), position=jnp.ones(2))
+    ('bfloat16', 'float32')
+    """
+    if policy is None and is_policy_spec(target):
+        captured = get_policy(target)
+        return lambda decorated: _attach(decorated, captured, keep)
+    return _attach(target, get_policy(policy), keep)
+
+
+def policy_of(target: Any) -> Policy | PolicyMap | None:
+    """The policy that a function or module was given by `with_policy`, or `None`.
+
+    >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
+    'mixed_float16'
+    """
+    adapter = _adapter_of(target)
+    return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(target)
+
+
+def cast_arguments(
+    policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: tuple, kwargs: dict[str, Any]
+) -> tuple[Policy, tuple, dict[str, Any]]:
+    """Casts what enters a boundary to compute dtype.
+
+    Args:
+      policy: the policy of the boundary; a missing compute dtype is taken from the arguments.
+      fun: what is about to be called, for the names of positional arguments.
+      keep: names of arguments that are left alone.
+      args: positional arguments of `fun`.
+      kwargs: keyword arguments of `fun`.
+
+    Returns:
+      The resolved policy and the arguments to call `fun` with. Flax modules among them are as they were.
+    """
+    names = _positional_names(fun, len(args)) if keep else [""] * len(args)
+    entering = (
+        {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
+        {name: x for name, x in kwargs.items() if name not in keep},
+    )
+    if policy.compute_dtype is None:
+        policy = policy.resolve([x for x in jax.tree.leaves(entering, is_leaf=is_module) if not is_module(x)])
+    by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_module)
+    return policy, tuple(by_position.get(i, x) for i, x in enumerate(args)), kwargs | by_name
+
+
+def cast_result(policy: Policy, out: Any) -> Any:
+    """Casts what leaves a boundary to output dtype; Flax modules in it are as they were."""
+    return cast_floating(out, policy.output_dtype, is_leaf=is_module)
+
+
+def matmul_precision(policy: Policy) -> AbstractContextManager:
+    """The context in which matmuls have the policy's precision."""
+    return nullcontext() if policy.precision is None else jax.default_matmul_precision(policy.precision)
+
+
+def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
+    """Checks that `keep` names arguments of `fun`.
+
+    Raises:
+      ValueError: it does not, or it is a string, which is a collection of letters.
+    """
+    if isinstance(keep, str):
+        raise ValueError(f"keep must be a collection of argument names, got the string {keep!r}; write [{keep!r}].")
+    if not keep:
+        return
+    parameters = inspect.signature(fun).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in keep:
+        if name not in parameters and not takes_any:
+            known = ", ".join(map(repr, parameters)) or "none"
+            raise ValueError(f"keep names {name!r}, which is no argument of {_name(fun)}. Its arguments are {known}.")
+
+
+def is_module(node: Any) -> bool:
+    """Whether a node of a tree is a Flax module, linen or nnx."""
+    return _adapter_path(type(node)) is not None
+
+
+def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    adapter = _adapter_of(target)
+    if adapter is not None:
+        return adapter.attach(target, policy, keep)
+    if isinstance(target, type) or not callable(target):
+        raise TypeError(
+            f"with_policy takes a function or a Flax module, got {target!r}. "
+            "For example: with_policy(loss_fn, 'mixed_bfloat16')."
+        )
+    return _function_with_policy(target, policy, keep)
+
+
+def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    check_keep(fun, keep)
+    own_policy = given[""] if isinstance(given, PolicyMap) else given
+
+    @functools.wraps(fun)
+    def policied(*args: Any, **kwargs: Any) -> Any:
+        if policied in _RUNNING.value:
+            return fun(*args, **kwargs)
+        policy, args, kwargs = cast_arguments(own_policy, fun, keep, args, kwargs)
+        with _RUNNING(_RUNNING.value | {policied}), matmul_precision(policy):
+            out = fun(*args, **kwargs)
+        return cast_result(policy, out)
+
+    policied.__jmp_attached__ = given  # type: ignore[attr-defined]
+    return policied
+
+
+def _adapter_of(target: Any) -> Any:
+    """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
+    path = _adapter_path(target if isinstance(target, type) else type(target))
+    return None if path is None else importlib.import_module(path)
+
+
+@functools.cache
+def _adapter_path(kind: type) -> str | None:
+    for base in kind.__mro__:
+        for package, adapter in _ADAPTERS.items():
+            if base.__name__ == "Module" and base.__module__.startswith(package + "."):
+                return adapter
+    return None
+
+
+def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` positional parameters; a `*args` gives its name to all it takes."""
+    parameters = inspect.signature(fun).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+    return (names + [rest] * count)[:count]
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__qualname__", repr(fun))

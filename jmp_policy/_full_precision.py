@@ -1,0 +1,45 @@
+"""Islands of float32 inside half-precision code."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._dtypes import at_least_float32
+from ._tree import PyTree, cast_floating, is_floating
+
+
+def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `fun` in float32, its matmuls at the highest precision.
+
+    Floating inputs narrower than float32 enter as float32, and floating outputs leave in the dtype that
+    `jnp.result_type` gives the floating inputs together; without a floating input they leave as they are.
+
+    Args:
+      fun: any function of trees of arrays.
+
+    >>> force_full_precision(jnp.cumsum)(jnp.ones(3, jnp.bfloat16)).dtype
+    dtype(bfloat16)
+    """
+
+    @functools.wraps(fun)
+    def in_full_precision(*args: Any, **kwargs: Any) -> Any:
+        wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs))
+        with jax.default_matmul_precision("highest"):
+            out = fun(*wide_args, **wide_kwargs)
+        return cast_floating(out, _joint_dtype((args, kwargs)))
+
+    return in_full_precision
+
+
+def _widened(leaf: Any) -> Any:
+    return cast_floating(leaf, at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf
+
+
+def _joint_dtype(tree: PyTree) -> np.dtype | None:
+    dtypes = [jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*dtypes)) if dtypes else None

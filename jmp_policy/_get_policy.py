@@ -1,0 +1,95 @@
+"""The one parser of everything that stands for a policy, and the default policy."""
+
+from typing import Any
+
+from ._default import DEFAULT
+from ._dtypes import parse_dtype
+from ._grammar import parse_policy
+from ._policy import Policy
+from ._policy_map import PolicyMap
+
+PolicySpec = Any
+"""A `Policy`, a `PolicyMap`, a dtype, a string, `None` for the default, or an object with `__jmp_policy__()`."""
+
+
+def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
+    """Reads a policy from anything that stands for one.
+
+    Args:
+      spec: a policy or map (returned as it is, a map without a default with the current one filled in); a dtype in
+        any spelling, for all three dtypes; `None` for the default policy; an object whose `__jmp_policy__()` returns
+        one of these; or a string:
+
+        - a dtype name, `"full"` or `"half"`: all three dtypes;
+        - `"mixed_float16"`, `"mixed_bfloat16"`: half compute and output over float32 parameters;
+        - `"params=float32,compute=bfloat16,output=float32"`, or `p`, `c`, `o`: parameters default to float32, compute
+          to parameters, output to compute; `none` leaves a dtype as found;
+        - Keras's `"infer"`, `"infer_with_float32_vars"`, `"bfloat16_with_float32_vars"`.
+
+    Raises:
+      ValueError: the string or dtype is none of these.
+
+    >>> get_policy("p=f32,c=bf16") is get_policy("mixed_bfloat16")
+    True
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, PolicyMap):
+        return spec.with_default(default_policy())
+    if spec is None:
+        return default_policy()
+    if isinstance(spec, str):
+        return parse_policy(spec)
+    if hasattr(spec, "__jmp_policy__"):
+        return get_policy(spec.__jmp_policy__())
+    return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
+
+
+def is_policy_spec(value: object) -> bool:
+    """Whether `get_policy` reads a value; unlike functions and modules, which `with_policy` takes in the same place.
+
+    >>> is_policy_spec("mixed_bfloat16"), is_policy_spec(float), is_policy_spec(lambda x: x)
+    (True, False, False)
+    """
+    if isinstance(value, str):  # a string can be nothing else, so that its error is that of a policy
+        return True
+    try:
+        get_policy(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def default_policy() -> Policy | PolicyMap:
+    """The policy that `None` stands for: float32 unless `set_default_policy` or `use_policy` says otherwise.
+
+    It reaches only what `with_policy` or `autocast` is applied to, and is captured at that moment.
+
+    >>> default_policy().name
+    'float32'
+    """
+    return DEFAULT.value
+
+
+def set_default_policy(spec: PolicySpec) -> None:
+    """Sets the default policy of the process, for every thread.
+
+    Args:
+      spec: anything that `get_policy` reads.
+
+    >>> set_default_policy("float32")
+    """
+    DEFAULT.set_global(get_policy(spec))
+
+
+def use_policy(spec: PolicySpec) -> Any:
+    """A context manager in which the default policy is another one, in this thread.
+
+    Args:
+      spec: anything that `get_policy` reads.
+
+    >>> with use_policy("mixed_bfloat16"):
+    ...     default_policy().name
+    'mixed_bfloat16'
+    """
+    return DEFAULT(get_policy(spec))

@@ -1,0 +1,121 @@
+"""Gradients under a loss scale: the true loss and true gradients, whatever the scale."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._loss_scale import NoOpLossScale
+from ._scaled_state import get_loss_scale
+from ._tree import PyTree
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """Differentiates `fun` with its loss scaled, and hands back true values.
+
+    The loss is multiplied by the scale, in float32, before the backward pass, so that gradients too small for
+    float16 survive it; the gradients are divided by the same scale afterwards, in float32. With a `NoOpLossScale`
+    this is `jax.value_and_grad`.
+
+    Args:
+      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
+        float32: the cotangent of a half-precision loss is half itself, and overflows at 65504 in float16; a
+        warning says so while tracing.
+      argnums: which positional arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
+      allow_int: whether integer arguments may be differentiated, as in `jax.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is as
+      `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
+
+    Raises:
+      ValueError: `loss_scale` holds no loss scale, or more than one.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> scale = jmp.StaticLossScale(2.0**10)
+    >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float32) ** 2)
+    >>> loss, grads = value_and_grad(loss_fn, loss_scale=scale)(jnp.ones(2, jnp.float16))
+    >>> float(loss), grads.dtype, grads.tolist()
+    (2.0, dtype('float32'), [2.0, 2.0])
+    """
+    differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
+    return scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
+
+    >>> grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
+    Array(6., dtype=float32)
+    """
+    return without_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
+
+
+def scaled_value_and_grad(
+    differentiate: Callable[..., Any],
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    loss_scale: PyTree,
+) -> Callable[..., Any]:
+    """`value_and_grad` on top of any function of the form of `jax.value_and_grad`."""
+    scale = get_loss_scale(loss_scale)
+    if isinstance(scale, NoOpLossScale):
+        return differentiate(fun, argnums=argnums, has_aux=has_aux)
+
+    @functools.wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        loss = out[0] if has_aux else out
+        _warn_of_half(loss)
+        return scale.scale(loss), out
+
+    scaled_grad = differentiate(scaled, argnums=argnums, has_aux=True)
+
+    @functools.wraps(fun)
+    def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        (_, out), grads = scaled_grad(*args, **kwargs)
+        return out, scale.unscale(grads)
+
+    return true_value_and_grad
+
+
+def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The function that returns only the gradients, and the auxiliary data if there is any."""
+
+    @functools.wraps(value_and_grad_fun)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        out, grads = value_and_grad_fun(*args, **kwargs)
+        return (grads, out[1]) if has_aux else grads
+
+    return gradient
+
+
+def _warn_of_half(loss: Any) -> None:
+    dtype = jnp.result_type(loss)
+    if dtype in (jnp.float16, jnp.bfloat16):
+        warnings.warn(
+            f"The loss is {dtype}, and so is its cotangent, the loss scale: compute the loss in float32, for example "
+            "loss_fn = lambda logits: cross_entropy(logits.astype(jnp.float32), labels).",
+            stacklevel=3,
+        )

@@ -1,0 +1,114 @@
+"""The strings that name a policy.
+
+    policy     ::= dtype | "mixed_" half | dtype "_with_float32_vars"
+                 | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
+                 | field "=" value ("," field "=" value)*
+    field      ::= "params" | "compute" | "output" | "precision"       (or p, c, o)
+    value      ::= dtype | "none"
+
+Spaces and case are forgiven. Parameters default to float32, compute to parameters, output to compute.
+"""
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ._dtypes import did_you_mean, dtype_names, parse_dtype
+from ._policy import Policy
+
+EXAMPLE = "params=float32,compute=bfloat16,output=float32"
+
+_FIELDS = {
+    "p": "param_dtype",
+    "param": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "out": "output_dtype",
+    "output": "output_dtype",
+    "precision": "precision",
+}
+_NAMED = {
+    "infer": (None, None, None),
+    "infer_float32_vars": ("float32", None, None),
+    "infer_with_float32_vars": ("float32", None, None),
+}
+_MIXED = "mixed_"
+_FLOAT32_VARS = "_with_float32_vars"
+
+
+def parse_policy(text: str) -> Policy:
+    """Reads a policy from a string.
+
+    Raises:
+      ValueError: the string is none of the grammar; the message quotes the bad piece and says where it stands.
+
+    >>> parse_policy("C = bf16")
+    Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
+    """
+    name = text.strip().lower()
+    if "=" in name:
+        return _parse_fields(text)
+    if name in _NAMED:
+        return Policy(*_NAMED[name])
+    if name.startswith(_MIXED):
+        half = _dtype(name.removeprefix(_MIXED), text)
+        if half not in (np.dtype("float16"), np.dtype("bfloat16")):
+            _fail(f"{half.name!r} is no half precision", text, "Known are 'mixed_float16', 'mixed_bfloat16'.")
+        return Policy("float32", half, half)
+    if name.endswith(_FLOAT32_VARS):
+        dtype = _dtype(name.removesuffix(_FLOAT32_VARS), text)
+        return Policy("float32", dtype, dtype)
+    return Policy(*[_whole(name, text)] * 3)
+
+
+def _parse_fields(text: str) -> Policy:
+    given: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        field = _FIELDS.get(key.lower())
+        if not equals:
+            _fail(f"{part.strip()!r} is no 'key=value'", text, f"For example: {EXAMPLE!r}.")
+        if field is None:
+            remedy = did_you_mean(key, ("params", "compute", "output", "precision"))
+            _fail(f"Unknown key {key!r} in {part.strip()!r}", text, f"{remedy} For example: {EXAMPLE!r}.")
+        if field in given:
+            _fail(f"{part.strip()!r} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
+        given[field] = value if field == "precision" else _dtype_or_none(value, part, text)
+    param_dtype = given.get("param_dtype", np.dtype(np.float32))
+    compute_dtype = given.get("compute_dtype", param_dtype)
+    output_dtype = given.get("output_dtype", compute_dtype)
+    return Policy(param_dtype, compute_dtype, output_dtype, precision=_precision(given.get("precision"), text))
+
+
+def _dtype_or_none(value: str, part: str, text: str) -> np.dtype | None:
+    if value.lower() == "none":
+        return None
+    return parse_dtype(value, where=f" in {part.strip()!r} of policy {text!r}", example=repr(EXAMPLE))
+
+
+def _dtype(name: str, text: str) -> np.dtype:
+    return parse_dtype(name, where=f" in policy {text!r}", example=repr(EXAMPLE))
+
+
+def _precision(name: str | None, text: str) -> str | None:
+    if name is None or name.lower() == "none":
+        return None
+    try:
+        return Policy(None, None, None, precision=name).precision
+    except ValueError as error:
+        raise ValueError(f"In policy {text!r}: {error}") from None
+
+
+def _whole(name: str, text: str) -> np.dtype:
+    """A string that is all dtype; if it is none, the error offers the names of policies too."""
+    try:
+        return parse_dtype(name)
+    except ValueError:
+        remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
+        raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
+
+
+def _fail(what: str, text: str, remedy: str) -> NoReturn:
+    raise ValueError(f"{what} in policy {text!r}. {remedy}")

@@ -1,0 +1,307 @@
+"""Loss scales: immutable, jit-friendly values that keep small float16 gradients above zero."""
+
+import dataclasses
+import math
+import operator
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._dtypes import at_least_float32
+from ._tree import Uncast, is_floating
+
+T = TypeVar("T")
+
+
+class LossScale(Uncast):
+    """What `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale` have in common; `isinstance` knows all three.
+
+    The scale is float32 and no cast narrows it. `scale` and `unscale` work in float32 or wider: 2**15 times a
+    float16 loss of 2 is already infinite in float16.
+
+    >>> isinstance(NoOpLossScale(), LossScale)
+    True
+    """
+
+    loss_scale: Any
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating and complex numbers of a tree by the scale, in float32 or wider."""
+        return _map_numbers(operator.mul, tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating and complex numbers of a tree by the scale; half-precision ones become float32."""
+        return _map_numbers(operator.truediv, tree, self.loss_scale)
+
+    def adjust(self, grads_finite: jax.Array) -> "LossScale":
+        """The loss scale of the next step, given whether the gradients of this one were finite."""
+        del grads_finite
+        return self
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """Scales nothing: for float32 and bfloat16, whose exponent range needs no help.
+
+    >>> grads = {"w": jnp.ones(2)}
+    >>> NoOpLossScale().scale(grads) is grads
+    True
+    """
+
+    def __post_init__(self) -> None:
+        register_with_flax()
+
+    @property
+    def loss_scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One."""
+        return 1.0
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns the tree itself."""
+        return tree
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale(LossScale):
+    """Scales by a constant; a pytree without leaves.
+
+    Args:
+      loss_scale: the constant, a positive number; a power of two makes scaling exact.
+
+    Raises:
+      ValueError: `loss_scale` is not positive and finite.
+
+    >>> StaticLossScale(1024.0).scale(jnp.float16(100))
+    Array(102400., dtype=float32)
+    """
+
+    loss_scale: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss_scale", float(self.loss_scale))
+        _check(0 < self.loss_scale < math.inf, "loss_scale", self.loss_scale, "a positive number", "2.0**15")
+        register_with_flax()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, init=False, eq=False)
+class DynamicLossScale(LossScale):
+    """Looks for the largest scale that keeps gradients finite.
+
+    Every `period` finite steps in a row the scale is multiplied by `factor`, if the result is finite and at most
+    `max_loss_scale`; a non-finite step multiplies it by `backoff_factor`, down to `min_loss_scale`, and starts the
+    count anew. The arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`) are the leaves of the
+    pytree; everything else is static and survives every tree operation.
+
+    Args:
+      loss_scale: the scale to start from.
+      counter: finite steps in a row since the scale last changed.
+      period: how many finite steps in a row make the scale grow.
+      factor: what it grows by.
+      min_loss_scale: the floor. Reaching it means that the model, not the scale, makes the infinities.
+      backoff_factor: what a non-finite step multiplies the scale by; `1 / factor` if not given.
+      max_loss_scale: the ceiling of growth.
+      hysteresis: the number of overflows it takes to lower the scale; the ones before only skip their step. Above
+        one, the pytree has a third leaf, `credits` (int32): the overflows that may still pass unanswered.
+      consecutive_hysteresis: refill the credits on every finite step (DeepSpeed), not only when a period of finite
+        steps is complete (Megatron-LM).
+      credits: see `hysteresis`; `hysteresis - 1` if not given.
+
+    Raises:
+      ValueError: a setting is out of its range.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the growth rule is that of
+    DeepMind's `jmp`, hysteresis that of Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
+
+    >>> scale = DynamicLossScale(2.0**15, period=2)
+    >>> for finite in (True, True, False):
+    ...     scale = scale.adjust(jnp.array(finite))
+    ...     print(float(scale.loss_scale))
+    32768.0
+    65536.0
+    32768.0
+    """
+
+    loss_scale: jax.Array
+    counter: jax.Array
+    period: int
+    factor: float
+    min_loss_scale: float
+    backoff_factor: float
+    max_loss_scale: float
+    hysteresis: int
+    consecutive_hysteresis: bool
+    credits: jax.Array | None
+    _settings: tuple = dataclasses.field(init=False, repr=False)
+
+    def __init__(
+        self,
+        loss_scale: Any = 2.0**15,
+        counter: Any = 0,
+        period: int = 2000,
+        factor: float = 2,
+        min_loss_scale: Any = 1.0,
+        *,
+        backoff_factor: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        hysteresis: int = 1,
+        consecutive_hysteresis: bool = False,
+        credits: Any = None,
+    ):
+        register_with_flax()
+        _warn_if_not_floating(loss_scale, "loss_scale")
+        _warn_if_not_floating(min_loss_scale, "min_loss_scale")
+        settings = {
+            "period": period,
+            "factor": factor,
+            "min_loss_scale": float(min_loss_scale),
+            "backoff_factor": 1 / factor if backoff_factor is None else backoff_factor,
+            "max_loss_scale": float(max_loss_scale),
+            "hysteresis": hysteresis,
+            "consecutive_hysteresis": bool(consecutive_hysteresis),
+        }
+        _check_settings(settings)
+        if hysteresis == 1:
+            credits = None
+        elif credits is None:
+            credits = hysteresis - 1
+        leaves = (_scalar(loss_scale, jnp.float32), _scalar(counter, jnp.int32), _scalar(credits, jnp.int32))
+        self._assign(tuple(settings.items()), leaves)
+
+    def adjust(self, grads_finite: jax.Array) -> "DynamicLossScale":
+        """The loss scale of the next step.
+
+        Args:
+          grads_finite: whether all gradients of this step were finite, a boolean scalar.
+
+        Raises:
+          ValueError: `grads_finite` is no boolean scalar.
+        """
+        finite = jnp.asarray(grads_finite)
+        if finite.shape != () or finite.dtype != jnp.bool_:
+            raise ValueError(
+                f"Expected boolean scalar for grads_finite, got {jax.typeof(finite)}. For example: all_finite(grads)."
+            )
+        complete = self.counter >= self.period - 1
+        credits, overdrawn = self._next_credits(finite, complete)
+        loss_scale = jnp.where(finite, self._grown(complete), self._lowered(overdrawn))
+        counter = jnp.where(finite & ~complete, self.counter + 1, 0)
+        return self.tree_unflatten(self._settings, (loss_scale, counter, credits))
+
+    def _grown(self, complete: jax.Array) -> jax.Array:
+        grown = self.loss_scale * self.factor
+        return jnp.where(complete & jnp.isfinite(grown) & (grown <= self.max_loss_scale), grown, self.loss_scale)
+
+    def _lowered(self, overdrawn: jax.Array | bool) -> jax.Array:
+        lowered = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_loss_scale)
+        return lowered if overdrawn is True else jnp.where(overdrawn, lowered, self.loss_scale)
+
+    def _next_credits(self, finite: jax.Array, complete: jax.Array) -> tuple[jax.Array | None, jax.Array | bool]:
+        """The credits after this step, and whether an overflow in it finds none left."""
+        if self.credits is None:
+            return None, True
+        refill = finite if self.consecutive_hysteresis else finite & complete
+        spent = jnp.where(finite, self.credits, jnp.maximum(self.credits - 1, 0))
+        return jnp.where(refill, self.hysteresis - 1, spent), self.credits == 0
+
+    # The settings are one tuple, and unflattening goes past __init__: a step's dispatch pays for both, and JAX
+    # rebuilds a state with leaves of any kind (shapes, shardings, None, object()), which must not be inspected.
+
+    def _assign(self, settings: tuple, leaves: tuple) -> None:
+        vars(self).update(settings, _settings=settings, loss_scale=leaves[0], counter=leaves[1], credits=leaves[2])
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """The arrays, and the settings."""
+        return (self.loss_scale, self.counter, self.credits), self._settings
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """As `tree_flatten`, with the names of the arrays."""
+        names = ("loss_scale", "counter", "credits")
+        return tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names), self._settings
+
+    @classmethod
+    def tree_unflatten(cls, settings: tuple, leaves: tuple) -> "DynamicLossScale":
+        """The loss scale of these settings and arrays, whatever stands in for the arrays."""
+        new = object.__new__(cls)
+        new._assign(settings, leaves)
+        return new
+
+
+def register_with_flax() -> None:
+    """Teaches `flax.serialization` loss scales, once, if it is loaded; called wherever one is made or received."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is None or serialization.is_serializable(DynamicLossScale):
+        return
+    for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+        serialization.register_serialization_state(kind, _state_dict, _from_state_dict)
+
+
+def _state_dict(scale: LossScale) -> dict[str, Any]:
+    keys_and_leaves, _ = jax.tree_util.tree_flatten_with_path(scale)
+    return {path[0].name: leaf for path, leaf in keys_and_leaves}
+
+
+def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
+    expected = _state_dict(target)
+    if state.keys() != expected.keys():
+        raise ValueError(
+            f"The saved loss scale has {sorted(state)}, but {type(target).__name__} has {sorted(expected)}: it was "
+            "saved under another kind of loss scale. Restore into that kind, then take a new one for the new policy, "
+            "for example DynamicLossScale()."
+        )
+    return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in expected])
+
+
+def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
+            leaf = jnp.asarray(leaf, jnp.complex64 if isinstance(leaf, complex) else jnp.float32)
+        if is_floating(leaf):
+            wide = at_least_float32(leaf.dtype)
+            return op(lax.convert_element_type(leaf, wide), lax.convert_element_type(scale, wide))
+        if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            # By parts: an infinite part times a complex number would turn the other part into nan.
+            return lax.complex(apply(leaf.real), apply(leaf.imag))
+        return leaf
+
+    return jax.tree.map(apply, tree)
+
+
+def _scalar(value: Any, dtype: Any) -> Any:
+    """A strong-typed array of a number, and anything else as it is."""
+    numbers = (int, float, np.generic, np.ndarray, jax.Array)
+    return jnp.asarray(value, dtype=dtype) if isinstance(value, numbers) else value
+
+
+def _warn_if_not_floating(value: Any, name: str) -> None:
+    dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    period, factor, backoff, hysteresis = (settings[k] for k in ("period", "factor", "backoff_factor", "hysteresis"))
+    floor, ceiling = settings["min_loss_scale"], settings["max_loss_scale"]
+    _check(isinstance(period, int | np.integer) and period >= 1, "period", period, "a positive int", "2000")
+    _check(factor > 1, "factor", factor, "greater than one", "2")
+    _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
+    _check(0 < floor < math.inf, "min_loss_scale", floor, "a positive number", "1.0")
+    _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
+    _check(isinstance(hysteresis, int) and hysteresis >= 1, "hysteresis", hysteresis, "a positive int", "2")
+
+
+def _check(holds: Any, name: str, value: Any, must_be: str, example: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {must_be}, got {value!r}. For example: {name}={example}.")

@@ -1,0 +1,202 @@
+"""The policy: which dtype parameters are stored in, computed in, and returned in."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ._dtypes import DTypeLike, did_you_mean, parse_dtype
+from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from ._tree import cast_floating, first_floating_dtype
+
+T = TypeVar("T")
+
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+"""The matmul precisions that `jax.default_matmul_precision` reads by name, beside `jax.lax.DotAlgorithmPreset`."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class Policy:
+    """Says which dtype goes where, and casts trees accordingly.
+
+    Immutable, hashable and a pytree without leaves: a policy passes through `jit`, `vmap`, `scan` and `grad` as an
+    argument, a result or a field. Equal policies are one object, whatever spelling their dtypes had.
+
+    Args:
+      param_dtype: what parameters are stored in; `None` leaves them as they are.
+      compute_dtype: what inputs and parameters are cast to for computing; `None` stands for the dtype of the first
+        floating input, which `resolve` fills in.
+      output_dtype: what results are cast to; `None` leaves them as they are.
+      precision: the matmul precision inside what the policy is applied to, as `jax.default_matmul_precision` takes
+        it (`"highest"`, `jax.lax.Precision.HIGHEST`, ...); `None` leaves it alone.
+
+    Raises:
+      ValueError: a dtype is no floating dtype, or the precision is unknown.
+
+    >>> policy = Policy("float32", "bfloat16", "float32")
+    >>> policy is Policy(np.float32, "bf16", jax.numpy.float32)
+    True
+    >>> policy.cast_to_compute((np.ones(2, np.float32), np.arange(2)))
+    (array([1, 1], dtype=bfloat16), array([0, 1]))
+    """
+
+    param_dtype: np.dtype | None
+    compute_dtype: np.dtype | None
+    output_dtype: np.dtype | None
+    precision: str | None
+
+    def __new__(
+        cls,
+        param_dtype: DTypeLike | None,
+        compute_dtype: DTypeLike | None,
+        output_dtype: DTypeLike | None,
+        *,
+        precision: Any = None,
+    ) -> "Policy":
+        """The one policy of these dtypes."""
+        fields = (
+            _optional_dtype(param_dtype, "param_dtype"),
+            _optional_dtype(compute_dtype, "compute_dtype"),
+            _optional_dtype(output_dtype, "output_dtype"),
+            _precision_name(precision),
+        )
+        new = object.__new__(cls)
+        vars(new).update(zip(_FIELDS, fields, strict=True))
+        return _INTERNED.setdefault(fields, new)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to the dtype that parameters are stored in."""
+        return cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to the dtype of computation."""
+        return cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating arrays of a tree to the dtype of results."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
+        """The same policy with another output dtype.
+
+        >>> str(Policy("float32", "float16", "float16").with_output_dtype("full"))
+        'params=float32,compute=float16,output=float32'
+        """
+        return self.replace(output_dtype=output_dtype)
+
+    def replace(self, **fields: Any) -> "Policy":
+        """The same policy with other values of some fields.
+
+        Raises:
+          ValueError: there is no field of that name.
+        """
+        for name in fields:
+            if name not in _FIELDS:
+                raise ValueError(
+                    f"Unknown field {name!r} of a Policy. {did_you_mean(name, _FIELDS)} "
+                    "For example: policy.replace(output_dtype='float32')."
+                )
+        return Policy(**self._fields() | fields)
+
+    def resolve(self, *inputs: Any) -> "Policy":
+        """Fills a missing compute dtype in from the first floating array of the inputs, or float32 if there is none.
+
+        >>> str(Policy("float32", None, None).resolve(3, np.ones(2, np.float16)))
+        'params=float32,compute=float16,output=none'
+        """
+        if self.compute_dtype is not None:
+            return self
+        return self.replace(compute_dtype=first_floating_dtype(inputs) or np.float32)
+
+    def loss_scale(self) -> LossScale:
+        """A loss scale that fits: dynamic if the compute dtype is float16, whose range is small, else a no-op.
+
+        >>> Policy("float32", "bfloat16", "float32").loss_scale()
+        NoOpLossScale()
+        """
+        return DynamicLossScale() if self.compute_dtype == np.float16 else NoOpLossScale()
+
+    @property
+    def name(self) -> str:
+        """The shortest string that `get_policy` reads back as this policy.
+
+        >>> Policy("float32", "float16", "float16").name
+        'mixed_float16'
+        """
+        param, compute, output = (_spelled(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
+        if self.precision is None and compute == output:
+            if param == compute:
+                return "infer" if param == "none" else param
+            if param == "float32" and compute in ("float16", "bfloat16"):
+                return f"mixed_{compute}"
+        return str(self)
+
+    def get_config(self) -> dict[str, str | None]:
+        """The fields as plain strings and `None`, for JSON.
+
+        >>> Policy("float32", "float16", None).get_config()
+        {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None}
+        """
+        return {name: None if value is None else str(value) for name, value in self._fields().items()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Policy":
+        """The policy that `get_config` described.
+
+        Raises:
+          ValueError: a field is missing, unknown, or has a bad value.
+        """
+        required = set(_FIELDS) - {"precision"}
+        if not required <= config.keys() <= set(_FIELDS):
+            raise ValueError(
+                f"A policy's config has the keys {sorted(required)}, and 'precision' if need be, got {sorted(config)}. "
+                f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
+            )
+        return cls(**config)
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def __str__(self) -> str:
+        parts: dict[str, object] = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
+        if self.precision is not None:
+            parts["precision"] = self.precision
+        return ",".join(f"{key}={_spelled(value)}" for key, value in parts.items())
+
+    def __repr__(self) -> str:
+        dtypes = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision")
+        return f"Policy({dtypes}{'' if self.precision is None else f', precision={self.precision!r}'})"
+
+    def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
+        return Policy.from_config, (self.get_config(),)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
+_INTERNED: dict[tuple, Policy] = {}
+
+
+def _spelled(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None:
+    return None if spec is None else parse_dtype(spec, where=f" for {field}", example=f"{field}='bfloat16'")
+
+
+def _precision_name(precision: Any) -> str | None:
+    if precision is None:
+        return None
+    if isinstance(precision, jax.lax.Precision):
+        return precision.name.lower()
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return precision.name
+    name = str(precision).strip()
+    known = [*PRECISIONS, *(preset.name for preset in jax.lax.DotAlgorithmPreset)]
+    for spelling in known:
+        if name.lower() == spelling.lower():
+            return spelling
+    raise ValueError(
+        f"Unknown precision {precision!r}. {did_you_mean(name, known)} For example: precision='highest'."
+    )

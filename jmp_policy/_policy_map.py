@@ -1,0 +1,268 @@
+"""Policies by module path and module type: the first rule that covers a module wins."""
+
+import dataclasses
+import difflib
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from ._default import DEFAULT
+from ._dtypes import parse_dtype
+from ._grammar import parse_policy
+from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from ._policy import Policy
+
+Key = str | type
+Spec = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One key of a map and the policy of the modules that it covers."""
+
+    key: Key
+    policy: Policy
+
+    def matches(self, path: str, module_type: type | None) -> bool:
+        """Whether the key names this module itself."""
+        if isinstance(self.key, str):
+            return re.fullmatch(self.key, path) is not None
+        return module_type is not None and issubclass(module_type, self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """What a map says of one module.
+
+    Attributes:
+      policy: the policy that holds there.
+      rule: the rule it came from, or `None` where the default holds.
+      boundary: whether the rule names the module itself, not one around it; inputs and outputs are cast there.
+    """
+
+    policy: Policy
+    rule: Rule | None
+    boundary: bool
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class PolicyMap:
+    """Ordered rules that give the modules of a model their policies.
+
+    A path is the module names joined by `/`; the root's is `""`. A key covers the modules it matches and everything
+    inside them: a string matches by `re.fullmatch` on the path, a type by `isinstance`. Rules are tried in order, the
+    first that covers a module wins, and where none does the default holds. Maps are immutable, hashable pytrees
+    without leaves, and equal maps are one object.
+
+    Args:
+      rules: a mapping, or pairs, of a key and a policy in any spelling that `get_policy` reads, maps excepted.
+      default: the policy of everything else; `None` stands for the default policy, as of when the map is applied.
+
+    Raises:
+      ValueError: a key is no valid pattern, or a policy no valid policy.
+      TypeError: a key is neither a string nor a type.
+
+    >>> rules = PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
+    >>> rules["head"].name, rules["block_0/mlp/up"].name, rules["embed"].name
+    ('float32', 'mixed_bfloat16', 'bfloat16')
+    """
+
+    rules: tuple[Rule, ...]
+    default: Policy | None
+
+    def __new__(cls, rules: Mapping[Key, Spec] | Iterable[tuple[Key, Spec]], default: Spec = None) -> "PolicyMap":
+        """The one map of these rules."""
+        pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else rules
+        fields = (
+            tuple(_rule(pair, i) for i, pair in enumerate(pairs)),
+            None if default is None else _policy(default, "as default of a PolicyMap"),
+        )
+        new = object.__new__(cls)
+        vars(new).update(rules=fields[0], default=fields[1])
+        return _INTERNED.setdefault(fields, new)
+
+    def __getitem__(self, path: str) -> Policy:
+        """The policy of the module at `path`, by the string keys alone."""
+        return self.resolve(path)
+
+    def resolve(self, path: str, module_type: type | Mapping[str, type] | None = None) -> Policy:
+        """The policy of a module.
+
+        Args:
+          path: module names joined by `/`.
+          module_type: the module's type; or the types of it and of the modules around it, by path, because a key
+            that is a type also covers what is inside.
+
+        >>> PolicyMap({dict: "bfloat16"}, "float32").resolve("a/b", {"a": dict, "a/b": list}).name
+        'bfloat16'
+        """
+        return self.match(path, module_type).policy
+
+    def match(self, path: str, module_type: type | Mapping[str, type] | None = None) -> Match:
+        """As `resolve`, with the rule that gave the policy."""
+        types = module_type if isinstance(module_type, Mapping) else {path: module_type}
+        for rule in self.rules:
+            if rule.matches(path, types.get(path)):
+                return Match(rule.policy, rule, boundary=True)
+            if any(rule.matches(outer, types.get(outer)) for outer in _outer_paths(path)):
+                return Match(rule.policy, rule, boundary=False)
+        return Match(self._default_policy(path, types), None, boundary=path == "")
+
+    def loss_scale(self) -> LossScale:
+        """Dynamic if any policy of the map computes in float16, else a no-op.
+
+        >>> type(PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
+        'DynamicLossScale'
+        """
+        default = self.default or DEFAULT.value
+        scales = [spec.loss_scale() for spec in (default, *(rule.policy for rule in self.rules))]
+        return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
+
+    def unused(self, modules: Iterable[str] | Mapping[str, type]) -> tuple[Key, ...]:
+        """The keys that decide for no module: they match nothing, or an earlier rule always hides them.
+
+        Args:
+          modules: the paths of a model's modules, or their types by path.
+
+        >>> PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32"}).unused(["", "a", "a/b", "head"])
+        ('a/b', 'haed')
+        """
+        types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
+        deciding = {id(self.match(path, types).rule) for path in types}
+        return tuple(rule.key for rule in self.rules if id(rule) not in deciding)
+
+    def explain_unused(self, modules: Iterable[str] | Mapping[str, type]) -> list[str]:
+        """A sentence for each key of `unused`: why it decides nothing, and what it may have meant.
+
+        >>> PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
+        ["policy rule 'haed' matches no module; the closest path is 'head'"]
+        """
+        types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
+        keys = self.unused(types)
+        return [_why_unused(rule, self, types) for rule in self.rules if rule.key in keys]
+
+    def get_config(self) -> dict[str, Any]:
+        """The map as plain lists, dictionaries and strings, for JSON; a type is written as its module and name.
+
+        >>> PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
+        {'path': 'head'}
+        """
+        return {
+            "rules": [[_key_config(rule.key), rule.policy.get_config()] for rule in self.rules],
+            "default": None if self.default is None else self.default.get_config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PolicyMap":
+        """The map that `get_config` described; modules that keys name as types are imported.
+
+        Raises:
+          ValueError: the config is not of that form, or a type in it cannot be found.
+        """
+        if config.keys() != {"rules", "default"}:
+            raise ValueError(
+                f"A map's config has the keys 'rules' and 'default', got {sorted(config)}. "
+                f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
+            )
+        rules = [(_key_from_config(key), Policy.from_config(policy)) for key, policy in config["rules"]]
+        return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
+
+    def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
+        """This map with its open default closed: what it does not cover is left to `default`.
+
+        >>> PolicyMap({"head": "float32"}).with_default(Policy(None, None, None)).default.name
+        'infer'
+        """
+        if self.default is not None:
+            return self
+        if isinstance(default, PolicyMap):
+            return PolicyMap([*_pairs(self.rules), *_pairs(default.rules)], default.default)
+        return PolicyMap(_pairs(self.rules), default)
+
+    def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
+        default = self.default or DEFAULT.value
+        return default.resolve(path, types) if isinstance(default, PolicyMap) else default
+
+    def __repr__(self) -> str:
+        rules = ", ".join(f"{_spelled(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
+        return f"PolicyMap({{{rules}}}, default={None if self.default is None else str(self.default)!r})"
+
+    def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
+        return PolicyMap, (_pairs(self.rules), self.default)
+
+
+_INTERNED: dict[tuple, PolicyMap] = {}
+
+
+def _pairs(rules: Iterable[Rule]) -> list[tuple[Key, Policy]]:
+    return [(rule.key, rule.policy) for rule in rules]
+
+
+def _rule(pair: tuple[Key, Spec], position: int) -> Rule:
+    where = f"rule {position} of a PolicyMap"
+    try:
+        key, spec = pair
+    except (TypeError, ValueError):
+        raise TypeError(f"{pair!r}, {where}, is no pair. For example: ('head', 'float32').") from None
+    if isinstance(key, str):
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ValueError(
+                f"The key {key!r}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
+            ) from None
+    elif not isinstance(key, type):
+        raise TypeError(f"The key {key!r}, {where}, is neither a pattern nor a module type. For example: 'head'.")
+    return Rule(key, _policy(spec, f"for key {_spelled(key)}, {where}"))
+
+
+def _policy(spec: Spec, where: str) -> Policy:
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, PolicyMap) or spec is None:
+        raise ValueError(f"{spec!r} {where} is no policy of one module. For example: 'mixed_bfloat16'.")
+    try:
+        return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
+    except ValueError as error:
+        raise ValueError(f"{error} It stands {where}.") from None
+
+
+def _outer_paths(path: str) -> list[str]:
+    """The paths of the modules around `path`, the root's included, innermost first."""
+    names = path.split("/") if path else []
+    return ["/".join(names[:i]) for i in range(len(names) - 1, -1, -1)]
+
+
+def _why_unused(rule: Rule, rules: PolicyMap, types: Mapping[str, Any]) -> str:
+    covered = next((path for path in types if rule.matches(path, types[path])), None)
+    hiding = None if covered is None else rules.match(covered, types).rule
+    if hiding is not None:
+        return f"policy rule {_spelled(rule.key)} decides nothing: the earlier rule {_spelled(hiding.key)} hides it"
+    near = difflib.get_close_matches(str(rule.key), [path for path in types if path], 1, cutoff=0.4)
+    closest = f"; the closest path is {near[0]!r}" if near else ""
+    return f"policy rule {_spelled(rule.key)} matches no module{closest}"
+
+
+def _spelled(key: Key) -> str:
+    return repr(key) if isinstance(key, str) else key.__qualname__
+
+
+def _key_config(key: Key) -> dict[str, str]:
+    return {"path": key} if isinstance(key, str) else {"type": f"{key.__module__}:{key.__qualname__}"}
+
+
+def _key_from_config(config: Mapping[str, str]) -> Key:
+    if "path" in config:
+        return config["path"]
+    module, _, name = config["type"].partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError, ValueError):
+        raise ValueError(f"The module type {config['type']!r} of a PolicyMap's config cannot be found.") from None
+    return found

@@ -1,0 +1,115 @@
+"""The state of a loss-scaled optimizer, and finding it in whatever holds it."""
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
+from ._tree import PyTree
+
+T = TypeVar("T")
+
+
+class LossScaledState(NamedTuple):
+    """The state of `optim.loss_scaled`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      loss_scale: the loss scale of the next step.
+      grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
+      skipped_steps: how many steps were skipped, an int32 scalar.
+      consecutive_skips: how many of them are the most recent ones in a row, an int32 scalar.
+    """
+
+    inner_state: Any
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+def get_loss_scale(state: PyTree) -> LossScale:
+    """Finds the loss scale in a state.
+
+    Args:
+      state: a `LossScale`, or any tree that holds exactly one: an optax state, a `TrainState`, an `nnx.Optimizer`.
+
+    Raises:
+      ValueError: it holds none, or several.
+
+    >>> get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
+    StaticLossScale(loss_scale=8.0)
+    """
+    register_with_flax()
+    found = _nodes(state, LossScale)
+    if len(found) != 1:
+        raise ValueError(
+            f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
+            "Pass the loss scale itself, or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
+        )
+    return _without_variables(found[0])
+
+
+def scaled_state(state: PyTree) -> LossScaledState:
+    """Finds the state of `optim.loss_scaled` in a tree that holds exactly one.
+
+    Raises:
+      ValueError: it holds none, or several.
+    """
+    found = _nodes(state, LossScaledState)
+    if len(found) != 1:
+        raise ValueError(
+            f"Expected a state that holds exactly one LossScaledState, got {type(state).__name__} with {len(found)}. "
+            "For example: jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale()).init(params)."
+        )
+    found = found[0]._replace(inner_state=None)  # which may be large, and nobody asks for
+    return _without_variables(found)
+
+
+def has_scaled_state(state: PyTree) -> bool:
+    """Whether a tree holds the state of `optim.loss_scaled`."""
+    return bool(_nodes(state, LossScaledState))
+
+
+def metrics(state: PyTree) -> dict[str, Any]:
+    """The figures of loss scaling as a flat dictionary of scalars, for any logger.
+
+    Args:
+      state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
+
+    Returns:
+      `loss_scale` (float32) and `steps_since_growth` (int32); of an optimizer's state also `grads_finite` (bool),
+      `skipped_steps` and `consecutive_skips` (int32). Nothing is read back from the device.
+
+    Raises:
+      ValueError: the tree holds no loss scale, or several.
+
+    >>> metrics(jmp.NoOpLossScale())
+    {'loss_scale': np.float32(1.0), 'steps_since_growth': np.int32(0)}
+    """
+    scale = get_loss_scale(state)
+    dynamic = isinstance(scale, DynamicLossScale)
+    figures = {
+        "loss_scale": scale.loss_scale if dynamic else np.float32(scale.loss_scale),
+        "steps_since_growth": scale.counter if dynamic else np.int32(0),
+    }
+    if has_scaled_state(state):
+        of_optimizer = scaled_state(state)
+        for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
+            figures[name] = getattr(of_optimizer, name)
+    return figures
+
+
+def _nodes(tree: PyTree, kind: type[T]) -> list[T]:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _without_variables(tree: T) -> T:
+    """The arrays themselves, where an nnx optimizer keeps each in a Variable; those are known by their `get_value`."""
+
+    def is_variable(node: Any) -> bool:
+        return hasattr(node, "get_value")
+
+    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)

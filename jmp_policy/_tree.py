@@ -1,0 +1,158 @@
+"""Trees of arrays: casting, checking and selecting."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._dtypes import DTypeLike, at_least_float32, half_dtype, is_floating_dtype, parse_dtype
+
+T = TypeVar("T")
+PyTree = Any
+
+
+class Uncast:
+    """Base of pytrees whose arrays no cast may touch: loss scales, and quantized storage."""
+
+
+def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
+    """Casts the real floating arrays of a tree, and leaves everything else as it is.
+
+    Integers, bools, complex numbers, PRNG keys, Python scalars, loss scales and any other object pass through by
+    identity, and so does an array that has the dtype already. Numpy arrays stay numpy arrays.
+
+    Args:
+      tree: a pytree of any leaves; `jax.Array`, tracers, numpy arrays and scalars and `jax.ShapeDtypeStruct` are cast.
+      dtype: the floating dtype to cast to, in any spelling; `None` casts nothing.
+      is_leaf: what else to pass through whole, as in `jax.tree.map`.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      ValueError: `dtype` names no floating dtype.
+
+    >>> cast_floating([np.ones(2, np.float32), 3], "bfloat16")
+    [array([1, 1], dtype=bfloat16), 3]
+    """
+    if dtype is None:
+        return tree
+    target = parse_dtype(dtype)
+    whole = _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
+    return jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=whole)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts floating arrays to the backend's half precision: bfloat16 on TPU, float16 elsewhere.
+
+    >>> cast_to_half(np.float32(1)).dtype == half_dtype()
+    True
+    """
+    return cast_floating(tree, half_dtype())
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts floating arrays to float32.
+
+    >>> cast_to_full(np.float16(1)).dtype
+    dtype('float32')
+    """
+    return cast_floating(tree, np.float32)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether every number in a tree is finite, as a boolean scalar array.
+
+    Integers, bools, keys and other leaves that cannot be infinite count as finite. Each array is read once and
+    nothing of its size is written: `isfinite(x).all()` would materialise a mask on some backends.
+
+    >>> bool(all_finite({"a": jnp.ones(3), "b": None})), bool(all_finite([jnp.array([1.0, jnp.nan])]))
+    (True, False)
+    """
+    inexact = [x for x in jax.tree.leaves(tree) if _may_be_infinite(x)]
+    if not inexact:
+        return jnp.array(True)
+    peaks = [_peak(x) for x in inexact]
+    widest = max((at_least_float32(p.dtype) for p in peaks), key=lambda dtype: dtype.itemsize)
+    # max propagates nan, so the largest magnitude of all is finite exactly if every number is.
+    return lax.is_finite(functools.reduce(lax.max, [lax.convert_element_type(p, widest) for p in peaks]))
+
+
+def select_tree(pred: jax.Array, a: T, b: T) -> T:
+    """Selects the tree `a` where `pred` is true and `b` where it is false, leaf by leaf.
+
+    Args:
+      pred: a boolean scalar: a Python bool, or an array of shape `()`.
+      a: a tree of arrays.
+      b: a tree of the same structure, shapes and dtypes.
+
+    Returns:
+      A tree of that structure.
+
+    Raises:
+      AssertionError: `pred` is no boolean scalar; an AssertionError because DeepMind's `jmp` raises one.
+
+    >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
+    [0.0, 0.0]
+    """
+    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
+        got = jax.typeof(jnp.asarray(pred))
+        raise AssertionError(f"expected boolean scalar, got {got}; for example: all_finite(grads)")
+    pred = jnp.asarray(pred)
+    return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether a leaf is one that `cast_floating` casts.
+
+    >>> is_floating(np.float32(1)), is_floating(1.0), is_floating(jnp.arange(3))
+    (True, False, False)
+    """
+    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    return isinstance(leaf, arrays) and is_floating_dtype(leaf.dtype)
+
+
+def first_floating_dtype(tree: PyTree) -> np.dtype | None:
+    """The dtype JAX gives the first floating array of a tree, or `None` if it holds none.
+
+    >>> first_floating_dtype((3, jnp.arange(2), jnp.ones(2, jnp.float16)))
+    dtype('float16')
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=_is_uncast)
+    return next((np.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves if is_floating(x)), None)
+
+
+def _is_uncast(node: object) -> bool:
+    return isinstance(node, Uncast)
+
+
+def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    if not is_floating(leaf) or leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return lax.convert_element_type(leaf, dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # as JAX, which overflows to infinity without a word
+        return leaf.astype(dtype)
+
+
+def _may_be_infinite(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, float | complex)
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and np.size(leaf) > 0
+
+
+def _peak(x: Any) -> jax.Array:
+    """A scalar that is finite exactly if all of `x` is: the largest magnitude, where `abs` and `max` keep that."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) or jnp.finfo(x.dtype).bits < 16:
+        # |a + bi| overflows where a and b are finite, and the 8-bit formats have no order in XLA on every backend.
+        finite = jnp.isfinite(x).all()
+        return lax.select(finite, jnp.zeros((), jnp.float32), jnp.full((), jnp.nan, jnp.float32))
+    return jnp.max(jnp.abs(x))
