@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp_policy as jmp
@@ -13,4 +14,4 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
-    doctest_namespace.update(jax=jax, jnp=jnp, np=np, jmp=jmp)
+    doctest_namespace.update(jax=jax, jnp=jnp, np=np, jmp=jmp, optax=optax)

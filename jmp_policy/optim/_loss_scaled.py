@@ -1,0 +1,198 @@
+"""An optax transformation that carries a loss scale and skips the steps that overflowed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
+from .._scaled_state import LossScaledState, has_scaled_state
+from .._tree import PyTree, all_finite
+
+AxisName = Any
+
+
+def loss_scaled(
+    inner: optax.GradientTransformation, loss_scale: LossScale, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Carries a loss scale beside an optimizer's state, and skips steps whose gradients are not finite.
+
+    A skipped step changes nothing but the loss scale and the skip counters: `optim.step` keeps every bit of the
+    parameters and of the inner state, `update` followed by `optax.apply_updates` does as well (the updates are -0.0),
+    subnormal parameters excepted where the backend flushes them. The decision is made on the device.
+
+    It goes outermost, around `optax.chain`, `optax.MultiSteps` (whose bad microbatches are then dropped, the rest
+    kept) and everything else: what stands beside it in a chain would still advance on a skipped step, and a `clip`
+    before it would hide an infinity.
+
+    Args:
+      inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.
+      loss_scale: the loss scale to start from, for example `policy.loss_scale()`.
+      axis_name: a mapped axis, or several, on which gradients differ from device to device; a step is then skipped
+        on all of its devices if it overflowed on one. Not needed where gradients are averaged before.
+
+    Returns:
+      A transformation whose state is a `LossScaledState` and whose `update` passes extra arguments on.
+
+    Raises:
+      TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
+      ValueError: `inner` is, or holds, a `loss_scaled` itself.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> tx = loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> params = {"w": jnp.ones(2)}
+    >>> updates, state = tx.update({"w": jnp.array([jnp.inf, 1.0])}, tx.init(params), params)
+    >>> updates["w"].tolist(), float(state.loss_scale.loss_scale), int(state.skipped_steps)
+    ([-0.0, -0.0], 2.0, 1)
+    """
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(f"inner must be an optax transformation, got {inner!r}. For example: optax.adamw(1e-3).")
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}. For example: policy.loss_scale().")
+    if isinstance(inner.update, LossScaledUpdate):
+        raise ValueError(_WRAPPED_TWICE)
+
+    def init(params: PyTree) -> Any:
+        register_with_flax()
+        inner_state = inner.init(params)
+        if has_scaled_state(inner_state):
+            raise ValueError(_WRAPPED_TWICE)
+        none, count = jnp.array(True), jnp.zeros((), jnp.int32)
+        return LossScaledState(inner_state, loss_scale, none, count, count)
+
+    return optax.GradientTransformationExtraArgs(init, LossScaledUpdate(inner, axis_name))
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation, *, axis_name: AxisName | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
+
+    Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only.
+
+    >>> tx = skip_nonfinite(optax.adam(1e-3))
+    >>> tx.init({"w": jnp.ones(2)}).loss_scale
+    NoOpLossScale()
+    """
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
+
+
+class _Operands(NamedTuple):
+    grads: PyTree
+    inner_state: PyTree
+    params: PyTree
+    extra: dict[str, Any]
+
+
+class LossScaledUpdate:
+    """The `update` of `loss_scaled`; `optim.step` recognises it, and applies the updates inside the branch."""
+
+    def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
+        self._inner = optax.with_extra_args_support(inner)
+        self._axis_name = axis_name
+        # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
+        self._update = self._bind(_update, {})
+        self._update_and_apply = self._bind(_update_and_apply, {})
+
+    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        """The updates, -0.0 on a skipped step, and the next state; `updates` are gradients, as optax calls them."""
+        arrays, others = _split(extra)
+        update = self._bind(_update, others) if others else self._update
+        return self._unless_nonfinite(update, _Operands(updates, state.inner_state, params, arrays), state)
+
+    def step(
+        self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, LossScaledState]:
+        """The updated parameters and the next state."""
+        arrays, others = _split(extra)
+        update = self._bind(_update_and_apply, others) if others else self._update_and_apply
+        return self._unless_nonfinite(update, _Operands(grads, state.inner_state, params, arrays), state)
+
+    def _bind(self, branches: "Callable[..., _Branches]", others: dict[str, Any]) -> "_Branches":
+        return branches(functools.partial(self._inner.update, **others))
+
+    def _unless_nonfinite(
+        self, branches: "_Branches", operands: _Operands, state: LossScaledState
+    ) -> tuple[PyTree, LossScaledState]:
+        finite = all_finite(operands.grads)
+        if self._axis_name is not None:
+            finite = lax.pmin(finite.astype(jnp.int32), self._axis_name) == 1
+        out, inner_state = lax.cond(finite, branches.take, branches.skip, operands)
+        skipped = (~finite).astype(jnp.int32)
+        return out, LossScaledState(
+            inner_state,
+            state.loss_scale.adjust(finite),
+            finite,
+            state.skipped_steps + skipped,
+            (state.consecutive_skips + skipped) * skipped,
+        )
+
+
+class _Branches(NamedTuple):
+    """Two functions of `_Operands` that return a result and the next inner state, of the same dtypes."""
+
+    take: Callable[[_Operands], tuple[PyTree, PyTree]]
+    skip: Callable[[_Operands], tuple[PyTree, PyTree]]
+
+
+def _update(update: Callable[..., Any]) -> _Branches:
+    @functools.partial(jax.jit, inline=True)  # jit, so that skip, which asks for its shapes, does not trace it again
+    def take(operands: _Operands) -> tuple[PyTree, PyTree]:
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra)
+        return updates, _with_dtypes_of(operands.inner_state, inner_state)
+
+    def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
+        updates, _ = jax.eval_shape(take, operands)
+        return jax.tree.map(_negative_zeros, updates), operands.inner_state
+
+    return _Branches(take, skip)
+
+
+def _update_and_apply(update: Callable[..., Any]) -> _Branches:
+    def take(operands: _Operands) -> tuple[PyTree, PyTree]:
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra)
+        params = optax.apply_updates(operands.params, updates)
+        return params, _with_dtypes_of(operands.inner_state, inner_state)
+
+    def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
+        return operands.params, operands.inner_state
+
+    return _Branches(take, skip)
+
+
+def _with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
+    """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state."""
+
+    def like(old_leaf: Any, new_leaf: Any) -> Any:
+        dtype = jnp.asarray(old_leaf).dtype
+        return new_leaf if jnp.asarray(new_leaf).dtype == dtype else lax.convert_element_type(new_leaf, dtype)
+
+    return jax.tree.map(like, old, new)
+
+
+def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
+    """The number that changes no parameter it is added to; +0.0 would turn -0.0 into +0.0."""
+    if jnp.issubdtype(update.dtype, jnp.complexfloating):
+        return jnp.full(update.shape, complex(-0.0, -0.0), update.dtype)
+    return jnp.full(update.shape, -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0, update.dtype)
+
+
+def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The extra arguments that are trees of arrays, and the others (functions, say), which no branch can receive."""
+    arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
+    return arrays, {name: value for name, value in extra.items() if name not in arrays}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
+
+
+_WRAPPED_TWICE = (
+    "This optimizer is wrapped in loss_scaled or skip_nonfinite twice: an overflow would lower two scales. Wrap it "
+    "once, outermost, for example: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), scale)."
+)
