@@ -115,7 +115,12 @@ def _name_of(spec: DTypeLike) -> str | None:
     # Not all that numpy reads: it takes Python's `float` for float64, where JAX takes it for float32, and any object
     # with an attribute `dtype`, a Flax layer among them, for that dtype.
     is_scalar_type = isinstance(spec, _JAX_SCALAR_TYPE) or (isinstance(spec, type) and issubclass(spec, np.generic))
-    return np.dtype(spec).name if isinstance(spec, np.dtype) or is_scalar_type else None
+    if not isinstance(spec, np.dtype) and not is_scalar_type:
+        return None
+    try:
+        return np.dtype(spec).name
+    except TypeError:  # an abstract type, such as np.floating
+        return None
 
 
 def _unknown_dtype(spec: DTypeLike, where: str, example: str) -> str:
