@@ -191,7 +191,7 @@ def _precision_name(precision: Any) -> str | None:
     if isinstance(precision, jax.lax.Precision):
         return precision.name.lower()
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
-        return precision.name
+        precision = precision.name
     name = str(precision).strip()
     known = [*PRECISIONS, *(preset.name for preset in jax.lax.DotAlgorithmPreset)]
     for spelling in known:
