@@ -211,7 +211,7 @@ def _rule(pair: tuple[Key, Spec], position: int) -> Rule:
     if isinstance(key, str):
         try:
             re.compile(key)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"The key {key!r}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
             ) from None
@@ -258,11 +258,13 @@ def _key_config(key: Key) -> dict[str, str]:
 def _key_from_config(config: Mapping[str, str]) -> Key:
     if "path" in config:
         return config["path"]
+    if "type" not in config:
+        raise ValueError(f"The key {dict(config)!r} of a PolicyMap's config has neither 'path' nor 'type'.")
     module, _, name = config["type"].partition(":")
     try:
         found: Any = importlib.import_module(module)
         for attribute in name.split("."):
             found = getattr(found, attribute)
-    except (ImportError, AttributeError, ValueError):
+    except (ImportError, AttributeError, ValueError, TypeError):
         raise ValueError(f"The module type {config['type']!r} of a PolicyMap's config cannot be found.") from None
     return found
