@@ -163,11 +163,12 @@ class DynamicLossScale(LossScale):
         register_with_flax()
         _warn_if_not_floating(loss_scale, "loss_scale")
         _warn_if_not_floating(min_loss_scale, "min_loss_scale")
+        _check(factor > 1, "factor", factor, "greater than one", "2")
         settings = {
-            "period": period,
-            "factor": factor,
+            "period": int(period) if isinstance(period, np.integer) else period,
+            "factor": float(factor),
             "min_loss_scale": float(min_loss_scale),
-            "backoff_factor": 1 / factor if backoff_factor is None else backoff_factor,
+            "backoff_factor": float(1 / factor if backoff_factor is None else backoff_factor),
             "max_loss_scale": float(max_loss_scale),
             "hysteresis": hysteresis,
             "consecutive_hysteresis": bool(consecutive_hysteresis),
@@ -269,9 +270,11 @@ def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
         if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
             leaf = jnp.asarray(leaf, jnp.complex64 if isinstance(leaf, complex) else jnp.float32)
         if is_floating(leaf):
+            leaf = jnp.asarray(leaf)  # whose float64 is float32 if 64 bits are disabled, as everywhere in JAX
             wide = at_least_float32(leaf.dtype)
             return op(lax.convert_element_type(leaf, wide), lax.convert_element_type(scale, wide))
-        if isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        arrays = jax.Array | np.ndarray | np.generic
+        if isinstance(leaf, arrays) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             # By parts: an infinite part times a complex number would turn the other part into nan.
             return lax.complex(apply(leaf.real), apply(leaf.imag))
         return leaf
@@ -292,10 +295,9 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    period, factor, backoff, hysteresis = (settings[k] for k in ("period", "factor", "backoff_factor", "hysteresis"))
+    period, backoff, hysteresis = (settings[name] for name in ("period", "backoff_factor", "hysteresis"))
     floor, ceiling = settings["min_loss_scale"], settings["max_loss_scale"]
-    _check(isinstance(period, int | np.integer) and period >= 1, "period", period, "a positive int", "2000")
-    _check(factor > 1, "factor", factor, "greater than one", "2")
+    _check(isinstance(period, int) and period >= 1, "period", period, "a positive int", "2000")
     _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
     _check(0 < floor < math.inf, "min_loss_scale", floor, "a positive number", "1.0")
     _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
