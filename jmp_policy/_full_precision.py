@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import at_least_float32
-from ._tree import PyTree, cast_floating, is_floating
+from ._tree import PyTree, cast_floating, floating_leaves, is_floating
 
 
 def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +40,6 @@ def _widened(leaf: Any) -> Any:
 
 
 def _joint_dtype(tree: PyTree) -> np.dtype | None:
-    dtypes = [jax.dtypes.canonicalize_dtype(leaf.dtype) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    leaves = floating_leaves(tree)
     with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(*dtypes)) if dtypes else None
+        return np.dtype(jnp.result_type(*leaves)) if leaves else None

@@ -99,8 +99,9 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
     [0.0, 0.0]
     """
-    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
-        got = jax.typeof(jnp.asarray(pred))
+    is_array = isinstance(pred, bool | np.generic | np.ndarray | jax.Array)
+    if not is_array or jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
+        got = jax.typeof(jnp.asarray(pred)) if is_array else repr(pred)
         raise AssertionError(f"expected boolean scalar, got {got}; for example: all_finite(grads)")
     pred = jnp.asarray(pred)
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
@@ -122,8 +123,17 @@ def first_floating_dtype(tree: PyTree) -> np.dtype | None:
     >>> first_floating_dtype((3, jnp.arange(2), jnp.ones(2, jnp.float16)))
     dtype('float16')
     """
-    leaves = jax.tree.leaves(tree, is_leaf=_is_uncast)
-    return next((np.dtype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves if is_floating(x)), None)
+    first = next(iter(floating_leaves(tree)), None)
+    return None if first is None else np.dtype(jax.dtypes.canonicalize_dtype(first.dtype))
+
+
+def floating_leaves(tree: PyTree) -> list[Any]:
+    """The leaves of a tree that `cast_floating` casts; those of a loss scale are not among them.
+
+    >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
+    [np.float32(2.0)]
+    """
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_uncast) if is_floating(leaf)]
 
 
 def _is_uncast(node: object) -> bool:
@@ -145,7 +155,10 @@ def _may_be_infinite(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, float | complex)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and np.size(leaf) > 0
+    if not jnp.issubdtype(dtype, jnp.inexact) or np.size(leaf) == 0:
+        return False
+    # Below 8 bits a format has neither nan nor infinity, and XLA cannot compute in all of them.
+    return jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 8
 
 
 def _peak(x: Any) -> jax.Array:
