@@ -160,10 +160,9 @@ class Policy:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def __str__(self) -> str:
-        parts: dict[str, object] = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
-        if self.precision is not None:
-            parts["precision"] = self.precision
-        return ",".join(f"{key}={_spelled(value)}" for key, value in parts.items())
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        parts = [f"{key}={_spelled(dtype)}" for key, dtype in zip(("params", "compute", "output"), dtypes, strict=True)]
+        return ",".join(parts if self.precision is None else [*parts, f"precision={self.precision}"])
 
     def __repr__(self) -> str:
         dtypes = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision")
