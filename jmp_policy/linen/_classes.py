@@ -1,0 +1,149 @@
+"""Policied subclasses of linen modules.
+
+The policy lives in the class, because Flax clones modules field by field and would lose it from an instance. The
+subclass has the name of its base, so that the names of parameters are the same with and without a policy.
+"""
+
+import copyreg
+import dataclasses
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import linen as nn
+
+from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ._frame import CURRENT, Frame, frame_of
+from ._interceptor import POLICY, interceptor
+
+_BASE = "_jmp_base"
+_KEEP = "_jmp_keep"
+
+
+@functools.cache
+def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) -> Any:
+    """The subclass of a linen module class whose public methods are boundaries; one for each policy.
+
+    Raises:
+      ValueError: `keep` names no argument of a public method.
+    """
+    _check_keep(base, keep)
+    namespace = {
+        POLICY: policy,
+        _BASE: base,
+        _KEEP: keep,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__init_subclass__": classmethod(_init_subclass),
+    }
+    cls = type(base)(base.__name__, (base,), namespace)
+    # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
+    for name, method in _public_methods(base):
+        setattr(cls, name, at_boundary(method))
+    for name in ("apply", "init_with_output"):
+        setattr(cls, name, _with_policied_method(getattr(base, name)))
+    cls.__reduce__ = _reduce  # type: ignore[method-assign]
+    return cls
+
+
+def unpolicied_class(cls: Any) -> Any:
+    """The class that a policied class was made of, and any other as it is."""
+    return vars(cls).get(_BASE, cls)
+
+
+def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, or a function of a module, that casts at the outermost call and runs inside its module's frame."""
+    if hasattr(method, "_jmp_boundary"):
+        return method
+
+    @functools.wraps(method)
+    def policied(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame | None = CURRENT.value
+        if self.scope is None or (frame is not None and frame.belongs_to(self)):
+            return method(self, *args, **kwargs)
+        return _call_in_frame(method, self, args, kwargs)
+
+    policied._jmp_boundary = True  # type: ignore[attr-defined]
+    return policied
+
+
+def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    given: Policy | PolicyMap = getattr(module, POLICY)
+    root = given[""] if isinstance(given, PolicyMap) else given
+    policy, args, kwargs = cast_arguments(root, method, getattr(module, _KEEP), (module, *args), kwargs)
+    frame = frame_of(type(module), module.path, given, policy.compute_dtype)
+    with CURRENT(frame), nn.intercept_methods(interceptor(frame)), matmul_precision(policy):
+        out = method(*args, **kwargs)
+    if method.__name__ == "__call__":  # other methods may leave out modules that a rule is for
+        for message in frame.warnings():
+            warnings.warn(message, stacklevel=3)
+    return cast_result(policy, out)
+
+
+def _init_subclass(cls: Any, **kwargs: Any) -> None:
+    """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
+    base = next(base for base in cls.__mro__[1:] if _BASE in vars(base))
+    super(base, cls).__init_subclass__(**kwargs)
+    for name, method in _public_methods(cls):
+        if name in vars(cls):
+            setattr(cls, name, at_boundary(method))
+
+
+def _public_methods(cls: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods that are called from outside: what the author wrote, but for setup, `_private` and `nn.nowrap`."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for name in dir(cls):
+        inherited = hasattr(nn.Module, name) or name in fields or name.startswith("_")
+        method = inspect.getattr_static(cls, name)
+        if (name == "__call__" or not inherited) and inspect.isfunction(method) and not hasattr(method, "nowrap"):
+            yield name, method
+
+
+def _with_policied_method(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.apply` or `Module.init_with_output` that runs inside the frame whatever it is told to call."""
+
+    @functools.wraps(entry)
+    def policied_entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return entry(self, *args, method=_policied_method(type(self), method), **kwargs)
+
+    return nn.nowrap(policied_entry)
+
+
+def _policied_method(cls: Any, method: Any) -> Any:
+    if method is None:
+        return None
+    if isinstance(method, str):
+        method = getattr(cls, method, method)  # a name that is unknown is Flax's to refuse
+    fun = method.__func__ if inspect.ismethod(method) else method
+    return at_boundary(fun) if inspect.isfunction(fun) else method
+
+
+def _check_keep(base: Any, keep: frozenset[str]) -> None:
+    if keep:
+        known = [set(inspect.signature(method).parameters) for _, method in _public_methods(base)]
+        check_keep(base.__call__, [name for name in keep if not any(name in names for names in known)])
+
+
+def _reduce(self: nn.Module) -> tuple:
+    """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
+    cls: Any = type(self)
+    if _found_by_name(cls) is cls:
+        return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
+    return _rebuild, (unpolicied_class(cls), getattr(cls, POLICY), getattr(cls, _KEEP)), vars(self)
+
+
+def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) -> Any:
+    return object.__new__(policied_class(base, policy, keep))
+
+
+def _found_by_name(cls: type) -> Any:
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found

@@ -1,0 +1,100 @@
+"""Makes the modules inside an attached module store and compute in the dtypes of their policy."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import linen as nn
+
+from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._policy import Policy
+from .._tree import cast_floating
+from ._fields import filled_in, has_dtype_field, takes_dtype
+from ._frame import CURRENT, Frame
+
+POLICY = "_jmp_policy"
+"""The attribute of a policied class that holds its policy."""
+
+
+def interceptor(frame: Frame) -> Callable[..., Any]:
+    """The interceptor, for `nn.intercept_methods`, that applies a frame to one outermost call."""
+    policied: set[int] = set()  # modules whose fields are ours at the moment, by id
+    running: set[tuple[str, ...]] = set()  # boundaries that we are inside of, by path: transforms clone modules
+
+    def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        module: nn.Module = context.module
+        if not _is_in_charge(frame, module) or id(module) in policied:
+            return next_fun(*args, **kwargs)
+        match = frame.match(module)
+        at_boundary = match.boundary and context.method_name != "setup" and module.path not in running
+        at_boundary = at_boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
+        with _fields_filled_in(module, match.policy), _noted(policied, id(module)):
+            if not at_boundary:
+                return next_fun(*args, **kwargs)
+            with _noted(running, module.path):
+                return _call_at_boundary(match.policy, next_fun, args, kwargs)
+
+    return intercept
+
+
+def _is_in_charge(frame: Frame, module: nn.Module) -> bool:
+    """Whether `frame`, and not that of a policy further in or out, says what holds at a module."""
+    if CURRENT.value is not frame or module.scope is None:
+        return False
+    return frame.belongs_to(module) or not hasattr(type(module), POLICY)
+
+
+def _call_at_boundary(policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
+    with matmul_precision(policy):
+        return cast_result(policy, fun(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _noted(collection: set, item: Any) -> Iterator[None]:
+    collection.add(item)
+    try:
+        yield
+    finally:
+        collection.discard(item)
+
+
+@contextlib.contextmanager
+def _fields_filled_in(module: nn.Module, policy: Policy) -> Iterator[None]:
+    """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly."""
+    values: dict[str, Any] = {}
+    if takes_dtype(module):
+        values["dtype"] = filled_in(policy.compute_dtype) if policy.compute_dtype is not None else None
+    reads_in_compute = not has_dtype_field(type(module))
+    if reads_in_compute or _stores_params(module, policy):
+        values["param"] = _policied_param(module, policy, reads_in_compute)
+    written = vars(module)
+    before = {name: written[name] for name in values if name in written}
+    # Past the module's own __setattr__, which is frozen outside of setup. A clone per call would lose what the
+    # method stores on self, and its place among its parent's children.
+    written.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            written.pop(name, None)
+        written.update(before)
+
+
+def _stores_params(module: nn.Module, policy: Policy) -> bool:
+    assert module.scope is not None
+    return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
+
+
+def _policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
+    """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
+    param = module.param
+
+    def policied_param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
+        def init(*args: Any, **init_kwargs: Any) -> Any:
+            return policy.cast_to_param(init_fn(*args, **init_kwargs))
+
+        value = param(name, init, *init_args, **kwargs)
+        return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
+
+    return policied_param

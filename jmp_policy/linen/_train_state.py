@@ -1,0 +1,53 @@
+"""Flax's train state, in which a step that overflowed changes nothing."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax.training import train_state
+
+from .. import optim
+from .._scaled_state import has_scaled_state, scaled_state
+from .._tree import select_tree
+
+_OVERWRITE = train_state.OVERWRITE_WITH_GRADIENT  # the collection whose gradients are its new values, as in Flax
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` for optimizers under `optim.loss_scaled` or `optim.skip_nonfinite`.
+
+    On a skipped step, `step` does not advance and whatever else is handed over (batch statistics, say) stays what it
+    was. The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
+
+    >>> tx = optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    >>> loss, grads = jmp.value_and_grad(lambda p: jnp.sum(p["w"] / 0.0), loss_scale=state)(state.params)
+    >>> state = state.apply_gradients(grads=grads)
+    >>> int(state.step), state.params["w"].tolist(), float(jmp.get_loss_scale(state).loss_scale)
+    (0, [1.0, 1.0], 2.0)
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+        """Takes one step.
+
+        Args:
+          grads: true gradients, a tree like `params`.
+          **kwargs: new values of other fields; on a skipped step they are dropped.
+
+        Returns:
+          The next state.
+        """
+        params, opt_state = self._step_params(grads)
+        if not has_scaled_state(opt_state):
+            return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+        finite = scaled_state(opt_state).grads_finite
+        if _OVERWRITE in params:
+            params[_OVERWRITE] = select_tree(finite, params[_OVERWRITE], self.params[_OVERWRITE])
+        kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
+        step = self.step + finite.astype(jnp.int32)
+        return self.replace(step=step, params=params, opt_state=opt_state, **kept)
+
+    def _step_params(self, grads: Any) -> tuple[Any, Any]:
+        if _OVERWRITE not in grads:
+            return optim.step(self.tx, grads, self.opt_state, self.params)
+        params, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
+        return {"params": params, _OVERWRITE: grads[_OVERWRITE]}, opt_state
