@@ -1,0 +1,384 @@
+"""Law 12: what a loss scale does to numbers, and how a dynamic one moves."""
+
+import copy
+import dataclasses
+import math
+import pickle
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import jmp_policy as jmp
+
+LARGEST = float(np.finfo(np.float32).max)
+SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**10), jmp.DynamicLossScale(), jmp.DynamicLossScale(hysteresis=3)]
+
+adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
+
+
+class PythonModel:
+    """Law 12 in plain Python numbers, one step at a time; the reference that the arrays must follow."""
+
+    def __init__(self, scale, period, factor, backoff, floor, ceiling, hysteresis=1, consecutive=False):
+        self.scale, self.period, self.factor, self.backoff = scale, period, factor, backoff
+        self.floor, self.ceiling, self.hysteresis, self.consecutive = floor, ceiling, hysteresis, consecutive
+        self.in_a_row, self.credits = 0, hysteresis - 1
+
+    def adjust(self, finite):
+        if not finite:
+            self.in_a_row = 0
+            if self.credits == 0:
+                self.scale = max(self.scale * self.backoff, self.floor)
+            self.credits = max(self.credits - 1, 0)
+            return
+        self.in_a_row += 1
+        complete = self.in_a_row == self.period
+        if complete:
+            self.in_a_row = 0
+            if self.scale * self.factor <= min(self.ceiling, LARGEST):
+                self.scale *= self.factor
+        if self.consecutive or complete:
+            self.credits = self.hysteresis - 1
+
+
+@given(
+    steps=st.lists(st.sampled_from([True, True, True, False]), max_size=30),
+    period=st.integers(1, 4),
+    start=st.sampled_from([1.0, 2.0**3, 2.0**15, 2.0**23, 2.0**127]),
+    floor=st.sampled_from([0.25, 1.0, 8.0]),
+    ceiling=st.sampled_from([2.0**4, 2.0**24, math.inf]),
+    hysteresis=st.integers(1, 3),
+    consecutive=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_scale_follows_the_plain_python_model(steps, period, start, floor, ceiling, hysteresis, consecutive):
+    ceiling = max(ceiling, floor)
+    model = PythonModel(start, period, 2.0, 0.5, floor, ceiling, hysteresis, consecutive)
+    scale = jmp.DynamicLossScale(
+        start, 0, period, 2, floor, max_loss_scale=ceiling, hysteresis=hysteresis, consecutive_hysteresis=consecutive
+    )
+    for finite in steps:
+        model.adjust(finite)
+        scale = scale.adjust(jnp.array(finite))
+        assert float(scale.loss_scale) == model.scale
+        assert int(scale.counter) == model.in_a_row
+
+
+class Megatron:
+    """The rule of Megatron-LM's DynamicGradScaler: the tracker is refilled where the scale grows, and only there."""
+
+    def __init__(self, scale, interval, hysteresis, floor=1.0):
+        self.scale, self.interval, self.hysteresis, self.floor = scale, interval, hysteresis, floor
+        self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
+
+    def update(self, found_inf):
+        if found_inf:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self.scale = max(self.scale / 2, self.floor)
+        else:
+            self.growth_tracker += 1
+            if self.growth_tracker == self.interval:
+                self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
+                self.scale *= 2
+
+
+class DeepSpeed:
+    """The rule of DeepSpeed's DynamicLossScaler, which counts iterations since the last overflow."""
+
+    def __init__(self, scale, window, hysteresis, consecutive, floor=1.0):
+        self.scale, self.window, self.hysteresis, self.consecutive = scale, window, hysteresis, consecutive
+        self.floor, self.current_hysteresis, self.iteration, self.last_overflow = floor, hysteresis, 0, -1
+
+    def update(self, found_inf):
+        if found_inf:
+            if self.hysteresis == 1 or self.current_hysteresis == 1:
+                self.scale = max(self.scale / 2, self.floor)
+            else:
+                self.current_hysteresis -= 1
+            self.last_overflow = self.iteration
+        else:
+            if self.consecutive:
+                self.current_hysteresis = self.hysteresis
+            if (self.iteration - self.last_overflow) % self.window == 0:
+                self.current_hysteresis = self.hysteresis
+                self.scale *= 2
+        self.iteration += 1
+
+
+PEERS = {
+    "Megatron": (lambda w, h: Megatron(2.0**12, w, h), False),
+    "DeepSpeed": (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=False), False),
+    "DeepSpeed, consecutive": (lambda w, h: DeepSpeed(2.0**12, w, h, consecutive=True), True),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@given(overflows=st.lists(st.booleans(), max_size=20), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_hysteresis_is_that_of_the_peer(peer, overflows, window, hysteresis):
+    make_peer, consecutive = PEERS[peer]
+    reference = make_peer(window, hysteresis)
+    ours = jmp.DynamicLossScale(
+        2.0**12, period=window, max_loss_scale=math.inf, hysteresis=hysteresis, consecutive_hysteresis=consecutive
+    )
+    for overflow in overflows:
+        reference.update(overflow)
+        ours = ours.adjust(not overflow)
+        assert float(ours.loss_scale) == reference.scale
+
+
+def test_growth_comes_on_exactly_the_last_step_of_a_period():
+    scale = jmp.DynamicLossScale(8.0, period=3)
+    seen = []
+    for _ in range(6):
+        scale = adjust(scale, True)
+        seen.append(float(scale.loss_scale))
+    assert seen == [8, 8, 16, 16, 16, 32]
+
+
+def test_an_overflow_breaks_the_row():
+    scale = jmp.DynamicLossScale(8.0, period=2)
+    for finite in (True, False, True):
+        scale = adjust(scale, finite)
+    assert (float(scale.loss_scale), int(scale.counter)) == (4.0, 1)
+
+
+def test_growth_past_the_ceiling_leaves_the_scale_and_restarts_the_count():
+    scale = jmp.DynamicLossScale(6.0, counter=1, period=2, max_loss_scale=10.0)
+    scale = adjust(scale, True)
+    assert (float(scale.loss_scale), int(scale.counter)) == (6.0, 0)
+
+
+def test_growth_past_float32_leaves_the_scale():
+    scale = adjust(jmp.DynamicLossScale(2.0**127, period=1, max_loss_scale=math.inf), True)
+    assert float(scale.loss_scale) == 2.0**127
+
+
+def test_floor_and_ceiling_hold_for_ever():
+    scale = jmp.DynamicLossScale(2.0, period=1, min_loss_scale=0.5, max_loss_scale=8.0)
+    for _ in range(5):
+        scale = adjust(scale, False)
+    assert float(scale.loss_scale) == 0.5
+    for _ in range(8):
+        scale = adjust(scale, True)
+    assert float(scale.loss_scale) == 8.0
+
+
+def test_backoff_has_its_own_factor():
+    assert float(adjust(jmp.DynamicLossScale(16.0, factor=2, backoff_factor=0.25), False).loss_scale) == 4.0
+
+
+SETTINGS = dict(period=7, factor=4.0, min_loss_scale=0.5, backoff_factor=0.125, max_loss_scale=2.0**20, hysteresis=2,
+                consecutive_hysteresis=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        jax.jit(lambda s: s),
+        lambda s: jax.tree.map(lambda x: x, s),
+        lambda s: s.adjust(jnp.array(True)),
+        lambda s: jax.jit(lambda s: s.adjust(False))(s),
+        lambda s: jax.lax.scan(lambda s, finite: (s.adjust(finite), None), s, jnp.array([True, False]))[0],
+        lambda s: jax.lax.cond(True, lambda s: s.adjust(True), lambda s: s, s),
+        lambda s: jax.eval_shape(lambda s: s.adjust(True), s),
+        lambda s: jax.tree.unflatten(jax.tree.structure(s), [None, object(), "x"]),
+        lambda s: pickle.loads(pickle.dumps(s)),
+        copy.deepcopy,
+        lambda s: dataclasses.replace(s, loss_scale=3.0),
+        lambda s: jax.tree.map(lambda x: x[1], jax.vmap(lambda _: s)(jnp.arange(2))),
+    ],
+)
+def test_settings_survive_every_operation(operation):
+    after = operation(jmp.DynamicLossScale(8.0, **SETTINGS))
+    assert {name: getattr(after, name) for name in SETTINGS} == SETTINGS
+
+
+def test_floor_survives_jit():
+    scale = jmp.DynamicLossScale(1024.0, min_loss_scale=1024.0)
+    for _ in range(3):
+        scale = adjust(scale, False)
+    assert float(scale.loss_scale) == 1024.0
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_a_scale_lowers_and_compiles_as_an_argument(scale):
+    lowered = jax.jit(lambda s, x: s.scale(x)).lower(scale, jnp.ones(2))
+    assert lowered.compile()(scale, jnp.ones(2)).shape == (2,)
+    assert jax.jit(lambda s: s).lower(jax.eval_shape(lambda: scale)).out_tree == jax.tree.structure(scale)
+
+
+def test_leaves_are_strong_typed_float32_and_int32_whatever_was_given():
+    for given_scale in (2.0**15, np.float64(8), jnp.bfloat16(8), np.float16(8)):
+        scale = adjust(jmp.DynamicLossScale(given_scale, counter=np.int64(1), hysteresis=2), True)
+        leaves = jax.tree.leaves(scale)
+        assert [str(x.dtype) for x in leaves] == ["float32", "int32", "int32"]
+        assert not any(x.weak_type for x in leaves)
+
+
+def test_without_hysteresis_the_state_has_exactly_two_leaves():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(jmp.DynamicLossScale())]
+    assert paths == [".loss_scale", ".counter"]
+    assert len(jax.tree.leaves(jmp.DynamicLossScale(hysteresis=2))) == 3
+
+
+def test_adjusting_does_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def step(scale, finite):
+        traces.append(scale)
+        return scale.adjust(finite)
+
+    scale = jmp.DynamicLossScale(8.0)
+    for finite in (True, False, True):
+        scale = step(scale, jnp.array(finite))
+    step(jmp.DynamicLossScale(4.0, 1), jnp.array(True))
+    assert len(traces) == 1
+
+
+def test_the_scale_is_never_cast_to_half():
+    scale = jmp.DynamicLossScale()
+    assert jmp.cast_to_half({"scale": scale})["scale"] is scale
+    assert jmp.get_policy("float16").cast_to_compute([scale])[0].loss_scale.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
+@pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
+def test_scaling_is_done_and_stays_in_float32(scale, dtype):
+    tree = {"w": jnp.full(2, 3.0, dtype), "n": jnp.arange(2), "k": jax.random.key(0), "none": None}
+    scaled = scale.scale(tree)
+    assert scaled["w"].dtype == jnp.float32
+    assert scaled["w"].tolist() == [3.0 * float(scale.loss_scale)] * 2
+    assert scaled["n"] is tree["n"]
+    assert scaled["k"] is tree["k"]
+    assert scale.unscale(scaled)["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("number", [1.5, np.float64(1.5), np.float16(1.5), np.ones(2), np.complex64(1 + 2j), 1 + 2j,
+                                    np.complex128(1j), jnp.ones(2, jnp.complex64)], ids=repr)  # fmt: skip
+def test_numbers_of_python_and_numpy_are_scaled_too(number):
+    scaled = jmp.StaticLossScale(4.0).scale(number)
+    np.testing.assert_array_equal(scaled, np.asarray(number) * 4)
+    assert scaled.dtype in (jnp.float32, jnp.complex64)
+
+
+def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
+    unscaled = jmp.StaticLossScale(2.0).unscale(jnp.array(complex(np.inf, 4.0), jnp.complex64))
+    assert (float(unscaled.real), float(unscaled.imag)) == (np.inf, 2.0)
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
+@settings(max_examples=60, deadline=None)
+def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
+    # Each of multiplication and division rounds once: |error| <= 2 * 2^-24 relative, but for underflow.
+    x = np.asarray(numbers, np.float32)
+    x = x[np.abs(x) > 1e-30]
+    there_and_back = jmp.StaticLossScale(scale).unscale(jmp.StaticLossScale(scale).scale(jnp.asarray(x)))
+    np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-23, atol=0)
+
+
+def test_in_64_bits_numbers_are_scaled_in_float64_and_the_state_keeps_its_dtypes():
+    with jax.enable_x64(True):
+        scale = jmp.DynamicLossScale(2.0**15, period=np.int64(1), factor=np.float64(2))
+        assert scale.unscale(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+        assert [str(x.dtype) for x in jax.tree.leaves(scale.adjust(True))] == ["float32", "int32"]
+        assert float(scale.unscale(jnp.float64(1.0))) == 2.0**-15
+
+
+def test_no_op_hands_trees_through():
+    tree = {"w": jnp.ones(2)}
+    scale = jmp.NoOpLossScale()
+    assert scale.scale(tree) is tree
+    assert scale.unscale(tree) is tree
+    assert scale.adjust(jnp.array(False)) is scale
+    assert scale.loss_scale == 1
+
+
+@pytest.mark.parametrize("scale", SCALES[:2], ids=repr)
+def test_static_scales_have_no_leaves_and_are_their_values(scale):
+    assert jax.tree.leaves(scale) == []
+    assert scale.adjust(jnp.array(False)) is scale
+    assert jax.jit(lambda s: s)(scale) == scale
+    assert hash(jax.jit(lambda s: s)(scale)) == hash(scale)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_all_three_are_loss_scales(scale):
+    assert isinstance(scale, jmp.LossScale)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"period": 0}, r"^period must be a positive int, got 0\. For example: period=2000\.$"),
+        ({"period": 2.5}, r"^period must be a positive int, got 2\.5"),
+        ({"factor": 1}, r"^factor must be greater than one, got 1\. For example: factor=2\.$"),
+        ({"factor": 0}, r"^factor must be greater than one, got 0"),
+        ({"backoff_factor": 1.0}, r"^backoff_factor must be between zero and one, got 1\.0. For example: .*=0\.5\.$"),
+        ({"backoff_factor": 0.0}, r"^backoff_factor must be between zero and one"),
+        ({"min_loss_scale": 0.0}, r"^min_loss_scale must be a positive number, got 0\.0. For example: .*=1\.0\.$"),
+        ({"min_loss_scale": math.nan}, r"^min_loss_scale must be a positive number, got nan"),
+        ({"max_loss_scale": 0.5}, r"^max_loss_scale must be at least min_loss_scale=1\.0, got 0\.5. For example: "),
+        ({"max_loss_scale": math.nan}, r"^max_loss_scale must be at least min_loss_scale"),
+        ({"hysteresis": 0}, r"^hysteresis must be a positive int, got 0\. For example: hysteresis=2\.$"),
+    ],
+)
+def test_bad_settings_are_errors(bad, text):
+    with pytest.raises(ValueError, match=text):
+        jmp.DynamicLossScale(**bad)
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan])
+def test_bad_static_scales_are_errors(bad):
+    with pytest.raises(ValueError, match=r"^loss_scale must be a positive number, got .* loss_scale=2\.0\*\*15\.$"):
+        jmp.StaticLossScale(bad)
+
+
+@pytest.mark.parametrize("bad", [jnp.array([True]), 1.0, jnp.array(1)], ids=repr)
+def test_adjust_refuses_what_is_no_boolean_scalar(bad):
+    with pytest.raises(ValueError, match=r"^Expected boolean scalar for grads_finite, got .*all_finite\(grads\)\.$"):
+        jmp.DynamicLossScale().adjust(bad)
+
+
+@pytest.mark.parametrize("integer", [2, np.int32(2), jnp.int32(2), np.array(2)], ids=repr)
+@pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
+def test_integers_warn(name, integer):
+    with pytest.warns(UserWarning, match=rf"^Expected floating type for {name}, got int(32|64)$"):
+        jmp.DynamicLossScale(**{name: integer})
+
+
+def test_the_warning_points_at_the_caller():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jmp.DynamicLossScale(2)
+    assert caught[0].filename == __file__
+
+
+def test_dynamic_scales_are_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        jmp.DynamicLossScale().loss_scale = 3.0
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_flax_serializes_every_scale(scale):
+    serialization = pytest.importorskip("flax.serialization")
+    jmp.get_loss_scale(scale)  # a scale made before flax was loaded is registered where it is received
+    stored = serialization.to_bytes(scale.adjust(jnp.array(False)))
+    restored = serialization.from_bytes(scale, stored)
+    assert jax.tree.structure(restored) == jax.tree.structure(scale)
+    expected = jax.tree.leaves(scale.adjust(jnp.array(False)))
+    assert [float(x) for x in jax.tree.leaves(restored)] == [float(x) for x in expected]
+
+
+def test_restoring_into_another_kind_of_scale_is_an_error():
+    serialization = pytest.importorskip("flax.serialization")
+    dynamic, other = jmp.DynamicLossScale(), jmp.NoOpLossScale()
+    with pytest.raises(ValueError, match=r"^The saved loss scale has \['counter', 'loss_scale'\], but NoOpLossScale "):
+        serialization.from_state_dict(other, serialization.to_state_dict(dynamic))
