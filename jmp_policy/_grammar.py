@@ -53,9 +53,7 @@ def parse_policy(text: str) -> Policy:
     if name in _NAMED:
         return Policy(*_NAMED[name])
     if name.startswith(_MIXED):
-        half = _dtype(name.removeprefix(_MIXED), text)
-        if half not in (np.dtype("float16"), np.dtype("bfloat16")):
-            _fail(f"{half.name!r} is no half precision", text, "Known are 'mixed_float16', 'mixed_bfloat16'.")
+        half = _half(name, text)
         return Policy("float32", half, half)
     if name.endswith(_FLOAT32_VARS):
         dtype = _dtype(name.removesuffix(_FLOAT32_VARS), text)
@@ -86,6 +84,15 @@ def _dtype_or_none(value: str, part: str, text: str) -> np.dtype | None:
     if value.lower() == "none":
         return None
     return parse_dtype(value, where=f" in {part.strip()!r} of policy {text!r}", example=repr(EXAMPLE))
+
+
+def _half(name: str, text: str) -> np.dtype:
+    """The dtype of a mixed policy; its error offers no dtype that is known but not half, such as float64."""
+    half = name.removeprefix(_MIXED)
+    dtype = parse_dtype(half) if half in dtype_names() else None
+    if dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
+        _fail(f"{half!r} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
+    return dtype
 
 
 def _dtype(name: str, text: str) -> np.dtype:
