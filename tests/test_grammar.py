@@ -1,0 +1,115 @@
+"""Laws 2 and 3: what the strings mean, and that anything else is a ValueError."""
+
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jmp_policy import Policy, get_policy
+from jmp_policy._dtypes import dtype_names
+from jmp_policy._grammar import parse_policy
+from jmp_policy._policy import PRECISIONS
+
+MEANINGS = {
+    "float32": ("float32", "float32", "float32"),
+    "full": ("float32", "float32", "float32"),
+    "bf16": ("bfloat16", "bfloat16", "bfloat16"),
+    "half": ("float16", "float16", "float16"),
+    "mixed_float16": ("float32", "float16", "float16"),
+    "mixed_bfloat16": ("float32", "bfloat16", "bfloat16"),
+    "params=float32,compute=bfloat16,output=float32": ("float32", "bfloat16", "float32"),
+    "p=f32,c=bf16,o=f32": ("float32", "bfloat16", "float32"),
+    "c=f16": ("float32", "float16", "float16"),
+    "p=f16": ("float16", "float16", "float16"),
+    "p=f16,c=bf16": ("float16", "bfloat16", "bfloat16"),
+    "o=half": ("float32", "float32", "float16"),
+    "output=f32,params=bf16": ("bfloat16", "bfloat16", "float32"),
+    "p=none": (None, None, None),
+    "c=f16,o=none": ("float32", "float16", None),
+    "infer": (None, None, None),
+    "infer_float32_vars": ("float32", None, None),
+    "infer_with_float32_vars": ("float32", None, None),
+    "bfloat16_with_float32_vars": ("float32", "bfloat16", "bfloat16"),
+    "float16_with_float32_vars": ("float32", "float16", "float16"),
+    "float32_with_float32_vars": ("float32", "float32", "float32"),
+}
+
+PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
+          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "F32_F32_F32", "", "\0", "ſ", "İ"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "dtypes"), MEANINGS.items())
+def test_strings_mean_what_the_law_says(text, dtypes):
+    assert parse_policy(text) == Policy(*dtypes)
+
+
+@pytest.mark.parametrize("text", MEANINGS)
+def test_spaces_and_case_are_forgiven(text):
+    spaced = f"  {text.upper().replace('=', ' = ').replace(',', ' , ')}\t"
+    assert parse_policy(spaced) is parse_policy(text)
+
+
+@given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)))
+@settings(max_examples=400, deadline=None)
+def test_any_text_is_a_policy_or_a_value_error(text):
+    try:
+        policy = get_policy(text)
+    except ValueError as error:
+        assert text.strip().lower() in str(error).lower() or repr(text) in str(error)
+    else:
+        assert get_policy(str(policy)) is policy
+
+
+dtypes = st.sampled_from([None, *dtype_names()])
+precisions = st.sampled_from([None, *PRECISIONS, "F32_F32_F32", "BF16_BF16_F32_X3"])
+
+
+@given(dtypes, dtypes, dtypes, precisions)
+@settings(max_examples=200, deadline=None)
+def test_every_policy_survives_its_strings(param, compute, output, precision):
+    policy = Policy(param, compute, output, precision=precision)
+    assert get_policy(str(policy)) is policy
+    assert get_policy(policy.name) is policy
+    assert eval(repr(policy), {"Policy": Policy}) is policy
+    assert Policy.from_config(policy.get_config()) is policy
+
+
+@given(st.sampled_from(list(MEANINGS)), st.integers(0, 60), st.sampled_from(string.ascii_lowercase))
+@settings(max_examples=200, deadline=None)
+def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
+    mistaken = text[:at] + letter + text[at + 1 :]
+    try:
+        assert isinstance(get_policy(mistaken), Policy)
+    except ValueError as error:
+        assert "Did you mean" in str(error) or "For example" in str(error) or "Known are" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bflaot16", r"^Unknown dtype or policy 'bflaot16'\. Did you mean 'bfloat16'\? For example: 'params=float32,"),
+        ("mixed_float61", r"^'float61' is no half precision in policy 'mixed_float61'\. Did you mean 'mixed_float16'\?"),
+        ("mixed_float32", r"^'float32' is no half precision in policy 'mixed_float32'\. Did you mean 'mixed_float16'\?"),
+        ("params=float32,compute=bflaot16",
+         r"^Unknown dtype 'bflaot16' in 'compute=bflaot16' of policy 'params=float32,compute=bflaot16'\. "
+         r"Did you mean 'bfloat16'\? For example: 'params=float32,compute=bfloat16,output=float32'\.$"),
+        ("parms=f32", r"^Unknown key 'parms' in 'parms=f32' in policy 'parms=f32'\. Did you mean 'params'\? For example"),
+        ("c=f16,f32", r"^'f32' is no 'key=value' in policy 'c=f16,f32'\. For example: "),
+        ("c=f16,", r"^'' is no 'key=value' in policy 'c=f16,'"),
+        ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
+        ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'\?"),
+        ("int8_with_float32_vars", r"^Unknown dtype 'int8' in policy 'int8_with_float32_vars'"),
+        ("", r"^Unknown dtype or policy ''\."),
+    ],
+)  # fmt: skip
+def test_errors_quote_the_piece_its_place_and_the_nearest_spelling(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+def test_precision_is_a_field_of_the_string():
+    policy = parse_policy("c=f32,precision=HIGHEST")
+    assert policy.precision == "highest"
+    assert policy.compute_dtype == np.float32
+    assert parse_policy("c=f32,precision=none").precision is None

@@ -1,0 +1,180 @@
+"""Laws 1, 2, 4, 5 and 6, for every policy of the registry."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jmp_policy as jmp
+from jmp_policy import Policy
+
+CASTS = {"cast_to_param": "param_dtype", "cast_to_compute": "compute_dtype", "cast_to_output": "output_dtype"}
+
+
+def test_every_spelling_gives_one_object_and_one_trace():
+    traces = []
+
+    @jax.jit
+    def f(policy, x):
+        traces.append(policy)
+        return policy.cast_to_compute(x)
+
+    spellings = ["bf16", "BFloat16 ", jnp.bfloat16, np.dtype("bfloat16"), ml_dtypes.bfloat16]
+    policies = [Policy("float32", spelling, np.float32) for spelling in spellings]
+    for policy in policies:
+        f(policy, jnp.ones(2))
+    assert all(policy is policies[0] for policy in policies)
+    assert len(traces) == 1
+
+
+def test_equal_policies_are_equal_and_hash_alike_and_others_are_not():
+    a, b = Policy("float32", "bfloat16", "float32"), Policy("float32", "bfloat16", "bfloat16")
+    assert a == b.with_output_dtype("float32")
+    assert hash(a) == hash(Policy(jnp.float32, jnp.bfloat16, jnp.float32))
+    assert a != b
+    assert a != "float32"
+    assert a != a.replace(precision="highest")
+
+
+@pytest.mark.parametrize(
+    "round_trip",
+    [
+        lambda p: jmp.get_policy(str(p)),
+        lambda p: jmp.get_policy(f"  {str(p).upper().replace(',', ' , ')} "),
+        lambda p: jmp.get_policy(p.name),
+        lambda p: eval(repr(p), {"Policy": Policy}),
+        lambda p: Policy.from_config(json.loads(json.dumps(p.get_config()))),
+        lambda p: pickle.loads(pickle.dumps(p)),
+        copy.copy,
+        copy.deepcopy,
+        lambda p: p.replace(),
+        lambda p: jax.tree.map(lambda x: x, p),
+        lambda p: jax.tree.unflatten(jax.tree.structure(p), []),
+        jax.jit(lambda p: p),
+        lambda p: jax.eval_shape(lambda p: p, p),
+    ],
+)
+def test_every_round_trip_gives_the_policy_itself(any_policy, round_trip):
+    assert round_trip(any_policy) is any_policy
+
+
+@pytest.mark.parametrize("preset", jax.lax.DotAlgorithmPreset, ids=lambda p: p.name)
+def test_every_dot_algorithm_survives_str_and_is_one_that_jax_takes(preset):
+    policy = Policy("float32", "float32", "float32", precision=preset)
+    assert jmp.get_policy(str(policy)) is policy
+    with jax.default_matmul_precision(policy.precision):
+        pass
+
+
+@pytest.mark.parametrize("precision", ["highest", "HIGHEST", " Highest", jax.lax.Precision.HIGHEST])
+def test_precision_in_any_spelling(precision):
+    assert Policy(None, None, None, precision=precision).precision == "highest"
+
+
+def test_policies_have_no_leaves_and_live_in_any_tree(any_policy):
+    assert jax.tree.leaves(any_policy) == []
+    carried, _ = jax.lax.scan(lambda c, _: (c, None), {"policy": any_policy, "x": jnp.zeros(())}, length=2)
+    assert carried["policy"] is any_policy
+    assert jax.vmap(lambda p, x: (p, x))(any_policy, jnp.ones(2))[0] is any_policy
+    grads = jax.grad(lambda tree: tree["x"] ** 2)({"policy": any_policy, "x": 1.0})
+    assert grads["policy"] is any_policy
+
+
+def test_a_policy_is_a_static_argument_and_a_key_of_the_jit_cache():
+    cast = jax.jit(lambda x, policy: policy.cast_to_compute(x), static_argnums=1)
+    x = jnp.ones(2)
+    dtypes = [cast(x, jmp.get_policy(name)).dtype for name in ("float16", "bfloat16", "float16")]
+    assert dtypes == [jnp.float16, jnp.bfloat16, jnp.float16]
+
+
+@pytest.mark.parametrize("method", CASTS)
+def test_casts_are_those_of_their_field(any_policy, method):
+    dtype = getattr(any_policy, CASTS[method])
+    tree = {"w": np.ones(2, np.float32), "n": np.arange(2), "s": 1.0}
+    cast = getattr(any_policy, method)(tree)
+    assert cast["w"].dtype == (np.float32 if dtype is None else dtype)
+    assert cast["n"] is tree["n"]
+    assert cast["s"] is tree["s"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype"),
+    [
+        ((jnp.ones(2, jnp.float16), jnp.ones(2)), "float16"),
+        ((3, np.arange(2), {"x": jnp.bfloat16(1)}), "bfloat16"),
+        ((jnp.arange(2), 1.0, None), "float32"),
+        ((np.ones(2),), "float32"),  # as JAX holds numpy's float64
+        ((jmp.DynamicLossScale(), jnp.float16(1)), "float16"),
+        ((), "float32"),
+    ],
+)
+def test_resolve_takes_the_compute_dtype_of_the_first_floating_input(inputs, dtype):
+    assert Policy("float32", None, None).resolve(*inputs) == Policy("float32", dtype, None)
+
+
+def test_resolve_leaves_a_compute_dtype_alone():
+    policy = Policy(None, "float16", None)
+    assert policy.resolve(jnp.ones(2, jnp.bfloat16)) is policy
+
+
+def test_loss_scale_keys_off_the_compute_dtype(any_policy):
+    dynamic = any_policy.compute_dtype == np.float16
+    assert type(any_policy.loss_scale()) is (jmp.DynamicLossScale if dynamic else jmp.NoOpLossScale)
+
+
+def test_loss_scale_defaults_are_those_of_jmp():
+    scale = jmp.get_policy("p=f32,c=f16,o=f32").loss_scale()
+    assert (float(scale.loss_scale), int(scale.counter), scale.period) == (2.0**15, 0, 2000)
+    assert (scale.factor, scale.min_loss_scale, scale.max_loss_scale) == (2, 1.0, 2.0**24)
+
+
+def test_names_are_the_shortest_spelling():
+    assert Policy("float32", "float32", "float32").name == "float32"
+    assert Policy("float32", "bf16", "bf16").name == "mixed_bfloat16"
+    assert Policy(None, None, None).name == "infer"
+    assert Policy("float32", "bf16", "float32").name == "params=float32,compute=bfloat16,output=float32"
+    assert Policy("float32", "float64", "float64").name == "params=float32,compute=float64,output=float64"
+
+
+def test_policies_are_immutable(any_policy):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        any_policy.compute_dtype = np.float32
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del any_policy.compute_dtype
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Policy("f33", None, None), r"^Unknown dtype 'f33' for param_dtype\. Did you mean 'f32'\? .*param_dtype='b"),
+        (lambda: Policy(None, "int8", None), r"^Unknown dtype 'int8' for compute_dtype\."),
+        (lambda: Policy(None, None, float), r"^Unknown dtype <class 'float'> for output_dtype\."),
+        (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For ex"),
+        (
+            lambda: Policy(None, None, None).replace(compute="f16"),
+            r"^Unknown field 'compute' of a Policy\. Did you mean 'compute_dtype'\? For example: policy\.replace\(",
+        ),
+        (
+            lambda: Policy.from_config({"param_dtype": "float32"}),
+            r"^A policy's config has the keys \['compute_dtype', 'output_dtype', 'param_dtype'\], .*For example: \{",
+        ),
+        (
+            lambda: Policy.from_config(Policy(None, None, None).get_config() | {"name": "x"}),
+            r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype', 'precision'\]",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_quote_what_is_wrong_and_show_what_works(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_a_config_without_precision_is_read():
+    config = {"param_dtype": "float32", "compute_dtype": None, "output_dtype": "bf16"}
+    assert Policy.from_config(config) == Policy("float32", None, "bfloat16")
