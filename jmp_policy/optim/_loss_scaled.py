@@ -62,8 +62,10 @@ def loss_scaled(
         inner_state = inner.init(params)
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
-        none, count = jnp.array(True), jnp.zeros((), jnp.int32)
-        return LossScaledState(inner_state, loss_scale, none, count, count)
+        # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
+        own_scale = jax.tree.map(jnp.array, loss_scale)
+        skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
 
     return optax.GradientTransformationExtraArgs(init, LossScaledUpdate(inner, axis_name))
 
@@ -82,6 +84,13 @@ def skip_nonfinite(
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
 
 
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)
+
+
 class _Operands(NamedTuple):
     grads: PyTree
     inner_state: PyTree
@@ -93,7 +102,7 @@ class LossScaledUpdate:
     """The `update` of `loss_scaled`; `optim.step` recognises it, and applies the updates inside the branch."""
 
     def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
-        self._inner = optax.with_extra_args_support(inner)
+        self._inner = with_extra_args(inner)
         self._axis_name = axis_name
         # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
         self._update = self._bind(_update, {})
@@ -178,8 +187,10 @@ def _with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
 def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
     """The number that changes no parameter it is added to; +0.0 would turn -0.0 into +0.0."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
-        return jnp.full(update.shape, complex(-0.0, -0.0), update.dtype)
-    return jnp.full(update.shape, -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0, update.dtype)
+        zero = complex(-0.0, -0.0)
+    else:
+        zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
+    return lax.full_like(update, zero)  # which has the sharding of the update, as both branches must
 
 
 def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from .._tree import PyTree
-from ._loss_scaled import LossScaledUpdate
+from ._loss_scaled import LossScaledUpdate, with_extra_args
 
 
 def step(
@@ -35,5 +35,5 @@ def step(
     """
     if isinstance(tx.update, LossScaledUpdate):
         return tx.update.step(grads, opt_state, params, extra)
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra)
+    updates, opt_state = with_extra_args(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
