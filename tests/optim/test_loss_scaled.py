@@ -1,0 +1,241 @@
+"""`loss_scaled` around, beside and under what optax offers: chains, extra arguments, meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optimizer_registry import WAYS, bits, by_step, by_update, grads_of, params_of
+
+import jmp_policy as jmp
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+class TestMultiSteps:
+    def test_a_bad_microbatch_is_dropped_and_the_rest_kept(self, way):
+        tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.adam(1e-2), 3), jmp.DynamicLossScale())
+        step = jax.jit(functools.partial(way, tx))
+        with_bad, without = (params_of(), tx.init(params_of())), (params_of(), tx.init(params_of()))
+        for seed, bad in [(0, None), (9, np.nan), (1, None), (9, np.inf), (2, None), (3, None)]:
+            with_bad = step(grads_of(seed, bad), with_bad[1], with_bad[0])
+            if bad is None:
+                without = step(grads_of(seed), without[1], without[0])
+        assert bits((with_bad[0], with_bad[1].inner_state)) == bits((without[0], without[1].inner_state))
+        assert int(with_bad[1].inner_state.gradient_step) == 1
+
+    def test_the_mean_of_the_kept_microbatches_is_applied(self):
+        tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(1.0), 2), jmp.DynamicLossScale())
+        step = jax.jit(functools.partial(by_step, tx))
+        params, state = {"w": jnp.zeros(2)}, tx.init({"w": jnp.zeros(2)})
+        for w in ([1.0, 2.0], [np.nan, 1.0], [3.0, 4.0]):
+            params, state = step({"w": jnp.array(w)}, state, params)
+        assert params["w"].tolist() == [-2.0, -3.0]
+
+    def test_extra_arguments_reach_the_optimizer_inside(self, way):
+        inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+        tx = jmp.optim.loss_scaled(optax.MultiSteps(inner, 2), jmp.DynamicLossScale())
+        _, state = way(tx, grads_of(0), tx.init(params_of()), params_of(), value=jnp.float32(3))
+        assert int(state.inner_state.mini_step) == 1
+
+    def test_optim_step_hands_extra_arguments_to_a_bare_one(self):
+        tx = optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 2)
+        _, state = jmp.optim.step(tx, grads_of(0), tx.init(params_of()), params_of(), value=jnp.float32(3))
+        assert int(state.mini_step) == 1
+
+
+class TestExtraArguments:
+    def test_a_skipped_step_is_no_plateau(self, way):
+        inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+        tx = jmp.optim.loss_scaled(inner, jmp.DynamicLossScale())
+        step = jax.jit(functools.partial(way, tx))
+        params, state = params_of(), tx.init(params_of())
+        for seed, bad in enumerate([None, np.nan, np.nan, np.nan]):
+            params, state = step(grads_of(seed, bad), state, params, value=jnp.float32(1))
+        plateau = state.inner_state[-1]
+        assert (float(plateau.scale), int(plateau.plateau_count)) == (1.0, 0)
+
+    def test_functions_may_be_extra_arguments(self, way):
+        """A line search evaluates the loss at other parameters: no branch takes a function as an operand."""
+        inner = optax.lbfgs(memory_size=2)
+        tx = jmp.optim.loss_scaled(inner, jmp.DynamicLossScale())
+        loss_fn = lambda params: jnp.sum((params["w"] - 1.0) ** 2)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def train_step(tx, params, state):
+            value, grads = jax.value_and_grad(loss_fn)(params)
+            return way(tx, grads, state, params, value=value, grad=grads, value_fn=loss_fn)
+
+        params = {"w": jnp.array([3.0, -2.0])}
+        searched, state = train_step(tx, params, tx.init(params))
+        alone, _ = train_step(inner, params, inner.init(params))
+        np.testing.assert_allclose(searched["w"], alone["w"], rtol=1e-6)
+        assert bool(state.grads_finite)
+
+    def test_optimizers_without_extra_arguments_ignore_them(self, way):
+        tx = jmp.optim.loss_scaled(optax.GradientTransformation(*optax.sgd(1.0)), jmp.NoOpLossScale())
+        params, _ = way(tx, {"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)}, value=1.0)
+        assert params["w"].tolist() == [0.0]
+
+
+class TestPlacement:
+    def test_update_needs_no_parameters(self):
+        tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
+        updates, _ = tx.update({"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}))
+        assert updates["w"].tolist() == [-1.0]
+
+    def test_in_a_chain_the_others_see_negative_zeros(self):
+        tx = optax.chain(jmp.optim.loss_scaled(optax.scale(-1.0), jmp.DynamicLossScale()), optax.scale(0.5))
+        params, state = by_update(tx, grads_of(0, np.inf), tx.init(params_of()), params_of())
+        assert bits(params) == bits(params_of())
+        assert int(jmp.metrics(state)["skipped_steps"]) == 1
+
+    def test_the_learning_rate_can_be_set_from_outside(self, way):
+        tx = jmp.optim.loss_scaled(optax.inject_hyperparams(optax.sgd)(1.0), jmp.DynamicLossScale())
+        state = optax.tree_utils.tree_set(tx.init({"w": jnp.ones(1)}), learning_rate=0.5)
+        params, _ = way(tx, {"w": jnp.ones(1)}, state, {"w": jnp.ones(1)})
+        assert params["w"].tolist() == [0.5]
+
+    def test_twice_is_an_error_at_once(self):
+        with pytest.raises(ValueError, match="in loss_scaled or skip_nonfinite twice: an overflow would lower two"):
+            jmp.optim.loss_scaled(jmp.optim.skip_nonfinite(optax.sgd(1.0)), jmp.DynamicLossScale())
+
+    def test_twice_is_an_error_however_deep(self):
+        chain = optax.chain(optax.clip(1.0), jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale()))
+        tx = jmp.optim.skip_nonfinite(optax.MultiSteps(chain, 2))
+        with pytest.raises(ValueError, match=r"Wrap it once, outermost, for example: loss_scaled\(optax.chain"):
+            tx.init(params_of())
+
+    def test_what_is_no_optimizer_is_refused(self):
+        with pytest.raises(TypeError, match=r"inner must be an optax transformation, got 0.1. For example: optax"):
+            jmp.optim.loss_scaled(0.1, jmp.NoOpLossScale())
+
+    def test_what_is_no_loss_scale_is_refused(self):
+        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 1024.0. For example: policy"):
+            jmp.optim.loss_scaled(optax.sgd(1.0), 1024.0)
+
+
+class TestSkipNonfinite:
+    def test_it_is_loss_scaled_without_a_scale(self, way):
+        tx = jmp.optim.skip_nonfinite(optax.adam(1e-2))
+        step = jax.jit(functools.partial(way, tx))
+        params, state = step(grads_of(0, np.nan), tx.init(params_of()), params_of())
+        assert bits(params) == bits(params_of())
+        assert state.loss_scale == jmp.NoOpLossScale()
+        assert jmp.metrics(state)["loss_scale"] == 1.0
+        params, state = step(grads_of(0), state, params)
+        assert bits(params) != bits(params_of())
+        assert (int(state.skipped_steps), int(state.consecutive_skips)) == (1, 0)
+
+
+class TestEager:
+    @pytest.fixture
+    def counted(self):
+        """An optimizer wrapped, and the list that grows whenever the optimizer is traced or run."""
+        calls, sgd = [], optax.sgd(1.0)
+
+        def update(grads, state, params=None):
+            calls.append(1)
+            return sgd.update(grads, state, params)
+
+        return jmp.optim.loss_scaled(optax.GradientTransformation(sgd.init, update), jmp.DynamicLossScale()), calls
+
+    def test_the_second_step_traces_nothing(self, way, counted):
+        tx, calls = counted
+        params, state = way(tx, grads_of(0), tx.init(params_of()), params_of())
+        params, state = way(tx, grads_of(1), state, params)  # the first one's results are no weak-typed constants
+        calls.clear()
+        for seed, bad in [(2, None), (3, np.nan), (4, None)]:
+            params, state = way(tx, grads_of(seed, bad), state, params)
+        assert calls == []
+
+    def test_jit_traces_the_optimizer_once(self, way, counted):
+        tx, calls = counted
+        step = jax.jit(functools.partial(way, tx))
+        params, state = params_of(), tx.init(params_of())
+        for seed, bad in [(0, None), (1, np.nan), (2, None)]:
+            params, state = step(grads_of(seed, bad), state, params)
+        assert calls == [1]
+
+    def test_python_never_waits_for_the_decision(self, way, monkeypatch):
+        tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
+        grads, state, params = grads_of(0, np.nan), tx.init(params_of()), params_of()
+
+        def read(*_):
+            raise AssertionError("a device array was read on the host")
+
+        with monkeypatch.context() as patch:  # jax.transfer_guard sees nothing on a CPU, where reading copies nothing
+            for method in ("__bool__", "__float__", "__int__", "__index__", "__array__", "item", "tolist"):
+                patch.setattr(type(jnp.ones(())), method, read)
+            params, state = way(tx, grads, state, params)
+        assert int(state.skipped_steps) == 1
+
+
+class TestDevices:
+    def _problem(self):
+        params = {"w": jnp.arange(8.0) - 3.0, "b": jnp.array(-0.0)}
+        return params, {"w": jnp.ones(8).at[5].set(jnp.inf), "b": jnp.array(1.0)}
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_all_devices_skip_what_one_of_them_must(self, way, check_vma):
+        """Parameters, moments and gradients in shards; only one device sees the infinity."""
+        tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale(), axis_name="d")
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        params, grads = {"w": self._problem()[0]["w"]}, {"w": self._problem()[1]["w"]}
+        state = tx.init(params)
+        specs = jax.tree.map(lambda x: P("d") if jnp.ndim(x) else P(), (grads, state, params))
+        step = jax.jit(
+            jax.shard_map(
+                functools.partial(way, tx), mesh=mesh, in_specs=specs, out_specs=specs[:0:-1], check_vma=check_vma
+            )
+        )
+        skipped, after = step(grads, state, params)
+        assert bits((skipped, after.inner_state)) == bits((params, state.inner_state))
+        taken, after = step(jax.tree.map(jnp.ones_like, grads), after, params)
+        np.testing.assert_allclose(taken["w"], params["w"] - 1e-2, rtol=1e-5)
+        assert (int(after.skipped_steps), int(after.consecutive_skips)) == (1, 0)
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_averaged_gradients_need_no_axis_name(self, way, check_vma):
+        tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+        def step(grads, state, params):
+            grads = jax.lax.pmean(jax.tree.map(lambda g: g.sum(0), grads), "d")
+            return way(tx, grads, state, params)
+
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=(P(), P()), check_vma=check_vma)
+        grads = {"w": jnp.ones((4, 8)).at[2, 3].set(jnp.nan), "b": jnp.ones(4)}
+        params = self._problem()[0]
+        skipped, state = jax.jit(step)(grads, tx.init(params), params)
+        assert bits(skipped) == bits(params)
+        assert int(state.skipped_steps) == 1
+
+    def test_an_axis_name_works_under_vmap(self, way):
+        tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(), axis_name=("i", "j"))
+        params = {"w": jnp.ones((2, 2))}
+        grads = {"w": jnp.array([[1.0, jnp.inf], [1.0, 1.0]])}
+        state = tx.init({"w": jnp.ones(())})
+        step = jax.vmap(jax.vmap(way, (None, 0, None, 0), axis_name="j"), (None, 0, None, 0), axis_name="i")
+        skipped, state = step(tx, grads, state, params)
+        assert skipped["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert state.skipped_steps.tolist() == [[1, 1], [1, 1]]
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_jit_over_a_mesh_keeps_the_sharding(self, way, axis_type):
+        """Under explicit sharding the zeros of a skipped step must be sharded like the updates they stand for."""
+        tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,))
+        with jax.set_mesh(mesh):
+            place = lambda x: jax.device_put(x, NamedSharding(mesh, P("d") if x.ndim else P()))
+            params, grads = jax.tree.map(place, self._problem())
+            skipped, state = jax.jit(functools.partial(way, tx))(grads, tx.init(params), params)
+        assert bits(skipped) == bits(params)
+        assert int(state.skipped_steps) == 1
+        assert skipped["w"].sharding.is_equivalent_to(params["w"].sharding, 1)

@@ -1,0 +1,101 @@
+"""The state of `loss_scaled` is an ordinary optax state: found, saved and restored by the ordinary tools."""
+
+import subprocess
+import sys
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizer_registry import bits, by_step, grads_of, params_of, types
+
+import jmp_policy as jmp
+
+SCALES = {
+    "noop": jmp.NoOpLossScale(),
+    "static": jmp.StaticLossScale(8.0),
+    "dynamic": jmp.DynamicLossScale(2.0**10, period=7, min_loss_scale=4.0),
+    "hysteresis": jmp.DynamicLossScale(2.0**10, hysteresis=3),
+}
+
+
+@pytest.fixture(params=SCALES)
+def trained(request):
+    """A fresh state and the same after a good and a skipped step."""
+    tx = jmp.optim.loss_scaled(optax.chain(optax.clip(1.0), optax.adam(1e-2)), SCALES[request.param])
+    params, fresh = params_of(), tx.init(params_of())
+    state = fresh
+    for seed, bad in enumerate([None, jnp.nan]):
+        params, state = by_step(tx, grads_of(seed, bad), state, params)
+    return fresh, state
+
+
+def _assert_same(restored, state):
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bits(restored) == bits(state)
+    assert types(restored) == types(state)
+
+
+def test_optax_finds_what_it_holds():
+    state = jmp.optim.loss_scaled(optax.adam(1e-2), SCALES["dynamic"]).init(params_of())
+    found = optax.tree_utils.tree_get(state, "loss_scale")
+    assert isinstance(found, jmp.DynamicLossScale)
+    assert float(found.loss_scale) == 2.0**10
+    assert optax.tree_utils.tree_get(state, "skipped_steps").dtype == jnp.int32
+    assert bool(optax.tree_utils.tree_get(state, "grads_finite"))
+    assert optax.tree_utils.tree_get(state, "mu").keys() == params_of().keys()
+
+
+def test_optax_can_replace_the_scale():
+    state = jmp.optim.loss_scaled(optax.adam(1e-2), SCALES["dynamic"]).init(params_of())
+    replaced = optax.tree_utils.tree_set(state, loss_scale=jmp.DynamicLossScale(64.0))
+    assert float(jmp.metrics(replaced)["loss_scale"]) == 64.0
+
+
+def test_flax_bytes_bring_it_back(trained):
+    fresh, state = trained
+    _assert_same(flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)), state)
+
+
+def test_flax_state_dicts_are_made_of_names_and_arrays(trained):
+    fresh, state = trained
+    saved = flax.serialization.to_state_dict(state)
+    assert set(saved) == {"inner_state", "loss_scale", "grads_finite", "skipped_steps", "consecutive_skips"}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(saved))
+    _assert_same(flax.serialization.from_state_dict(fresh, saved), state)
+
+
+def test_another_kind_of_scale_is_refused(trained):
+    _, state = trained
+    saved = flax.serialization.to_state_dict(state)
+    other = jmp.DynamicLossScale() if len(jax.tree.leaves(state.loss_scale)) != 2 else jmp.NoOpLossScale()
+    target = state._replace(loss_scale=other)
+    with pytest.raises(ValueError, match=r"The saved loss scale has \[.*\], but .*LossScale has \[.*\]: it was"):
+        flax.serialization.from_state_dict(target, saved)
+
+
+@pytest.mark.parametrize("first", ["flax.serialization", "jmp_policy"])
+def test_flax_may_be_loaded_before_or_after(first):
+    program = f"""
+import {first}, sys
+import jmp_policy as jmp, optax, jax.numpy as jnp
+tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(8.0))
+assert ("flax" in sys.modules) == ({first!r} != "jmp_policy")
+import flax.serialization
+state = tx.init(jnp.ones(2))
+restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+print(float(restored.loss_scale.loss_scale))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("8.0", 0), done.stderr
+
+
+@pytest.mark.filterwarnings("default")  # those of orbax
+def test_orbax_brings_it_back(trained, tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    fresh, state = trained
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        _assert_same(checkpointer.restore(tmp_path / "state", fresh), state)

@@ -1,0 +1,159 @@
+"""Law 14: a step with a non-finite gradient changes nothing but the loss scale and the skip counters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_registry import OPTIMIZERS, WAYS, bits, by_step, grads_of, params_of, types
+
+import jmp_policy as jmp
+
+GOOD, NAN, INF = None, np.nan, -np.inf
+
+
+def _jitted_step(tx, way):
+    return jax.jit(lambda grads, state, params: WAYS[way](tx, grads, state, params, value=1.0))
+
+
+def _train(step, tx, params, badness):
+    state = tx.init(params)
+    for seed, bad in badness:
+        params, state = step(grads_of(seed, bad), state, params)
+    return params, state
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, way):
+    tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
+    step = _jitted_step(tx, way)
+    params, state = _train(step, tx, params_of(), [(0, NAN), (1, GOOD), (2, INF), (3, NAN), (4, GOOD), (5, INF)])
+    expected_params, expected_state = _train(step, tx, params_of(), [(1, GOOD), (4, GOOD)])
+    assert bits(params) == bits(expected_params)
+    assert bits(state.inner_state) == bits(expected_state.inner_state)
+    assert types(state) == types(tx.init(params_of()))
+    assert (int(state.skipped_steps), int(state.consecutive_skips)) == (4, 1)
+    assert float(state.loss_scale.loss_scale) == 2.0 ** (15 - 4)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_schedule", "sgd"])
+def test_finite_steps_are_those_of_the_optimizer_alone(name):
+    inner = OPTIMIZERS[name]()
+    tx = jmp.optim.skip_nonfinite(inner)
+    params, state = _train(_jitted_step(tx, "step"), tx, params_of(), [(1, GOOD), (2, GOOD)])
+    alone = jax.jit(functools.partial(by_step, inner))
+    expected_params, expected_state = _train(alone, inner, params_of(), [(1, GOOD), (2, GOOD)])
+    for got, expected in zip(
+        jax.tree.leaves((params, state.inner_state)), jax.tree.leaves((expected_params, expected_state)), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)  # two programs, which XLA may round differently
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_skipped_steps_are_skipped_at_all_times(way):
+    """optax.apply_if_finite lets nan through after some errors in a row, and from then on always."""
+    tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale(2.0**8))
+    params, state = _train(_jitted_step(tx, way), tx, params_of(), [(i, NAN) for i in range(30)])
+    assert bits(params) == bits(params_of())
+    assert float(state.loss_scale.loss_scale) == 1.0  # and no further: Keras goes on to 0, and divides by it
+    assert int(state.consecutive_skips) == 30
+
+
+def test_apply_if_finite_lets_nan_through():
+    tx = optax.apply_if_finite(optax.sgd(1e-2), max_consecutive_errors=2)
+    params, _ = _train(jax.jit(functools.partial(by_step, tx)), tx, params_of(), [(i, NAN) for i in range(3)])
+    assert np.isnan(params["b"]).any()
+
+
+def test_scale_stops_at_the_ceiling():
+    """Keras and jmp climb until the scale is infinite or 1.7e38, and every step overflows."""
+    tx = jmp.optim.loss_scaled(optax.sgd(1e-2), jmp.DynamicLossScale(2.0**22, period=1))
+    _, state = _train(_jitted_step(tx, "step"), tx, params_of(), [(i, GOOD) for i in range(5)])
+    assert float(state.loss_scale.loss_scale) == 2.0**24
+
+
+def test_schedules_do_not_drift_and_skips_are_counted():
+    """A scheduler of torch's counts the steps that GradScaler skipped, and nothing tells."""
+    tx = jmp.optim.loss_scaled(OPTIMIZERS["clip_schedule"](), jmp.DynamicLossScale())
+    _, state = _train(_jitted_step(tx, "update"), tx, params_of(), [(0, GOOD), (1, NAN), (2, GOOD), (3, INF)])
+    counts = [x for _, x in optax.tree_utils.tree_get_all_with_path(state, "count")]
+    assert {int(count) for count in counts} == {2}
+    figures = {name: x.item() for name, x in jmp.metrics(state).items()}
+    assert figures == {
+        "loss_scale": 2.0**13, "steps_since_growth": 0, "grads_finite": False,
+        "skipped_steps": 2, "consecutive_skips": 1,
+    }  # fmt: skip
+
+
+def test_a_step_that_grows_the_scale_takes_true_gradients():
+    """mixed-precision-for-jax divides by the scale of the next step, which halves the gradients when it grows."""
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(2.0**10, period=1))
+
+    @jax.jit
+    def train_step(w, state):
+        grads = jmp.grad(lambda w: jnp.sum(w * jnp.array([1.0, 2.0])), loss_scale=state)(w)
+        return jmp.optim.step(tx, grads, state, w)
+
+    w, state = train_step(jnp.zeros(2), tx.init(jnp.zeros(2)))
+    assert (w.tolist(), float(state.loss_scale.loss_scale)) == ([-1.0, -2.0], 2.0**11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grads_dtype", ["float32", "same"])
+@pytest.mark.parametrize("params_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_state_keeps_its_dtypes_under_scan(name, params_dtype, grads_dtype, way):
+    """float32 gradients, which `value_and_grad` returns, would widen moments that were made like half parameters."""
+    tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
+    grads_dtype = params_dtype if grads_dtype == "same" else grads_dtype
+    history = [grads_of(i, bad, grads_dtype) for i, bad in enumerate([GOOD, NAN, GOOD])]
+    params = params_of(params_dtype)
+    state = tx.init(params)
+
+    @jax.jit
+    def train(params, state, grads):
+        body = lambda carry, g: (WAYS[way](tx, g, carry[1], carry[0]), None)
+        return jax.lax.scan(body, (params, state), grads)[0]
+
+    new_params, new_state = train(params, state, jax.tree.map(lambda *x: jnp.stack(x), *history))
+    assert types((new_params, new_state)) == types((params, state))
+    assert int(new_state.skipped_steps) == 1
+    assert bool(jmp.all_finite((new_params, new_state)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_complex_parameters_keep_both_parts(way):
+    """flax's DynamicScale drops the imaginary part of complex gradients."""
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0, momentum=0.9), jmp.StaticLossScale(8.0))
+    params = {"z": jnp.array([complex(-0.0, -0.0), complex(1.0, -0.0)])}
+    step = _jitted_step(tx, way)
+    skipped, _ = step({"z": jnp.array([1.0, complex(0, np.inf)])}, tx.init(params), params)
+    assert bits(skipped) == bits(params)
+    taken, state = step({"z": jnp.array([1 + 2j, 3j])}, tx.init(params), params)
+    np.testing.assert_array_equal(taken["z"], [-1 - 2j, 1 - 3j])
+    assert bool(state.grads_finite)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_integer_leaves_pass_through(way):
+    tx = jmp.optim.loss_scaled(optax.masked(optax.sgd(1.0), {"w": True, "i": False}), jmp.DynamicLossScale())
+    params = {"w": jnp.ones(2), "i": jnp.arange(2)}
+    grads = lambda w: {"w": jnp.array(w), "i": jnp.zeros(2, jnp.int32)}
+    step = _jitted_step(tx, way)
+    assert bits(step(grads([np.inf, 1.0]), tx.init(params), params)[0]) == bits(params)
+    taken, _ = step(grads([1.0, 1.0]), tx.init(params), params)
+    assert (taken["w"].tolist(), taken["i"].tolist()) == ([0.0, 0.0], [0, 1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_under_vmap_each_model_skips_for_itself(way):
+    tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    params, grads = stack([params_of()] * 3), stack([grads_of(0), grads_of(1, NAN), grads_of(2)])
+    new_params, state = jax.jit(jax.vmap(functools.partial(WAYS[way], tx)))(grads, jax.vmap(tx.init)(params), params)
+    assert state.skipped_steps.tolist() == [0, 1, 0]
+    kept = [bits(jax.tree.map(lambda x: x[i], new_params)) == bits(params_of()) for i in range(3)]
+    assert kept == [False, True, False]

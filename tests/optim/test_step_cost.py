@@ -1,0 +1,51 @@
+"""What skipping costs, in bytes and temporaries of the compiled step: figures that do not depend on the machine's load.
+
+In multiples of the parameter bytes. Ten for AdamW alone, one more to read the gradients once for the check. An
+unfused check (`isfinite(x).all()`), selecting instead of branching, or updates that leave the branch would show here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizer_registry import WAYS, by_step
+
+import jmp_policy as jmp
+
+SHAPES = {"w": (200, 250), "b": (50_000,)}
+PARAM_BYTES = 4 * 100_000
+INNER = optax.adamw(1e-3)
+EXPECTED = {"alone": (10, 0), "step": (11, 0), "update": (14, 1)}
+
+
+def _compiled(tx, way):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    train_step = lambda params, state, grads: way(tx, grads, state, params)
+    donated = jax.jit(train_step, donate_argnums=(0, 1))
+    return donated.lower(params, jax.eval_shape(tx.init, params), params).compile()
+
+
+@functools.cache
+def _cost(kind):
+    """Bytes accessed, temporaries and donated bytes, over the bytes of the parameters."""
+    tx = INNER if kind == "alone" else jmp.optim.loss_scaled(INNER, jmp.DynamicLossScale())
+    compiled = _compiled(tx, by_step if kind == "alone" else WAYS[kind])
+    memory = compiled.memory_analysis()
+    figures = compiled.cost_analysis()["bytes accessed"], memory.temp_size_in_bytes, memory.alias_size_in_bytes
+    return [figure / PARAM_BYTES for figure in figures]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_step_reads_the_gradients_once_more_and_no_more(kind):
+    bytes_accessed, temporaries = EXPECTED[kind]
+    got_bytes, got_temporaries, _ = _cost(kind)
+    assert bytes_accessed <= got_bytes <= bytes_accessed + 0.1
+    assert temporaries <= got_temporaries <= temporaries + 0.05
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_donated_parameters_and_moments_are_updated_in_place(kind):
+    assert _cost(kind)[2] >= 3
