@@ -90,7 +90,7 @@ def _half(name: str, text: str) -> np.dtype:
     """The dtype of a mixed policy; its error offers no dtype that is known but not half, such as float64."""
     half = name.removeprefix(_MIXED)
     dtype = parse_dtype(half) if half in dtype_names() else None
-    if dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
+    if dtype is None or dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
         _fail(f"{half!r} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
     return dtype
 
