@@ -1,0 +1,213 @@
+"""Law 8: which rule covers which module, and what a bad map says."""
+
+import copy
+import json
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import jmp_policy as jmp
+from jmp_policy import Policy, PolicyMap
+
+
+class Block:
+    pass
+
+
+class Norm:
+    class Inner(Block):
+        pass
+
+
+RULES = {"head": "float32", r"block_\d+": "mixed_bfloat16", r"block_\d+/norm": "float32", Norm: "float32"}
+MAPS = [
+    PolicyMap({}),
+    PolicyMap({}, "bfloat16"),
+    PolicyMap({"head": "float32"}),
+    PolicyMap(RULES, "mixed_float16"),
+    PolicyMap([(Norm.Inner, "infer"), (r".*/a|b", Policy("float32", None, None, precision="highest"))], np.float32),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("head", "float32"),
+        ("head/proj/bias", "float32"),
+        ("block_3", "mixed_bfloat16"),
+        ("block_3/mlp/up", "mixed_bfloat16"),
+        ("block_3/norm", "mixed_bfloat16"),  # the earlier rule covers it
+        ("block_x", "float16"),
+        ("my/head", "float16"),  # fullmatch on the whole path
+        ("heads", "float16"),
+        ("", "float16"),
+    ],
+)
+def test_first_rule_that_covers_a_path_wins_else_the_default(path, name):
+    assert PolicyMap(RULES, "float16")[path].name == name
+
+
+@pytest.mark.parametrize(
+    ("types", "name"),
+    [
+        ({"a": Norm}, "float32"),
+        ({"a": Norm.Inner}, "bfloat16"),
+        ({"": Norm, "a": Block}, "float32"),  # inside the root, which is a Norm
+        ({"a": None}, "bfloat16"),
+        (Norm, "float32"),
+        (None, "bfloat16"),
+    ],
+)
+def test_a_type_covers_its_instances_and_everything_inside(types, name):
+    assert PolicyMap({Norm: "float32"}, "bfloat16").resolve("a", types).name == name
+
+
+def test_subclasses_are_covered():
+    assert PolicyMap({Block: "float32"}, "bfloat16").resolve("x", Norm.Inner).name == "float32"
+
+
+def test_only_the_module_a_rule_names_is_a_boundary():
+    rules = PolicyMap({"a": "bfloat16"}, "float32")
+    boundaries = {path: rules.match(path).boundary for path in ("", "a", "a/b", "c")}
+    assert boundaries == {"": True, "a": True, "a/b": False, "c": False}
+
+
+def reference(rules, default, path):
+    """Law 8 read aloud: a key covers what it fullmatches and everything inside."""
+    import re
+
+    names = path.split("/")
+    outer = ["", *("/".join(names[: i + 1]) for i in range(len(names)))]
+    return next((policy for key, policy in rules if any(re.fullmatch(key, p) for p in outer)), default)
+
+
+keys = st.sampled_from(["a", "b", "a/b", ".*", r"a/\w", "(a|b)/c", "", ".+/c"])
+names = st.sampled_from(["float32", "bfloat16", "mixed_float16"])
+
+
+@given(st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join))
+@settings(max_examples=200, deadline=None)
+def test_lookup_follows_the_law_read_aloud(rules, path):
+    assert PolicyMap(rules, "float16")[path].name == reference(rules, "float16", path)
+
+
+@pytest.mark.parametrize("rules", MAPS, ids=repr)
+@pytest.mark.parametrize(
+    "round_trip",
+    [
+        lambda m: PolicyMap.from_config(json.loads(json.dumps(m.get_config()))),
+        lambda m: pickle.loads(pickle.dumps(m)),
+        copy.copy,
+        copy.deepcopy,
+        lambda m: PolicyMap([(rule.key, str(rule.policy)) for rule in m.rules], m.default),
+        lambda m: jax.tree.map(lambda x: x, m),
+        jax.jit(lambda m: m),
+    ],
+)
+def test_every_round_trip_gives_the_map_itself(rules, round_trip):
+    assert round_trip(rules) is rules
+    assert hash(round_trip(rules)) == hash(rules)
+
+
+def test_repr_of_path_rules_can_be_pasted_back():
+    for rules in MAPS[:3]:
+        assert eval(repr(rules), {"PolicyMap": PolicyMap}) is rules
+
+
+def test_maps_are_immutable_and_do_not_follow_the_mapping_they_were_made_from():
+    given_rules = {"head": "float32"}
+    rules = PolicyMap(given_rules)
+    given_rules["head"] = "bfloat16"
+    assert rules["head"].name == "float32"
+    with pytest.raises(AttributeError):
+        rules.default = None
+    with pytest.raises(TypeError):
+        rules["head"] = "bfloat16"
+
+
+def test_an_open_default_is_the_default_policy_until_the_map_is_read():
+    rules = PolicyMap({"head": "float32"})
+    with jmp.use_policy("mixed_bfloat16"):
+        assert rules["body"].name == "mixed_bfloat16"
+        closed = jmp.get_policy(rules)
+    assert closed["body"].name == "mixed_bfloat16"
+    assert rules["body"].name == "float32"
+    assert jmp.get_policy(closed) is closed
+
+
+def test_a_map_may_be_the_default_policy():
+    with jmp.use_policy(PolicyMap({"head": "float32"}, "bfloat16")):
+        rules = jmp.get_policy(PolicyMap({"body": "float16"}))
+        assert [rules[path].name for path in ("head", "body", "x")] == ["float32", "float16", "bfloat16"]
+        assert PolicyMap({"body": "float16"})["head"].name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("rules", "dynamic"),
+    [
+        (PolicyMap({"a": "float32"}, "mixed_bfloat16"), False),
+        (PolicyMap({"a": "float32"}, "float16"), True),
+        (PolicyMap({"a": "c=f16,o=f32"}, "float32"), True),
+        (PolicyMap({"a": "float32"}), False),
+    ],
+)
+def test_loss_scale_is_dynamic_if_any_policy_computes_in_float16(rules, dynamic):
+    assert isinstance(rules.loss_scale(), jmp.DynamicLossScale) == dynamic
+
+
+def test_loss_scale_of_an_open_map_asks_the_default_policy():
+    with jmp.use_policy("mixed_float16"):
+        assert isinstance(PolicyMap({"a": "float32"}).loss_scale(), jmp.DynamicLossScale)
+
+
+def test_rules_that_decide_nothing_are_named_and_explained():
+    rules = PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32", Norm: "float32", "zzz": "float32"})
+    modules = {"": Block, "a": Block, "a/b": Norm, "head": Block}
+    assert rules.unused(modules) == ("a/b", "haed", Norm, "zzz")
+    assert rules.explain_unused(modules) == [
+        "policy rule 'a/b' decides nothing: the earlier rule 'a' hides it",
+        "policy rule 'haed' matches no module; the closest path is 'head'",
+        "policy rule Norm decides nothing: the earlier rule 'a' hides it",
+        "policy rule 'zzz' matches no module",
+    ]
+
+
+def test_a_rule_that_is_hidden_only_somewhere_is_used():
+    assert PolicyMap({"a": "float32", r".*": "bfloat16"}).unused(["", "a", "a/b"]) == ()
+    assert PolicyMap({"a/b": "float32", "a": "bfloat16"}).unused(["", "a", "a/b"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: PolicyMap({"(": "float32"}), ValueError,
+         r"^The key '\(', rule 0 of a PolicyMap, is no valid pattern: .*For example: r'block_\\d\+/mlp'\.$"),
+        (lambda: PolicyMap({"a{99999999999}": "float32"}), ValueError, r"is no valid pattern: the repetition number is too"),
+        (lambda: PolicyMap([("a", "float32"), (3, "float32")]), TypeError,
+         r"^The key 3, rule 1 of a PolicyMap, is neither a pattern nor a module type\. For example: 'head'\.$"),
+        (lambda: PolicyMap({"a": "bflaot16"}), ValueError,
+         r"^Unknown dtype or policy 'bflaot16'.* It stands for key 'a', rule 0 of a PolicyMap\.$"),
+        (lambda: PolicyMap({}, default="x"), ValueError, r"^Unknown dtype or policy 'x'.* as default of a PolicyMap\.$"),
+        (lambda: PolicyMap({"a": PolicyMap({})}), ValueError,
+         r"^PolicyMap\(.*\) for key 'a', rule 0 of a PolicyMap is no policy of one module\. For example: 'mixed_bfloat16'"),
+        (lambda: PolicyMap({"a": None}), ValueError, r"^None for key 'a', rule 0 of a PolicyMap is no policy of one"),
+        (lambda: PolicyMap([("a",)]), TypeError, r"^\('a',\), rule 0 of a PolicyMap, is no pair\. For example: \('head'"),
+        (lambda: PolicyMap([3]), TypeError, r"^3, rule 0 of a PolicyMap, is no pair\."),
+        (lambda: PolicyMap.from_config({"rules": []}), ValueError,
+         r"^A map's config has the keys 'rules' and 'default', got \['rules'\]\. For example: \{"),
+        (lambda: PolicyMap.from_config({"rules": [[{"x": 1}, {}]], "default": None}), ValueError,
+         r"^The key \{'x': 1\} of a PolicyMap's config has neither 'path' nor 'type'\.$"),
+        *[
+            (lambda name=name: PolicyMap.from_config(
+                {"rules": [[{"type": name}, jmp.get_policy("float32").get_config()]], "default": None}), ValueError,
+             rf"^The module type '{name}' of a PolicyMap's config cannot be found\.$")
+            for name in ("no_such_module:A", "json:NoSuchClass", ".relative:A", "")
+        ],
+    ],
+)  # fmt: skip
+def test_bad_maps_fail_at_construction(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
