@@ -30,6 +30,7 @@ def _train(step, tx, params, badness):
 def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, way):
     tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
     step = _jitted_step(tx, way)
+    assert bits(_train(step, tx, params_of(), [(0, NAN)])[0]) == bits(params_of())  # -0.0 included
     params, state = _train(step, tx, params_of(), [(0, NAN), (1, GOOD), (2, INF), (3, NAN), (4, GOOD), (5, INF)])
     expected_params, expected_state = _train(step, tx, params_of(), [(1, GOOD), (4, GOOD)])
     assert bits(params) == bits(expected_params)
