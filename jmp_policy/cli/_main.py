@@ -1,0 +1,70 @@
+"""Parsing the command line, and turning errors into one line and an exit status."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import _compare, _doctor, _train
+
+COMMANDS = (_train, _compare, _doctor)
+
+# What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
+_DEMO_PACKAGES = ("rich", "orbax", "matplotlib")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jmp-policy`.
+
+    Args:
+      argv: the arguments after the name of the program; those of the process if `None`.
+
+    Returns:
+      The exit status: 0, 1 if training is stuck, 2 for what the user can mend, 130 after Ctrl-C.
+
+    >>> main(["train", "--data", "no/such/file"])
+    2
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
+        return int(exit.code or 0)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=130)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from ..demo import UserError
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _DEMO_PACKAGES:
+            raise
+        return _fail(f"{error.name} is not installed: pip install 'jmp-policy[demo]'")
+    try:
+        return arguments.run(arguments)
+    except UserError as error:
+        return _fail(str(error))
+    except FloatingPointError as error:
+        return _fail(str(error), status=1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints the usage before each error; one line that says what is wrong is easier to read."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _fail(message: str, *, status: int = 2) -> int:
+    print("jmp-policy: error:", " ".join(message.split()), file=sys.stderr)
+    return status

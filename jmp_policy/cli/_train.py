@@ -1,0 +1,62 @@
+"""`jmp-policy train`."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._arguments import positive_int, seed
+from ._console import make_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..demo import TrainResult
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level GPT in mixed precision on real text",
+        description="Train a byte-level GPT in mixed precision, by default on the sources of the Python standard "
+        "library. Ctrl-C saves first; --resume continues bit-exactly.",
+    )
+    parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
+    parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
+    parser.add_argument("--policy", help="such as mixed_bfloat16 (default: what the doctor recommends)")
+    parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
+    parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
+    parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out, or the last one in runs/")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, and prints how it ended."""
+    from ..demo import TrainOptions, train
+
+    names = ("api", "policy", "steps", "seed", "out", "resume")
+    options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})
+    console = make_console()
+    result = train(options, console)
+    if result.finished:
+        _print_result(result, console)
+        return 0
+    resume = f"jmp-policy train --resume --out {result.folder}"
+    console.print(f"stopped and saved at step {result.step}; continue with: {resume}")
+    return 130
+
+
+def _print_result(result: "TrainResult", console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table("validation loss", "bits per byte")
+    table.columns[1].justify = "right"
+    losses = {"this model": result.validation, "bigram baseline": result.bigram, "unigram baseline": result.unigram}
+    for name, loss in losses.items():
+        table.add_row(name, "not finite" if math.isnan(loss) else f"{loss:.3f}")
+    console.print(table, soft_wrap=False)
+    verdict = "beats" if result.validation < result.bigram else "does not beat"
+    files = "metrics.jsonl, loss.png, checkpoints/"
+    console.print(f"The model {verdict} the bigram baseline. {result.folder}/ holds {files}")

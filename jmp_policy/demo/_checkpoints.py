@@ -1,0 +1,69 @@
+"""Checkpoints of a trainer's state, through Orbax."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from ._errors import UserError
+
+KEEP = 2
+
+
+class Checkpoints:
+    """The checkpoints of a run, by step.
+
+    Orbax writes each into a temporary folder and renames it when it is complete: a process killed in the middle
+    leaves the ones before it as they were. A state is stored as a flat dictionary from paths to arrays, so that a
+    checkpoint does not depend on the classes of the containers.
+    """
+
+    def __init__(self, folder: Path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEEP)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest complete checkpoint; `None` if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to write a checkpoint; training goes on meanwhile. One that exists already is left alone."""
+        if step != self.latest_step:
+            self._manager.save(step, args=ocp.args.StandardSave(_flatten(state)))
+
+    def restore(self, step: int, like: Any) -> Any:
+        """Reads a checkpoint.
+
+        Args:
+          step: one of the steps that were saved.
+          like: a state of the same structure, shapes and dtypes.
+
+        Raises:
+          UserError: the checkpoint cannot be read, or holds something else.
+        """
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _flatten(like))
+        try:
+            arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
+        except (ValueError, KeyError, OSError) as error:
+            raise UserError(f"cannot restore step {step} of {self._manager.directory}: {_first_line(error)}") from error
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in _flatten(like)])
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._manager.close()  # waits for what is being written
+
+
+def _flatten(state: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

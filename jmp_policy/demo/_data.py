@@ -1,0 +1,161 @@
+"""Bytes to train on: the standard library's own sources, or the user's files."""
+
+import dataclasses
+import hashlib
+import math
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ._errors import UserError
+
+VALIDATION_SHARE = 0.1
+
+# Not the standard library's sources, or (the tests) not installed with every Python: with them the default data
+# would differ from machine to machine even more than Python versions do.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """The bytes of some files, cut into a part to train on and a part to validate on.
+
+    Attributes:
+      train: uint8 array, the first nine tenths of the bytes.
+      validation: uint8 array, the rest.
+      source: where the bytes come from, for people to read.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        """The digest of all bytes, by which a resumed run knows that it still has the same data."""
+        return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
+
+
+def load_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
+    """Reads files and folders, the Python standard library's sources when there are none.
+
+    Folders are read recursively, hidden and binary files left out. The order of the files depends on nothing but
+    their names: they are shuffled by the hash of the name, so that the validation part, a contiguous tail, is a fair
+    sample of all of them.
+
+    Args:
+      paths: text files or folders.
+
+    Returns:
+      A `Corpus`.
+
+    Raises:
+      UserError: a path is missing, unreadable, or holds no text.
+    """
+    if paths:
+        source = ", ".join(str(path) for path in paths)
+        texts = [text for path in paths for text in _read_path(Path(path))]
+    else:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        source = f"the Python standard library in {stdlib}"
+        texts = _read_files(stdlib, _stdlib_files(stdlib))
+    data = np.frombuffer(b"".join(texts), np.uint8)
+    cut = len(data) - int(len(data) * VALIDATION_SHARE)
+    return Corpus(train=data[:cut], validation=data[cut:], source=source)
+
+
+def check_size(corpus: Corpus, context: int) -> None:
+    """Raises a `UserError` if the corpus is too small for a window of each part."""
+    if min(len(corpus.train), len(corpus.validation)) <= context:
+        size = len(corpus.train) + len(corpus.validation)
+        needed = math.ceil((context + 1) / VALIDATION_SHARE)
+        raise UserError(f"{corpus.source} holds only {size} bytes: training needs at least {needed}")
+
+
+def sample_batch(data: np.ndarray, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
+    """Draws the windows of one training step.
+
+    A pure function of its arguments: a resumed run needs no state of the data to go on bit-exactly.
+
+    Args:
+      data: uint8 array.
+      seed: the seed of the run.
+      step: the number of the step.
+      batch_size: the number of windows.
+      context: the number of bytes that the model sees.
+
+    Returns:
+      uint8 array of shape `(batch_size, context + 1)`: inputs and, one further, targets.
+
+    >>> sample_batch(np.arange(10, dtype=np.uint8), seed=0, step=3, batch_size=2, context=3).shape
+    (2, 4)
+    """
+    starts = np.random.default_rng((seed, step)).integers(0, len(data) - context, batch_size)
+    return data[starts[:, None] + np.arange(context + 1)]
+
+
+def validation_batches(data: np.ndarray, *, count: int, batch_size: int, context: int) -> np.ndarray:
+    """Spreads at most `count` batches of windows that do not overlap evenly over the data.
+
+    Args:
+      data: uint8 array of at least `context + 1` bytes.
+      count: the most batches to return; with little data there are fewer.
+      batch_size: the number of windows in a batch. With less data than one batch needs, the windows repeat.
+      context: the number of bytes that the model sees.
+
+    Returns:
+      uint8 array of shape `(batches, batch_size, context + 1)`.
+
+    >>> validation_batches(np.arange(100, dtype=np.uint8), count=2, batch_size=3, context=4)[:, :, 0].tolist()
+    [[0, 15, 30], [45, 65, 80]]
+    """
+    windows = (len(data) - 1) // context
+    batches = max(1, min(count, windows // batch_size))
+    chosen = np.arange(batches * batch_size) * windows // (batches * batch_size)
+    starts = chosen * context
+    return data[starts[:, None] + np.arange(context + 1)].reshape(batches, batch_size, context + 1)
+
+
+def _read_path(path: Path) -> list[bytes]:
+    if path.is_dir():
+        texts = _read_files(path, _visible_files(path))
+    elif path.exists():
+        texts = [_read_file(path)]
+    else:
+        raise UserError(f"--data {path} does not exist: give text files or folders of them")
+    if not any(texts):
+        raise UserError(f"--data {path} holds no text: give text files or folders of them")
+    return texts
+
+
+def _read_files(root: Path, files: Iterable[Path]) -> list[bytes]:
+    def order(path: Path) -> bytes:
+        return hashlib.sha256(path.relative_to(root).as_posix().encode("utf-8", "surrogateescape")).digest()
+
+    texts = [_read_file(path) for path in sorted(files, key=order)]
+    return [text for text in texts if not _is_binary(text)]
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*.py") if not _NOT_STDLIB.intersection(path.relative_to(root).parts)]
+
+
+def _visible_files(root: Path) -> list[Path]:
+    def hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+    return [path for path in root.rglob("*") if path.is_file() and not hidden(path)]
+
+
+def _is_binary(text: bytes) -> bool:
+    # Git's rule: a zero byte near the start.
+    return b"\0" in text[:8000]

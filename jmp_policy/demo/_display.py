@@ -1,0 +1,53 @@
+"""What training looks like in a terminal."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class TrainDisplay:
+    """A progress bar with the loss, the step rate, the loss scale and the skipped steps.
+
+    Where the output is no terminal there is no bar, only the lines of `note`.
+    """
+
+    def __init__(self, console: Console, *, steps: int, done: int):
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            _StepRateColumn(),
+            TextColumn("scale {task.fields[loss_scale]}"),
+            TextColumn("skipped {task.fields[skipped_steps]}"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=done, loss="-", loss_scale="-", skipped_steps=0)
+
+    def update(self, step: int, *, loss: float, loss_scale: float, skipped_steps: int) -> None:
+        """Shows the state after a step; the loss in bits per byte."""
+        figures = {"loss": f"{loss:.3f}", "loss_scale": f"{loss_scale:g}", "skipped_steps": skipped_steps}
+        self._progress.update(self._task, completed=step, **figures)
+
+    def note(self, line: str) -> None:
+        """Prints a line above the bar."""
+        self._progress.console.print(line)
+
+    def __enter__(self) -> "TrainDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class _StepRateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("compiling" if speed is None else f"{speed:.1f} steps/s")

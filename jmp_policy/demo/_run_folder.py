@@ -1,0 +1,156 @@
+"""The folder of a training run: its configuration, metrics, plot and checkpoints."""
+
+import dataclasses
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jmp_policy as jmp
+
+from ._errors import UserError
+from ._gpt import GPTConfig
+from ._metrics_log import MetricsLog
+
+RUNS = Path("runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run is determined by, and what a resumed one must share with the one it continues.
+
+    Attributes:
+      api: the Flax API, `"nnx"` or `"linen"`.
+      policy: the policy of the model.
+      seed: the seed of parameters and batches.
+      data: the paths of the data; empty for the Python standard library.
+      data_sha256: the digest of its bytes.
+      model: the sizes of the model.
+      batch_size: windows in a batch.
+      learning_rate: the highest learning rate.
+      steps: where the run ends; the one thing that may change when it is resumed.
+    """
+
+    api: str
+    policy: jmp.Policy
+    seed: int
+    data: tuple[str, ...]
+    data_sha256: str
+    model: GPTConfig
+    batch_size: int
+    learning_rate: float
+    steps: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object."""
+        policy = self.policy.get_config()
+        return dataclasses.asdict(dataclasses.replace(self, policy=policy))  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> "RunConfig":
+        """Reads what `to_json` wrote."""
+        policy = jmp.Policy.from_config(config["policy"])
+        model = GPTConfig(**config["model"])
+        return cls(**config | {"policy": policy, "model": model, "data": tuple(config["data"])})
+
+
+class RunFolder:
+    """A folder that holds one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.plot = path / "loss.png"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: Path | None, config: RunConfig) -> "RunFolder":
+        """Begins a run in a folder that is new or empty, by default in the next free one of `runs/`.
+
+        Raises:
+          UserError: the folder holds something, or cannot be written.
+        """
+        folder = cls(new_folder(path, hint="continue a run with --resume, or choose another --out"))
+        folder.write_config(config)
+        return folder
+
+    @classmethod
+    def find(cls, path: Path | None) -> "RunFolder":
+        """Finds the run to resume, by default the newest in `runs/`.
+
+        Raises:
+          UserError: there is no run.
+        """
+        if path is None:
+            configs = sorted(RUNS.glob("[0-9]*/config.json"), key=lambda file: int(file.parent.name))
+            if not configs:
+                raise UserError(f"no run to resume in {RUNS}/: name its folder with --out")
+            return cls(configs[-1].parent)
+        if not (path / "config.json").is_file():
+            raise UserError(f"no run to resume in {path}: leave --resume out to begin one")
+        return cls(path)
+
+    def read_config(self) -> RunConfig:
+        """Reads what the run was begun with.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        file = self.path / "config.json"
+        try:
+            return RunConfig.from_json(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} is not the configuration of a run: {error}") from error
+
+    def write_config(self, config: RunConfig) -> None:
+        """Writes what the run is determined by, whole or not at all.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        temporary = self.path / "config.tmp"
+        try:
+            temporary.write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path / "config.json")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+
+def new_folder(path: Path | None, *, prefix: str = "", hint: str = "choose another --out") -> Path:
+    """Makes a folder that is new or empty.
+
+    Args:
+      path: where; `None` for the next free one of `runs/<prefix>001`, `runs/<prefix>002`, ...
+      prefix: see `path`.
+      hint: what the error tells the user to do.
+
+    Raises:
+      UserError: it holds something, or cannot be made.
+    """
+    try:
+        if path is None:
+            return _next_free(prefix)
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.iterdir())
+    except OSError as error:
+        raise _cannot_write(path or RUNS, error) from error
+    if occupied:
+        raise UserError(f"{path} is not empty: {hint}")
+    return path
+
+
+def _next_free(prefix: str) -> Path:
+    RUNS.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        path = RUNS / f"{prefix}{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write to {path}: {(error.strerror or str(error)).lower()}")

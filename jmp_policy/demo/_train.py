@@ -1,0 +1,163 @@
+"""Training the byte-level GPT: from the user's wishes to a run, begun or resumed."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+import jmp_policy as jmp
+
+from ._checkpoints import Checkpoints
+from ._data import Corpus, check_size, load_corpus
+from ._doctor import diagnose
+from ._errors import UserError
+from ._gpt import GPTConfig
+from ._run_folder import RunConfig, RunFolder
+from ._trainer import TrainerConfig
+from ._training_run import TrainingRun
+
+DEFAULT_STEPS = 1500
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """What the user asked for; `None` (or nothing) where they did not say.
+
+    A new run then takes the default, and a resumed one what it was begun with.
+
+    Attributes:
+      api: the Flax API, `"nnx"` (the default) or `"linen"`.
+      policy: a policy as `get_policy` reads it; by default what `diagnose` recommends.
+      data: text files and folders; by default the Python standard library.
+      steps: where to stop.
+      seed: the seed of parameters and batches, 0 by default.
+      out: the folder of the run; by default the next of `runs/001`, `runs/002`, ..., the last one to resume.
+      resume: whether to continue a run.
+      model: the sizes of the model.
+      batch_size: windows in a batch.
+    """
+
+    api: str | None = None
+    policy: str | None = None
+    data: tuple[str, ...] = ()
+    steps: int | None = None
+    seed: int | None = None
+    out: Path | None = None
+    resume: bool = False
+    model: GPTConfig | None = None
+    batch_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; losses are bits per byte of the same validation windows.
+
+    Attributes:
+      folder: the folder of the run.
+      step: the step it came to.
+      finished: whether that was the last one; false after Ctrl-C.
+      validation: the loss of the model; nan unless the run finished.
+      unigram: the loss of the byte frequencies.
+      bigram: the loss of the frequencies of pairs.
+    """
+
+    folder: Path
+    step: int
+    finished: bool
+    validation: float
+    unigram: float
+    bigram: float
+
+
+def train(options: TrainOptions, console: Console) -> TrainResult:
+    """Begins a run or resumes one, and trains until its last step or Ctrl-C.
+
+    Raises:
+      UserError: the options do not fit together, or with the data, the device or the folder.
+      FloatingPointError: training is stuck, since every step overflows.
+    """
+    folder, config, corpus = _resume(options) if options.resume else _begin(options, console)
+    run = TrainingRun(folder, config, corpus)
+    run.describe(console)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        step = _restore(run, checkpoints)
+        step = run.loop(step, checkpoints, console)
+    run.plot()
+    finished = step == config.steps
+    validation = folder.metrics.curve("validation_loss")[1][-1] if finished else math.nan
+    return TrainResult(folder.path, step, finished, validation, **run.baselines)
+
+
+def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfig, Corpus]:
+    policy = None if options.policy is None else _parse_policy(options.policy)
+    model = options.model or GPTConfig()
+    corpus = load_corpus(options.data)
+    check_size(corpus, model.context)
+    config = RunConfig(
+        api=options.api or "nnx",
+        policy=policy or _recommended_policy(console),
+        seed=options.seed or 0,
+        data=options.data,
+        data_sha256=corpus.sha256,
+        model=model,
+        batch_size=options.batch_size or 16,
+        learning_rate=TrainerConfig.learning_rate,
+        steps=options.steps or DEFAULT_STEPS,
+    )
+    return RunFolder.create(options.out, config), config, corpus
+
+
+def _resume(options: TrainOptions) -> tuple[RunFolder, RunConfig, Corpus]:
+    folder = RunFolder.find(options.out)
+    saved = folder.read_config()
+    asked = {
+        "api": options.api,
+        "policy": None if options.policy is None else _parse_policy(options.policy),
+        "seed": options.seed,
+        "model": options.model,
+        "batch_size": options.batch_size,
+    }
+    for name, value in asked.items():
+        _check_same(folder, name, getattr(saved, name), value)
+    corpus = load_corpus(options.data or saved.data)
+    if corpus.sha256 != saved.data_sha256:
+        raise UserError(f"{folder.path} was trained on other bytes than those of {corpus.source}: resume it with those")
+    return folder, dataclasses.replace(saved, steps=options.steps or saved.steps), corpus
+
+
+def _check_same(folder: RunFolder, name: str, saved: object, asked: object) -> None:
+    if asked is None or asked == saved:
+        return
+    was, is_not = (value.name if isinstance(value, jmp.Policy) else value for value in (saved, asked))
+    raise UserError(
+        f"{folder.path} was trained with {name} {was}, not {is_not}: resume it with its own, or begin another run "
+        "with another --out"
+    )
+
+
+def _restore(run: TrainingRun, checkpoints: Checkpoints) -> int:
+    steps = run.config.steps
+    if (checkpoints.latest_step or 0) > steps:
+        raise UserError(
+            f"{run.folder.path} is at step {checkpoints.latest_step} already, past --steps {steps}: give it more"
+        )
+    step = run.restore(checkpoints)
+    if run.folder.read_config().steps != steps:
+        run.folder.write_config(run.config)
+    return step
+
+
+def _parse_policy(spec: str) -> jmp.Policy:
+    try:
+        policy = jmp.get_policy(spec)
+    except ValueError as error:
+        raise UserError(f"--policy: {error}") from error
+    assert isinstance(policy, jmp.Policy)  # a string never stands for a map
+    return policy
+
+
+def _recommended_policy(console: Console) -> jmp.Policy:
+    recommendation = diagnose(half_only=True).recommendation
+    console.print(f"The doctor recommends {recommendation.policy}: {recommendation.reason}.")
+    return _parse_policy(recommendation.policy)
