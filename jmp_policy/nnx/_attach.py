@@ -1,0 +1,45 @@
+"""What `with_policy` does to nnx modules and module classes."""
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ._adopt import adopt
+from ._attachment import Attachment
+from ._classes import checked_keep
+from ._decorate import decorated, given_to
+from ._mismatch import reject
+from ._roles import role_of
+
+
+def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    """Gives an nnx module or module class a policy.
+
+    A module is copied, with the modules inside it, and shares its Variables with the copy. A class gives a subclass
+    of the same name, whose instances get the policy when their constructor ends.
+
+    Raises:
+      ValueError: a Param is stored in another dtype than the param dtype, or `keep` names no argument.
+    """
+    base = target if isinstance(target, type) else type(target)
+    names = checked_keep(base, keep)
+    if isinstance(target, type):
+        return decorated(target, policy, names)
+    attachment = Attachment(policy, reject, adopt, keep=names)
+    module = attachment.attach(target)
+    if isinstance(policy, PolicyMap):
+        for message in policy.explain_unused(attachment.types):
+            warnings.warn(message, stacklevel=4)  # where with_policy is called
+    return module
+
+
+def policy_of(target: Any) -> Policy | PolicyMap | None:
+    """The policy that an nnx module or class was given, by itself or by a rule of a map that names it."""
+    if isinstance(target, type):
+        return given_to(target)
+    role = role_of(target)
+    if role is None or not role.boundary:
+        return None
+    return role.given if role.attached else role.policy

@@ -1,0 +1,167 @@
+"""Giving a policy to every module of a tree."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from .._policy import Policy
+from .._policy_map import Match, PolicyMap
+from .._tree import is_floating
+from ._call import Adopt
+from ._classes import policied_class
+from ._layers import dtype_attributes, is_dtype_open
+from ._roles import Kind, Role, blank, items_of, kind_of, role_of, with_items
+
+Mismatch = Callable[[str, nnx.Param, Policy], None]
+"""What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
+
+
+class _Around(NamedTuple):
+    """What holds around a value in the tree: the policy, and an open dtype that the layer may have handed on."""
+
+    policy: Policy
+    handed_on: Any = None
+
+
+class Attachment:
+    """One walk over a module tree that gives each module its role.
+
+    Modules are copied, and share their Variables with the originals; or changed in place, where they are `owned`.
+
+    Args:
+      given: the policy or map.
+      on_mismatch: what to do about a Param of another dtype.
+      adopt: what policied modules call to notice modules assigned to them later.
+      keep: names of arguments that enter the root uncast.
+      owned: whether a module may be changed in place.
+      lineage: the types by path of the modules around the root of the walk, where it starts inside a tree.
+
+    Attributes:
+      types: the types of the modules met, by path.
+    """
+
+    def __init__(
+        self,
+        given: Policy | PolicyMap,
+        on_mismatch: Mismatch,
+        adopt: Adopt,
+        *,
+        keep: tuple[str, ...] = (),
+        owned: Callable[[nnx.Module], bool] = lambda module: False,
+        lineage: tuple[tuple[str, type], ...] = (),
+    ):
+        self.given = given
+        self.keep = keep
+        self.types = dict(lineage)
+        self._on_mismatch = on_mismatch
+        self._adopt = adopt
+        self._owned = owned
+        self._done: dict[int, tuple[Any, Any]] = {}  # what became of what, by id; the keys are kept alive
+
+    def attach(self, module: nnx.Module) -> nnx.Module:
+        """Gives the policy to a module, as the root of a tree, and to the modules inside."""
+        return self._module(module, (), None, attached=True)
+
+    def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
+        """Gives the policy to the modules in a value that stands at a path inside a tree."""
+        return self._value(value, path, _Around(policy))
+
+    def _value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+        match kind_of(type(value)):
+            case Kind.MODULE:
+                return self._module(value, path, around)
+            case Kind.PARAM:
+                self._param(value, path, around)
+            case Kind.STATE:
+                for name, item in items_of(value):
+                    self._value(item, (*path, name), around)
+            case Kind.PYTREE | Kind.BUILTIN:
+                return self._container(value, path, around)
+        return value
+
+    def _container(self, container: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+        if id(container) in self._done:
+            return self._done[id(container)][1]
+        if isinstance(container, nnx.Module):  # nnx.List and nnx.Dict have paths, and rules may name them
+            self.types.setdefault("/".join(path), type(container))
+            around = around and around._replace(policy=self._match("/".join(path)).policy)
+        self._done[id(container)] = container, container
+        items = items_of(container)
+        new = [self._value(item, (*path, name), around) for name, item in items]
+        if any(a is not b for a, (_, b) in zip(new, items, strict=True)):
+            self._done[id(container)] = container, with_items(container, new)
+        return self._done[id(container)][1]
+
+    def _module(self, module: nnx.Module, path: tuple[str, ...], around: _Around | None, attached: bool = False) -> Any:
+        if id(module) in self._done:
+            return self._done[id(module)][1]
+        role = role_of(module)
+        base = type(module) if role is None else role.base
+        self.types.setdefault("/".join(path), base)
+        if not attached and (around is None or (role is not None and role.attached)):
+            return self._rebuilt(module, type(module), path, None, vars(module), {})
+        attributes = vars(module) | dict(role.authored if role else ())
+        handed_on = around.handed_on if around else None
+        open_dtype = is_dtype_open(base, attributes, handed_on)
+        match = self._match("/".join(path))
+        # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
+        boundary = attached or (match.boundary and (open_dtype or "dtype" not in attributes))
+        new = dtype_attributes(base, attributes, match.policy, open_dtype)
+        role = Role(
+            base=base,
+            policy=match.policy,
+            given=self.given,
+            lineage=self._lineage(path),
+            attached=attached,
+            boundary=boundary,
+            calls=boundary or not _is_plain_layer(base, attributes),
+            keep=self.keep if attached else (),
+            open_dtype=open_dtype,
+            authored=tuple((name, attributes[name]) for name in new),
+        )
+        inside = _Around(match.policy, attributes["dtype"] if open_dtype else None)
+        return self._rebuilt(module, policied_class(role, self._adopt), path, inside, attributes, new)
+
+    def _rebuilt(
+        self,
+        module: nnx.Module,
+        kind: type,
+        path: tuple[str, ...],
+        inside: _Around | None,
+        attributes: dict[str, Any],
+        new_attributes: dict[str, Any],
+    ) -> Any:
+        new = module if self._owned(module) else blank(type(module), {})
+        self._done[id(module)] = module, new
+        values = {name: self._value(value, (*path, name), inside) for name, value in attributes.items()}
+        vars(new).update(values | new_attributes)
+        object.__setattr__(new, "__class__", kind)
+        return new
+
+    def _param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:
+        if id(param) in self._done or around is None or around.policy.param_dtype is None:
+            return
+        self._done[id(param)] = param, param
+        leaves = jax.tree.leaves(param.get_raw_value())
+        if any(is_floating(x) and x.dtype != around.policy.param_dtype for x in leaves):
+            self._on_mismatch("/".join(path), param, around.policy)
+
+    def _match(self, path: str) -> Match:
+        if isinstance(self.given, PolicyMap):
+            return self.given.match(path, self.types)
+        return Match(self.given, None, boundary=False)
+
+    def _lineage(self, path: tuple[str, ...]) -> tuple[tuple[str, type], ...]:
+        if not isinstance(self.given, PolicyMap):
+            return ()
+        paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
+        return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
+
+
+def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
+    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
+    kinds = {kind_of(type(value)) for value in attributes.values()}
+    own_params = Kind.PARAM in kinds and "dtype" not in attributes
+    return base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {Kind.MODULE, Kind.PYTREE}

@@ -1,0 +1,56 @@
+"""A call of a policied module's method."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._boundary import cast_arguments, cast_result, is_module, matmul_precision
+from .._policy import Policy
+from ._infer import INFERRED, inferred_inside
+from ._roles import Role
+from ._shadow import call_on_shadow
+
+Adopt = Callable[[nnx.Module, Role], None]
+"""Gives the policy to the modules that were assigned to a policied one since it got its own."""
+
+
+def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs: dict[str, Any], adopt: Adopt) -> Any:
+    """Calls a method of the class without a policy as the role of the module says.
+
+    Args:
+      module: the policied module.
+      role: its role.
+      method: the method as it stands in the class, a function or another descriptor.
+      args: positional arguments, without the module.
+      kwargs: keyword arguments.
+      adopt: called with the module first.
+    """
+    adopt(module, role)
+    policy = role.policy
+    if role.boundary:
+        policy, args, kwargs = cast_arguments(policy, method.__get__(module), role.keep, args, kwargs)
+    elif policy.compute_dtype is None:
+        policy = _inferred(module, policy, args, kwargs)
+    inside: Any = contextlib.nullcontext()
+    attributes = {}
+    if role.policy.compute_dtype is None and INFERRED not in vars(module):
+        inside = inferred_inside(module, role.policy, policy.compute_dtype, adopt)
+        attributes = {"dtype": policy.compute_dtype} if role.open_dtype else {}
+
+    def call(shadow: Any) -> Any:
+        return method.__get__(shadow, role.base)(*args, **kwargs)
+
+    has_dtype = "dtype" in vars(module)
+    with inside, matmul_precision(policy):
+        out = call_on_shadow(module, role.base, attributes, None if has_dtype else policy.compute_dtype, call)
+    return cast_result(policy, out) if role.boundary else out
+
+
+def _inferred(module: nnx.Module, policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
+    """The policy with the compute dtype that the call of a module around inferred, or this one does."""
+    if INFERRED in vars(module):
+        return policy.replace(compute_dtype=vars(module)[INFERRED])
+    return policy.resolve([x for x in jax.tree.leaves((args, kwargs), is_leaf=is_module) if not is_module(x)])

@@ -1,0 +1,84 @@
+"""Policied classes: subclasses that carry a role, and whose public methods run as it says."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from flax import nnx
+
+from .._boundary import check_keep
+from ._call import Adopt, call_method
+from ._roles import ROLE, Role, blank, role_of
+
+_INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
+
+
+@functools.cache
+def policied_class(role: Role, adopt: Adopt) -> type:
+    """The subclass of `role.base` for the modules of a role; one for equal roles, so that jit caches hit."""
+    base = role.base
+    namespace = {
+        ROLE: role,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce__": lambda self: (_remade, (role, adopt, vars(self).copy())),
+    }
+    if role.calls:
+        namespace |= policied_methods(base, adopt)
+    options = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    return type(base)(base.__name__, (base,), namespace, **options)
+
+
+def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:
+    """The public methods of a class by name, made to look at the role of the module that they are called with."""
+    return {name: _policied_method(method, adopt) for name, method in _public_methods(base)}
+
+
+def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
+    """The names of `keep`, each an argument of one of the public methods of a class.
+
+    Raises:
+      ValueError: one is not, or `keep` is a string.
+    """
+    methods = dict(_public_methods(base))
+    main = methods.get("__call__", base)
+    if isinstance(keep, str):
+        check_keep(main, keep)
+    for name in keep:
+        if not any(_takes(method, name) for method in methods.values()):
+            check_keep(main, [name])
+    return tuple(sorted(keep))
+
+
+def _public_methods(base: type) -> Iterator[tuple[str, Any]]:
+    for name in dir(base):
+        if name in _INHERITED or (name.startswith("_") and name != "__call__"):
+            continue
+        found = inspect.getattr_static(base, name)
+        if isinstance(found, staticmethod | classmethod | property | type):
+            continue
+        if callable(found) and hasattr(found, "__get__"):
+            yield name, getattr(found, "_jmp_method", found)
+
+
+def _policied_method(method: Any, adopt: Adopt) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def policied(self: Any, *args: Any, **kwargs: Any) -> Any:
+        role = role_of(self)
+        if role is None:  # a shadow, or an instance of a decorated class that is still being made
+            return method.__get__(self, type(self))(*args, **kwargs)
+        return call_method(self, role, method, args, kwargs, adopt)
+
+    policied._jmp_method = method  # type: ignore[attr-defined]
+    return policied
+
+
+def _takes(method: Any, name: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _remade(role: Role, adopt: Adopt, attributes: dict[str, Any]) -> Any:
+    return blank(policied_class(role, adopt), attributes)

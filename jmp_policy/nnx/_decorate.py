@@ -1,0 +1,66 @@
+"""Decorated classes, whose instances get the policy when their constructor ends."""
+
+import functools
+import warnings
+from typing import Any
+
+from flax import nnx
+
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ._adopt import adopt
+from ._attachment import Attachment
+from ._classes import policied_methods
+from ._mismatch import cast_in_place, reject
+
+_GIVEN = "__jmp_given__"
+
+
+def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
+    """The subclass of an nnx class whose instances, and those of its own subclasses, get a policy.
+
+    Its methods are wrapped as well as those of the instances, so that `Net.encode(net, x)` has the policy too.
+    """
+    namespace = {
+        _GIVEN: (given, keep),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        **policied_methods(base, adopt),
+    }
+    options = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    return _metaclass(type(base))(base.__name__, (base,), namespace, **options)
+
+
+def given_to(kind: type) -> Policy | PolicyMap | None:
+    """The policy that a decorated class gives to its instances, or `None`."""
+    return getattr(kind, _GIVEN, (None, ()))[0]
+
+
+@functools.cache
+def _metaclass(parent: type[type]) -> type[type]:
+    """A metaclass whose classes attach the policy where a call of the class ends: after the outermost `__init__`."""
+    if getattr(parent, "attaches_policy", False):
+        return parent
+
+    def construct(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        module = parent.__call__(kind, *args, **kwargs)
+        given, keep = getattr(kind, _GIVEN)
+        return _attached(module, given, keep, (args, kwargs))
+
+    return type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True})
+
+
+def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: Any) -> Any:
+    """Attaches the policy to a new module, in place, for it is nobody else's; what came as an argument is copied."""
+    passed_in = {id(node) for _, node in nnx.iter_graph(arguments, graph=True)}
+
+    def settle(path: str, param: nnx.Param, policy: Policy) -> None:
+        (reject if id(param) in passed_in else cast_in_place)(path, param, policy)
+
+    attachment = Attachment(given, settle, adopt, keep=keep, owned=lambda inner: id(inner) not in passed_in)
+    attachment.attach(module)
+    if isinstance(given, PolicyMap):
+        for message in given.explain_unused(attachment.types):
+            warnings.warn(message, stacklevel=3)  # where the class is called
+    return module

@@ -1,0 +1,116 @@
+"""Gradients of nnx modules under a loss scale."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from .._grad import scaled_value_and_grad, without_value
+from .._loss_scale import NoOpLossScale
+from .._scaled_state import get_loss_scale, has_scaled_state
+from .._tree import PyTree, all_finite, select_tree
+
+ArgNum = int | nnx.DiffState
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Differentiates a function of nnx modules with its loss scaled, and hands back true values.
+
+    As `jmp_policy.value_and_grad`, on top of `flax.nnx.value_and_grad`. Where the step is one that will be skipped,
+    because a gradient is not finite, batch statistics and other state that the function wrote into the modules it
+    differentiates stay as they were; RNG states and intermediates are kept. With a bare `NoOpLossScale`, which skips
+    nothing, this is `flax.nnx.value_and_grad`.
+
+    Args:
+      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
+      argnums: which positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
+      **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is as
+      `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
+
+    Raises:
+      ValueError: `loss_scale` holds no loss scale, or more than one.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> loss_fn = lambda model: model(jnp.ones((1, 2))).sum()
+    >>> loss, grads = value_and_grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)
+    >>> grads["kernel"][...].tolist()
+    [[1.0], [1.0]]
+    """
+    differentiate = functools.partial(nnx.value_and_grad, **options)
+    differentiated = scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+    if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
+        return differentiated
+
+    @functools.wraps(fun)
+    def with_state_kept(*args: Any, **kwargs: Any) -> Any:
+        before = _carried([args[_position(argnum)] for argnum in _as_sequence(argnums)])
+        out, grads = differentiated(*args, **kwargs)
+        _keep_if_nonfinite(before, grads)
+        return out, grads
+
+    return with_state_kept
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> grad(lambda model: model(jnp.ones((1, 2))).sum(), loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
+    (1,)
+    """
+    return without_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
+
+
+class _Carried(NamedTuple):
+    """A variable that a step carries on, and what it held before."""
+
+    variable: nnx.Variable
+    raw_value: Any
+    value: Any
+
+
+def _carried(modules: list[Any]) -> list[_Carried]:
+    nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
+    carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate)]
+    return [_Carried(v, v.get_raw_value(), v.get_value()) for v in carried]
+
+
+def _keep_if_nonfinite(before: list[_Carried], grads: PyTree) -> None:
+    written = [c for c in before if c.variable.ref or c.variable.get_raw_value() is not c.raw_value]
+    if not written:
+        return
+    finite = all_finite(grads)
+    for variable, _, value in written:
+        variable.set_value(select_tree(finite, variable.get_value(), value))
+
+
+def _as_sequence(argnums: ArgNum | Sequence[ArgNum]) -> Sequence[ArgNum]:
+    return (argnums,) if isinstance(argnums, ArgNum) else argnums
+
+
+def _position(argnum: ArgNum) -> int:
+    return argnum.argnum if isinstance(argnum, nnx.DiffState) else argnum

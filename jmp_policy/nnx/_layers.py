@@ -1,0 +1,62 @@
+"""The dtype fields of layers: which ones their author left open, and what a policy writes there."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from .._policy import Policy
+
+WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
+"""Layers whose `dtype` is that of the weight they rewrite, which would be stored narrowed."""
+
+
+def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> bool:
+    """Whether a layer has a `dtype` that its author left open: at the default of its constructor.
+
+    Args:
+      base: the class of the layer.
+      attributes: its attributes.
+      handed_on: the open dtype of the layer around it, which that one may have passed to its parts, as
+        `nnx.SimpleCell` does with its default of float32.
+    """
+    if "dtype" not in attributes or issubclass(base, WRAPPERS):
+        return False
+    dtype = attributes["dtype"]
+    if dtype is None:
+        return True
+    defaults = [_constructor_default(base), handed_on]
+    if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
+        defaults.append(attributes["embedding"].get_raw_value().dtype)
+    return any(_is_same_dtype(dtype, default) for default in defaults)
+
+
+def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
+    """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
+    new = {}
+    if is_open and policy.compute_dtype is not None:
+        new["dtype"] = policy.compute_dtype
+    if "param_dtype" in attributes and policy.param_dtype is not None and not issubclass(base, WRAPPERS):
+        new["param_dtype"] = policy.param_dtype
+    return new
+
+
+@functools.cache
+def _constructor_default(base: type) -> Any:
+    for kind in base.__mro__:  # a constructor that takes **kwargs hands them to the next
+        parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}
+        if "dtype" in parameters:
+            default = parameters["dtype"].default
+            return None if default is inspect.Parameter.empty else default
+    return None
+
+
+def _is_same_dtype(dtype: Any, default: Any) -> bool:
+    if default is None:
+        return False
+    try:
+        return jnp.dtype(dtype) == jnp.dtype(default)
+    except TypeError:  # a `dtype` that is no dtype
+        return False

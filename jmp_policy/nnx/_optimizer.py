@@ -1,0 +1,52 @@
+"""An optimizer of nnx modules that skips a step as a whole."""
+
+from typing import Any
+
+from flax import nnx
+
+from .. import optim
+from .._scaled_state import has_scaled_state, scaled_state
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer`, where a step that overflowed advances neither the parameters, the moments nor `step`.
+
+    It is made and called as Flax's. With a `tx` of `jmp_policy.optim.loss_scaled` or `skip_nonfinite` it holds the
+    loss scale, and is what `value_and_grad`, `get_loss_scale` and `metrics` take as their state. With any other
+    transformation it does what Flax's does.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> import optax
+    >>> from flax import nnx
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
+    >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    >>> grads = jmp.nnx.grad(lambda model: model(jnp.full((1, 2), jnp.inf)).sum(), loss_scale=optimizer)(model)
+    >>> optimizer.update(model, grads)
+    >>> int(optimizer.step[...]), float(jmp.get_loss_scale(optimizer).loss_scale)
+    (0, 2.0)
+    """
+
+    def update(self, model: Any, grads: Any, /, **extra: Any) -> Any:
+        """Updates the parameters of a model and the state of the optimizer, unless a gradient is not finite.
+
+        Args:
+          model: the module that the optimizer was made for.
+          grads: true gradients, as `jmp_policy.nnx.value_and_grad` returns them.
+          **extra: extra arguments of the transformation, such as `value`.
+
+        Returns:
+          Under `loss_scaled` nothing: a good step writes no array of updates, which is what makes it cheap. With any
+          other transformation the updates, as Flax.
+        """
+        if not has_scaled_state(self.opt_state):
+            return super().update(model, grads, **extra)
+        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+        opt_state = nnx.as_pure(self.opt_state)
+        params, opt_state = optim.step(self.tx, true_grads, opt_state, params, **nnx.as_pure(extra))
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        self.step[...] += scaled_state(opt_state).grads_finite.astype(self.step.dtype)
+        return None

@@ -1,0 +1,126 @@
+"""A stand-in for a module during one call: its own class, and its parameters read in compute dtype."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .._tree import cast_floating, is_floating
+from ._roles import Kind, blank, items_of, kind_of, with_items
+
+_UNWRITTEN = object()
+
+
+def call_on_shadow(
+    module: nnx.Module, base: type, attributes: dict[str, Any], dtype: np.dtype | None, call: Callable[[Any], Any]
+) -> Any:
+    """Calls a function with a shadow of a module.
+
+    The shadow is of the class `base`, so that its methods call each other without a second cast. Everything in it is
+    the module's own but its Params, which are read in `dtype` wherever the code asks for their value: cast at each
+    use, as an expert does, because a weight cast once sums the gradients of its uses in half precision. What the call
+    assigns, to attributes or to Params, is handed to the module afterwards.
+
+    Args:
+      module: the module that is called.
+      base: the class whose methods run.
+      attributes: attributes that differ in the shadow.
+      dtype: what floating Params are read in; `None` leaves them alone.
+      call: what is called with the shadow.
+
+    Returns:
+      What `call` returns; the module, if that is the shadow.
+    """
+    record = _Record(dtype)
+    before = {name: record.shadow(value) for name, value in vars(module).items()}
+    before.update(attributes)
+    shadow = blank(base, before)
+    try:
+        out = call(shadow)
+    finally:
+        record.write_back(vars(module), before, vars(shadow))
+    return module if out is shadow else out
+
+
+class _Record:
+    """What stands in a shadow for what."""
+
+    def __init__(self, dtype: np.dtype | None):
+        self.dtype = dtype
+        self.originals: dict[int, tuple[Any, Any]] = {}  # by the id of the stand-in, which is kept alive beside it
+        self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
+
+    def shadow(self, value: Any) -> Any:
+        """What stands for a value: a view of a Param, a copy of a container of Params, else the value itself."""
+        if self.dtype is None:
+            return value
+        match kind_of(type(value)):
+            case Kind.PARAM:
+                return self._view(value)
+            case Kind.PYTREE | Kind.BUILTIN:
+                items = [item for _, item in items_of(value)]
+                shadows = [self.shadow(item) for item in items]
+                if all(map(_is, items, shadows)):
+                    return value
+                return self._remember(with_items(value, shadows), value)
+        return value
+
+    def write_back(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
+        """Hands over what a call assigned, deleted, and wrote into Params."""
+        for name, value in after.items():
+            if before.get(name, _UNWRITTEN) is not value:
+                attributes[name] = self.originals.get(id(value), (value,))[0]
+        for name in before.keys() - after.keys():
+            del attributes[name]
+        for original, stand_in in self.originals.values():
+            if isinstance(stand_in, nnx.Param):
+                _write_param(original, stand_in)
+
+    def _view(self, param: nnx.Param) -> nnx.Param:
+        raw = param.get_raw_value()
+        if not any(is_floating(x) and x.dtype != self.dtype for x in jax.tree.leaves(raw)):
+            return param
+        if id(param) not in self.views:
+            view_class = _view_class(type(param), self.dtype)
+            self.views[id(param)] = self._remember(view_class.from_metadata(raw, param.get_metadata()), param)
+        return self.views[id(param)]
+
+    def _remember(self, stand_in: Any, original: Any) -> Any:
+        self.originals[id(stand_in)] = (original, stand_in)
+        return stand_in
+
+
+@functools.cache
+def _view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
+    """The class of Params that hold what a Param of class `kind` holds, and show it in another dtype.
+
+    The value stays as stored, so that a transform which splits and merges the shadow hands on the stored dtype.
+    """
+
+    def get_value(self: Any, **kwargs: Any) -> Any:
+        return cast_floating(kind.get_value(self, **kwargs), dtype)
+
+    def set_value(self: Any, value: Any, **kwargs: Any) -> None:
+        stored = getattr(self.get_raw_value(), "dtype", None)
+        kind.set_value(self, cast_floating(value, stored), **kwargs)
+
+    def attribute(self: Any, name: str) -> Any:  # of the array, such as `param.T`, unless it is of the Variable
+        metadata = self.get_metadata()
+        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+
+    methods = {"get_value": get_value, "set_value": set_value, "__getattr__": attribute}
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+
+
+def _write_param(original: nnx.Param, view: nnx.Param) -> None:
+    written = view.get_raw_value()
+    if written is not original.get_raw_value():
+        original.set_value(written)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
