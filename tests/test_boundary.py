@@ -1,0 +1,258 @@
+"""Laws 9, 11 and 13 for functions: casts at the boundary, once, under every transformation of JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jmp_policy as jmp
+
+MIXED = "params=float32,compute=bfloat16,output=float32"
+MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
+
+
+def square_sum(x):
+    return (x * x).sum()
+
+
+def by_hand(policy, fun):
+    """What an expert writes: the same casts, in place."""
+
+    @functools.wraps(fun)
+    def written(*args, **kwargs):
+        args, kwargs = policy.cast_to_compute((args, kwargs))
+        return policy.cast_to_output(fun(*args, **kwargs))
+
+    return written
+
+
+def as_function(policy, fun):
+    return jmp.with_policy(fun, policy)
+
+
+def as_decorator(policy, fun):
+    return jmp.with_policy(policy)(fun)
+
+
+TRANSFORMATIONS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x).sum(),
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "remat": lambda f: jax.grad(jax.checkpoint(f)),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda carry, row: (carry, f(row)), 0.0, x)[1],
+    "while": lambda f: lambda x: jax.lax.fori_loop(0, 3, lambda _, row: row + f(row), x[0]),
+    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 0, f, lambda x: f(2 * x), x),
+    "shard_map": lambda f: lambda x: jax.shard_map(
+        lambda rows: f(rows)[None], mesh=MESH, in_specs=P("d"), out_specs=P("d")
+    )(x),
+}
+
+
+@pytest.mark.parametrize("apply", [as_function, as_decorator])
+@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+def test_a_transformed_function_is_the_hand_written_one(transform, apply):
+    policy = jmp.get_policy(MIXED)
+    transform = TRANSFORMATIONS[transform]
+    ours, expected = (transform(make(policy, square_sum))(jnp.asarray(X)) for make in (apply, by_hand))
+    assert jax.tree.map(jax.typeof, ours) == jax.tree.map(jax.typeof, expected)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+@pytest.mark.parametrize("transform", ["jit", "jit of grad", "vmap", "remat", "scan"])
+def test_the_program_is_the_hand_written_one(transform):
+    policy = jmp.get_policy(MIXED)
+    transform = TRANSFORMATIONS[transform]
+    programs = [jax.jit(transform(make(policy, square_sum))).lower(X).as_text() for make in (as_function, by_hand)]
+    assert programs[0] == programs[1]
+
+
+def test_positional_keyword_and_nested_inputs_and_outputs_are_cast(any_policy):
+    @jmp.with_policy(any_policy)
+    def probe(a, *rest, b, **more):
+        dtypes.extend(str(x.dtype) for x in (a["x"], rest[0], b, more["c"][1]))
+        return {"out": np.ones(2, np.float32), "n": np.arange(2), "s": "text"}
+
+    dtypes = []
+    out = probe({"x": X}, X, b=X, c=(3, X))
+    assert set(dtypes) == {str(any_policy.resolve(X).compute_dtype)}
+    assert out["s"] == "text"
+    assert out["n"].dtype == np.arange(2).dtype
+    assert out["out"].dtype == (any_policy.output_dtype or np.float32)
+
+
+def test_float64_needs_64_bits_and_without_them_jax_warns():
+    double = jmp.with_policy(lambda x: x, "float64")
+    with jax.enable_x64(True):
+        assert double(jnp.ones(2, jnp.float32)).dtype == jnp.float64
+    with pytest.warns(UserWarning, match="float64 .* is not available"):
+        assert double(jnp.ones(2)).dtype == jnp.float32
+
+
+def test_numpy_stays_numpy_and_other_values_keep_their_identity():
+    key, objects = jax.random.key(0), object()
+
+    @jmp.with_policy(MIXED)
+    def probe(*args):
+        assert isinstance(args[0], np.ndarray)
+        assert args[0].dtype == jnp.bfloat16
+        return args[1:]
+
+    values = (key, objects, 1.5, None, "text", np.arange(2))
+    assert all(a is b for a, b in zip(probe(X, *values), values, strict=True))
+
+
+def test_kept_arguments_enter_uncast_however_they_are_passed():
+    @jmp.with_policy("float16", keep=["position", "rest", "extra"])
+    def dtypes(x, position, /, *rest, t=None, **extra):
+        return [str(v.dtype) for v in (x, position, *rest, t, *extra.values())]
+
+    half, full = "float16", "float32"
+    assert dtypes(X, X, X, t=X, u=X) == [half, full, full, half, half]
+
+    @jmp.with_policy("float16", keep={"position"})
+    def dtype(x, position):
+        return str(position.dtype)
+
+    assert dtype(X, X) == dtype(X, position=X) == dtype(position=X, x=X) == full
+
+
+def test_keep_may_name_a_keyword_that_only_kwargs_takes():
+    probe = jmp.with_policy(lambda **kw: str(kw["t"].dtype), "float16", keep=["t"])
+    assert probe(t=X) == "float32"
+
+
+def test_casts_happen_once_at_the_outermost_call():
+    dtypes = []
+
+    @jmp.with_policy("params=float32,compute=bfloat16,output=float32")
+    def recurse(x, depth):
+        dtypes.append(str(x.dtype))
+        return recurse(x.astype(jnp.float32), depth - 1) if depth else x
+
+    assert recurse(jnp.ones(2), 2).dtype == jnp.float32
+    assert dtypes == ["bfloat16", "float32", "float32"]
+
+
+def test_a_policied_function_inside_another_keeps_its_own_policy():
+    inner = jmp.with_policy(lambda x: (str(x.dtype), x), "p=f32,c=f16,o=f16")
+    outer = jmp.with_policy(lambda x: inner(x), "p=f32,c=bf16,o=f32")
+    dtype, out = outer(jnp.ones(2))
+    assert (dtype, str(out.dtype)) == ("float16", "float32")
+
+
+def test_an_inner_jit_is_not_shared_between_the_outermost_call_and_one_inside():
+    @jmp.with_policy("p=f32,c=bf16,o=bf16")
+    def recurse(x, depth):
+        return jitted(x.astype(jnp.float32), depth - 1) if depth else x
+
+    jitted = jax.jit(recurse, static_argnums=1)
+    assert jitted(jnp.ones(2), 0).dtype == jnp.bfloat16  # outermost: cast on entry and exit
+    assert recurse(jnp.ones(2), 1).dtype == jnp.bfloat16
+    dtypes = []
+    outer = jmp.with_policy(lambda x: dtypes.append(str(jitted(x.astype(jnp.float32), 0).dtype)), "float16")
+    outer(jnp.ones(2))
+    assert dtypes == ["bfloat16"]
+
+
+def test_two_policies_on_one_function_do_not_share_programs():
+    fun = jax.jit(lambda x: x * 2)
+    dtypes = [str(jmp.with_policy(fun, name)(jnp.ones(2)).dtype) for name in ("float16", "bfloat16", "float16")]
+    assert dtypes == ["float16", "bfloat16", "float16"]
+
+
+def test_a_second_call_does_not_trace_again():
+    traces = []
+
+    @jax.jit
+    @jmp.with_policy(MIXED)
+    def f(x):
+        traces.append(x)
+        return x
+
+    for _ in range(3):
+        f(X)
+    assert len(traces) == 1
+
+
+def test_infer_takes_the_dtype_of_the_first_floating_input_of_each_call():
+    f = jmp.with_policy(lambda n, x, y: str(y.dtype), "infer")
+    assert f(jnp.arange(2), jnp.ones(2, jnp.float16), X) == "float16"
+    assert f(jnp.arange(2), X, jnp.ones(2, jnp.float16)) == "float32"
+    assert jmp.with_policy(lambda x, y: str(y.dtype), "infer", keep=["x"])(jnp.float16(1), X) == "float32"
+
+
+def test_precision_of_the_policy_holds_inside_and_nowhere_else():
+    dot = jmp.with_policy(lambda x: x @ x.T, "c=f32,precision=highest")
+    assert "HIGHEST" in str(jax.make_jaxpr(dot)(X))
+    assert "HIGHEST" not in str(jax.make_jaxpr(lambda x: dot(x) @ x)(X)).rsplit("dot_general", 1)[1]
+
+
+def test_a_map_gives_a_function_the_policy_of_the_root():
+    rules = jmp.PolicyMap({"head": "float16"}, "bfloat16")
+    fun = jmp.with_policy(lambda x: x, rules)
+    assert fun(X).dtype == jnp.bfloat16
+    assert jmp.policy_of(fun) is rules
+
+
+def test_methods_and_partials_and_callables_are_functions():
+    class Model:
+        @jmp.with_policy("float16")
+        def __call__(self, x):
+            return x
+
+    assert Model()(X).dtype == np.float16
+    partial = functools.partial(lambda a, b: (a, b), X)
+    assert [x.dtype for x in jmp.with_policy(partial, "float16")(X)] == [np.float16, np.float16]
+
+
+def test_custom_derivatives_are_kept():
+    @jax.custom_vjp
+    def f(x):
+        return x * x
+
+    f.defvjp(lambda x: (x * x, x), lambda x, g: (g * 100,))
+    grad = jax.grad(lambda x: jmp.with_policy(f, MIXED)(x))(2.0 * jnp.ones(()))
+    assert (float(grad), grad.dtype) == (100.0, jnp.float32)
+
+
+def test_metadata_and_policy_are_on_the_result_and_the_target_is_untouched():
+    fun = jmp.with_policy(square_sum, MIXED)
+    assert fun.__name__ == "square_sum"
+    assert fun.__wrapped__ is square_sum
+    assert jmp.policy_of(fun) is jmp.get_policy(MIXED)
+    assert jmp.policy_of(square_sum) is None
+    assert square_sum(jnp.asarray(X)).dtype == jnp.float32
+
+
+def test_loss_scales_and_policies_pass_through_a_boundary():
+    scale = jmp.DynamicLossScale()
+    f = jmp.with_policy(lambda scale, policy: (scale, policy), "float16")
+    assert f(scale, jmp.get_policy("float32")) == (scale, jmp.get_policy("float32"))
+
+
+@pytest.mark.parametrize("target", [3, object(), [], int], ids=repr)
+def test_what_is_neither_function_nor_module_is_an_error(target):
+    with pytest.raises(TypeError, match=r"^with_policy takes a function or a Flax module, got .* For example: "):
+        jmp.with_policy(target, "float16")
+
+
+def test_a_bad_policy_is_an_error_before_the_target_is_looked_at():
+    with pytest.raises(ValueError, match=r"^Unknown dtype or policy 'nope'"):
+        jmp.with_policy(square_sum, "nope")
+
+
+def test_keep_must_name_arguments():
+    with pytest.raises(ValueError, match=r"^keep names 'y', which is no argument of square_sum\. Its arguments are 'x'\.$"):
+        jmp.with_policy(square_sum, MIXED, keep=["y"])
+    with pytest.raises(ValueError, match=r"^keep must be a collection of argument names, got the string 'x'; write \['x'\]"):
+        jmp.with_policy(square_sum, MIXED, keep="x")
+    with pytest.raises(ValueError, match=r"Its arguments are none\.$"):
+        jmp.with_policy(lambda: 0, MIXED, keep=["y"])

@@ -1,0 +1,187 @@
+"""Law 13: the loss as the user computed it, and gradients divided by the scale that multiplied them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jmp_policy as jmp
+
+MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**12), jmp.DynamicLossScale(2.0**10)]
+W = jnp.array([1.0, -2.0, 3.0, 0.5])
+
+
+def loss_fn(w, x=2.0):
+    return jnp.sum((w * x) ** 2)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0), -1])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_it_is_value_and_grad_of_jax(scale, argnums, has_aux):
+    fun = (lambda w, x: (loss_fn(w, x), {"aux": w, "n": jnp.arange(2)})) if has_aux else loss_fn
+    expected = jax.value_and_grad(fun, argnums, has_aux)(W, 3.0)
+    ours = jmp.value_and_grad(fun, argnums, has_aux, loss_scale=scale)(W, 3.0)
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+    grads = jmp.grad(fun, argnums, has_aux, loss_scale=scale)(W, 3.0)
+    jax.tree.map(np.testing.assert_array_equal, grads, jax.grad(fun, argnums, has_aux)(W, 3.0))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        lambda f: jax.vmap(f, in_axes=(None, 0)),
+        lambda f: lambda w, x: jax.lax.scan(lambda c, x: (c, f(w, x)), 0.0, x)[1],
+        lambda f: lambda w, x: jax.checkpoint(lambda w: f(w, x[0]))(w),
+        lambda f: lambda w, x: jax.jvp(lambda w: f(w, x[0])[0], (w,), (w,)),
+        lambda f: lambda w, x: jax.shard_map(
+            lambda w, x: jax.tree.map(lambda y: jax.lax.psum(y, "d"), f(jax.lax.pcast(w, "d", to="varying"), x[0])),
+            mesh=MESH, in_specs=(P(), P("d")), out_specs=P(),
+        )(w, x),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_it_is_value_and_grad_of_jax_under_every_transformation(transform, scale):
+    x = jnp.arange(4.0)
+    ours = transform(jmp.value_and_grad(loss_fn, loss_scale=scale))(W, x)
+    expected = transform(jax.value_and_grad(loss_fn))(W, x)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+def test_with_a_no_op_scale_the_program_is_that_of_jax():
+    ours = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=jmp.NoOpLossScale())).lower(W).as_text()
+    assert ours == jax.jit(jax.value_and_grad(loss_fn)).lower(W).as_text()
+
+
+def tiny_gradients(w):
+    """A loss whose gradients with respect to float16 weights, 1e-8 each, are below half the smallest subnormal."""
+    return jnp.sum(w.astype(jnp.float32) * 1e-8)
+
+
+def test_gradients_below_float16_survive():
+    w = jnp.ones(3, jnp.float16)
+    assert jax.grad(tiny_gradients)(w).tolist() == [0, 0, 0]
+    grads = jmp.grad(tiny_gradients, loss_scale=jmp.DynamicLossScale())(w)
+    np.testing.assert_allclose(grads, 1e-8, rtol=2**-10)  # float16 rounds 1e-8 * 2^15 once
+
+
+@given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_float16_gradients_are_close_to_those_of_float64(weights):
+    # d/dw sum(w^2) = 2w: one rounding to float16 (2^-11) of a scaled gradient, exact powers of two otherwise.
+    w = np.asarray(weights, np.float16)
+    w = w[np.abs(w) > 1e-4]
+    grads = jmp.grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), loss_scale=jmp.StaticLossScale(8.0))(jnp.asarray(w))
+    np.testing.assert_allclose(np.asarray(grads, np.float64), 2 * w.astype(np.float64), rtol=2**-10)
+
+
+@pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_are_float32_and_true_whatever_the_scale(scale, dtype):
+    w = jnp.array([0.5, 2.0], dtype)
+    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2), loss_scale=scale)(w)
+    assert grads.dtype == jnp.float32
+    assert (float(loss), grads.tolist()) == (4.25, [1.0, 4.0])
+
+
+def test_no_op_leaves_half_gradients_half():
+    assert jmp.grad(tiny_gradients, loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16)).dtype == jnp.float16
+
+
+def test_a_backward_pass_that_overflows_gives_non_finite_gradients_and_the_true_loss():
+    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w.astype(jnp.float32)) * 100, loss_scale=jmp.DynamicLossScale())(
+        jnp.ones(2, jnp.float16)
+    )
+    assert float(loss) == 200.0
+    assert not jmp.all_finite(grads)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_half_loss_warns_while_tracing_and_says_what_to_do(dtype):
+    fun = jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.DynamicLossScale())
+    with pytest.warns(UserWarning, match=rf"^The loss is {dtype}, and so is its cotangent, .* in float32, for example "):
+        loss, _ = jax.jit(fun)(jnp.ones(2, dtype))
+    assert loss.dtype == dtype  # as the user computed it
+
+
+def test_a_half_loss_does_not_warn_without_scaling():
+    jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16))
+
+
+def test_aux_is_returned_untouched():
+    aux = {"count": 3, "half": jnp.float16(7), "key": jax.random.key(0)}
+    (_, got), _ = jmp.value_and_grad(lambda w: (loss_fn(w), aux), has_aux=True, loss_scale=SCALES[1])(W)
+    assert got["half"].dtype == jnp.float16
+    assert float(got["half"]) == 7
+    assert got["key"].dtype == aux["key"].dtype
+
+
+def test_keyword_arguments_are_forwarded():
+    grads = jmp.grad(lambda w, *, x: loss_fn(w, x), loss_scale=SCALES[1])(W, x=3.0)
+    np.testing.assert_array_equal(grads, jax.grad(loss_fn)(W, 3.0))
+
+
+def test_complex_gradients_keep_their_imaginary_part():
+    z = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
+    fun = lambda z: jnp.sum(jnp.abs(z) ** 2)
+    np.testing.assert_allclose(jmp.grad(fun, loss_scale=SCALES[1])(z), jax.grad(fun)(z), rtol=1e-6)
+
+
+def test_integer_arguments_are_differentiated_on_request():
+    tree = {"w": W, "n": jnp.arange(2)}
+    grads = jmp.grad(lambda tree: loss_fn(tree["w"]), loss_scale=SCALES[1], allow_int=True)(tree)
+    assert grads["n"].dtype == jax.dtypes.float0
+    with pytest.raises(TypeError, match="int32"):
+        jmp.grad(lambda tree: loss_fn(tree["w"]), loss_scale=SCALES[1])(tree)
+
+
+def test_policies_and_none_pass_through_the_differentiated_tree():
+    tree = {"w": W, "policy": jmp.get_policy("float16"), "none": None}
+    grads = jmp.grad(lambda tree: loss_fn(tree["w"]), loss_scale=SCALES[1])(tree)
+    assert grads["policy"] is tree["policy"]
+    assert grads["none"] is None
+
+
+@pytest.mark.parametrize("bad", [lambda w: w, lambda w: jnp.arange(3).sum()], ids=["vector", "int"])
+def test_a_loss_that_is_no_real_scalar_is_the_error_of_jax(bad):
+    with pytest.raises(TypeError) as expected:
+        jax.grad(bad)(W)
+    with pytest.raises(TypeError, match=str(expected.value)[:30]):
+        jmp.grad(bad, loss_scale=SCALES[1])(W)
+
+
+def test_the_scale_is_an_ordinary_argument_of_a_jitted_step():
+    traces = []
+
+    @jax.jit
+    def step(w, scale):
+        traces.append(w)
+        grads = jmp.grad(tiny_gradients, loss_scale=scale)(w)
+        return grads, scale.adjust(jmp.all_finite(grads))
+
+    scale = jmp.DynamicLossScale(period=2)
+    for _ in range(4):
+        grads, scale = step(jnp.ones(2, jnp.float16), scale)
+    assert len(traces) == 1
+    assert float(scale.loss_scale) == 2.0**17
+    np.testing.assert_allclose(grads, 1e-8, rtol=2**-10)
+
+
+def test_any_state_that_holds_one_loss_scale_will_do():
+    state = {"opt": (None, [jmp.StaticLossScale(8.0)]), "step": jnp.zeros((), jnp.int32)}
+    np.testing.assert_array_equal(jmp.grad(loss_fn, loss_scale=state)(W), jax.grad(loss_fn)(W))
+
+
+@pytest.mark.parametrize("state", [{}, None, 2.0**15, [jmp.NoOpLossScale(), jmp.NoOpLossScale()]], ids=repr)
+def test_none_or_several_loss_scales_are_an_error(state):
+    with pytest.raises(ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. Pass "):
+        jmp.value_and_grad(loss_fn, loss_scale=state)
+
+
+def test_the_name_of_the_function_is_kept():
+    assert jmp.value_and_grad(loss_fn, loss_scale=SCALES[1]).__name__ == "loss_fn"
