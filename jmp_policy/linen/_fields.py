@@ -13,8 +13,16 @@ _PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
 
 
 def has_dtype_field(kind: type[nn.Module]) -> bool:
-    """Whether a module casts its own parameters: whether it has a field `dtype`, as Flax's layers do."""
+    """Whether a module has a dtype of its own."""
     return _dtype_default(kind) is not _NO_FIELD
+
+
+def casts_own_params(kind: type[nn.Module]) -> bool:
+    """Whether a module sees to the dtype that it computes with its parameters in.
+
+    All with a field `dtype` do, and Flax's own that have none: PReLU casts, the parts of an LSTM cell leave it to it.
+    """
+    return has_dtype_field(kind) or kind.__module__.startswith("flax.linen.")
 
 
 def takes_dtype(module: nn.Module) -> bool:

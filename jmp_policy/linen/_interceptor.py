@@ -9,7 +9,7 @@ from flax import linen as nn
 from .._boundary import cast_arguments, cast_result, matmul_precision
 from .._policy import Policy
 from .._tree import cast_floating
-from ._fields import filled_in, has_dtype_field, takes_dtype
+from ._fields import casts_own_params, filled_in, has_dtype_field, takes_dtype
 from ._frame import CURRENT, Frame
 
 POLICY = "_jmp_policy"
@@ -65,7 +65,7 @@ def _fields_filled_in(module: nn.Module, policy: Policy) -> Iterator[None]:
     values: dict[str, Any] = {}
     if takes_dtype(module):
         values["dtype"] = filled_in(policy.compute_dtype) if policy.compute_dtype is not None else None
-    reads_in_compute = not has_dtype_field(type(module))
+    reads_in_compute = not casts_own_params(type(module))
     if reads_in_compute or _stores_params(module, policy):
         values["param"] = _policied_param(module, policy, reads_in_compute)
     written = vars(module)

@@ -1,0 +1,34 @@
+"""What a compiled program costs, in counts that are the same on every run."""
+
+import collections
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Cost(NamedTuple):
+    operations: int  # StableHLO operations, before any optimization
+    flops: float
+    bytes: float
+    temporaries: int  # bytes
+
+
+def cost(fun: Any, *args: Any) -> Cost:
+    lowered = jax.jit(fun).lower(*args)
+    compiled = lowered.compile()
+    analysis = compiled.cost_analysis()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return Cost(
+        sum(operations(lowered).values()), analysis.get("flops", 0.0), analysis.get("bytes accessed", 0.0), temporaries
+    )
+
+
+def operations(lowered: Any) -> collections.Counter:
+    """How often each StableHLO operation stands in a lowered program."""
+    return collections.Counter(re.findall(r"\bstablehlo\.(\w+)", lowered.as_text()))
+
+
+def assert_costs_no_more(ours: Cost, by_hand: Cost) -> None:
+    for name, mine, theirs in zip(Cost._fields, ours, by_hand, strict=True):
+        assert mine <= theirs, f"{name}: {mine} against {theirs} by hand"
