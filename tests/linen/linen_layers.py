@@ -40,9 +40,8 @@ LAYERS = {
         lambda dtype: nn.MultiHeadDotProductAttention(num_heads=2, dtype=dtype, attention_fn=_attend), (X, X)
     ),
     "Dropout": Layer(lambda dtype: nn.Dropout(0.5), (X,), {"deterministic": False}),
-    "Sequential": Layer(lambda dtype: nn.Sequential([nn.Dense(3, dtype=dtype), nn.relu, nn.Dense(2, dtype=dtype)]), (X,)),
-    "LSTMCell": Layer(
-        lambda dtype: nn.RNN(nn.OptimizedLSTMCell(3, dtype=dtype)),
-        (X,),
+    "Sequential": Layer(
+        lambda dtype: nn.Sequential([nn.Dense(3, dtype=dtype), nn.relu, nn.Dense(2, dtype=dtype)]), (X,)
     ),
+    "RNN of LSTM cells": Layer(lambda dtype: nn.RNN(nn.OptimizedLSTMCell(3, dtype=dtype)), (X,)),
 }
