@@ -1,0 +1,112 @@
+"""Keras's dtype policy: a name, and the compute and variable dtype that it stands for."""
+
+from typing import Any
+
+from ..._get_policy import default_policy
+from ..._grammar import parse_policy
+from ..._policy import Policy as JmpPolicy
+from ..._tree import cast_floating
+
+
+class DTypePolicy:
+    """A dtype policy under Keras's name, with Keras's attributes.
+
+    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` take it as it is.
+
+    Args:
+      name: the name of a floating dtype, `"mixed_float16"`, `"mixed_bfloat16"`, or any other string that
+        `jmp_policy.get_policy` reads; `None` for the global policy's.
+
+    Raises:
+      TypeError: `name` is no string.
+      ValueError: `name` is the name of no policy.
+
+    Source: `keras.DTypePolicy` of Keras 3.
+
+    >>> policy = DTypePolicy("mixed_float16")
+    >>> policy, policy.compute_dtype, policy.variable_dtype
+    (<DTypePolicy "mixed_float16">, 'float16', 'float32')
+    >>> jmp.get_policy(policy).name
+    'mixed_float16'
+    """
+
+    def __init__(self, name: str | None = None):
+        self._name = default_policy_name() if name is None else name
+        self._policy = _parse(self._name)
+
+    @property
+    def name(self) -> str:
+        """The name that the policy was given."""
+        return self._name
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """The name of the dtype of computation; `None` if it is inferred from the first input."""
+        return _name(self._policy.compute_dtype)
+
+    @property
+    def variable_dtype(self) -> str | None:
+        """The name of the dtype of variables; `None` if it is inferred from the first input."""
+        return _name(self._policy.param_dtype)
+
+    def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
+        """Casts the floating arrays of `x` to `dtype` if `autocast` is true."""
+        return cast_floating(x, dtype) if autocast else x
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make this policy again, for JSON."""
+        return {"name": self.name}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The policy that `get_config` described."""
+        return cls(**config)
+
+    def __jmp_policy__(self) -> Any:
+        return self._policy
+
+    def __eq__(self, other: object) -> bool:
+        return _family(self) is _family(other) and self.get_config() == other.get_config()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f'<{_family(self).__name__} "{self.name}">'
+
+
+class FloatDTypePolicy(DTypePolicy):
+    """Keras's other name for `DTypePolicy`; the two are equal.
+
+    >>> FloatDTypePolicy("bfloat16") == DTypePolicy("bfloat16")
+    True
+    """
+
+
+def default_policy_name() -> str:
+    """The name of the global policy, or of a global map's default."""
+    policy = default_policy()
+    default = policy if isinstance(policy, JmpPolicy) else policy.default
+    return default.name  # pyright: ignore[reportOptionalMemberAccess] # get_policy closes a map before it is set
+
+
+def _parse(name: object) -> JmpPolicy:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"'name' must be a string, such as 'mixed_float16'. Received: name={name} (of type {type(name)})"
+        )
+    try:
+        return parse_policy(name)
+    except ValueError as error:
+        raise ValueError(
+            f"Cannot convert '{name}' to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
+            f"'mixed_bfloat16', and the name of any float dtype such as 'float32'. {error}"
+        ) from None
+
+
+def _name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype)
+
+
+def _family(policy: object) -> type:
+    return DTypePolicy if type(policy) is FloatDTypePolicy else type(policy)

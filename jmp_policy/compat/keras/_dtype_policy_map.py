@@ -1,0 +1,161 @@
+"""Keras's mutable map from layer paths to dtype policies."""
+
+import re
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from ..._get_policy import get_policy, is_policy_spec
+from ..._policy import Policy as JmpPolicy
+from ..._policy_map import PolicyMap
+from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_policy_name
+from ._legacy_policy import Policy
+
+_CLASSES = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, Policy)}
+
+
+class DTypePolicyMap(DTypePolicy, MutableMapping):
+    """A mutable mapping from layer paths, or patterns of them, to dtype policies.
+
+    Looking a path up gives the policy of that very key; else of the one pattern that `re.fullmatch`es the path; else
+    the default. There is no inheritance from an outer layer. `jmp_policy.get_policy` freezes the map, as it is at
+    that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
+    first there, and keys without a wildcard before patterns.
+
+    Args:
+      default_policy: a dtype policy or the name of one; `None` for the global policy of the moment of the lookup.
+      policy_map: a dictionary of what the map starts with; it is copied, unlike by Keras.
+
+    Raises:
+      TypeError: `policy_map` is no dictionary, or a key no string.
+      ValueError: a value is no dtype policy, or a key no valid pattern.
+
+    Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
+
+    >>> policies = DTypePolicyMap("mixed_bfloat16")
+    >>> policies["head"] = "float32"
+    >>> policies["head"], policies["body"]
+    (<DTypePolicy "float32">, <DTypePolicy "mixed_bfloat16">)
+    >>> jmp.get_policy(policies)
+    PolicyMap({'head': 'params=float32,compute=float32,output=float32'},
+      default='params=float32,compute=bfloat16,output=bfloat16')
+    """
+
+    def __init__(self, default_policy: Any = None, policy_map: dict[str, Any] | None = None):
+        if policy_map is not None and not isinstance(policy_map, dict):
+            raise TypeError(
+                "If specified, `policy_map` must be a dict. "
+                f"Received: policy_map={policy_map} of type {type(policy_map)}"
+            )
+        if isinstance(default_policy, DTypePolicyMap):  # maps do not nest
+            default_policy = default_policy._default
+        self._default = None if default_policy is None else dtype_policy_of(default_policy)
+        self._policies: dict[str, DTypePolicy] = {}
+        self.update(policy_map or {})
+
+    @property
+    def default_policy(self) -> DTypePolicy:
+        """The policy of what no key names; the global policy, if none was given."""
+        return DTypePolicy(default_policy_name()) if self._default is None else self._default
+
+    @property
+    def name(self) -> str:
+        """The default policy's name after `"map_"`."""
+        return "map_" + self.default_policy.name
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """The default policy's compute dtype."""
+        return self.default_policy.compute_dtype
+
+    @property
+    def variable_dtype(self) -> str | None:
+        """The default policy's variable dtype."""
+        return self.default_policy.variable_dtype
+
+    def __getitem__(self, key: str) -> DTypePolicy:
+        if key in self._policies:
+            return self._policies[key]
+        matching = [pattern for pattern in self._policies if re.fullmatch(pattern, key)]
+        if len(matching) > 1:
+            raise ValueError(
+                f"Path '{key}' matches multiple dtype policy specification keys: {matching}. Please make sure each "
+                "path only matches at most one dtype policy specification key in the DTypePolicyMap."
+            )
+        return self._policies[matching[0]] if matching else self.default_policy
+
+    def __setitem__(self, key: str, policy: Any) -> None:
+        if key in self._policies:
+            raise ValueError(
+                f"{key} already exist in the DTypePolicyMap with value {self._policies[key]}. "
+                "Please make sure to not use duplicated keys."
+            )
+        if not isinstance(key, str):
+            raise TypeError(f"A key of a DTypePolicyMap is a path or a pattern, got {key!r}. For example: 'head'.")
+        value = dtype_policy_of(policy)
+        PolicyMap({key: value.__jmp_policy__()})  # which raises for a bad pattern, now and not at the first lookup
+        self._policies[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._policies[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._policies
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._policies)
+
+    def __len__(self) -> int:
+        return len(self._policies)
+
+    def get_config(self) -> dict[str, Any]:
+        """The map as dictionaries and strings; nothing in the map is changed."""
+        return {
+            "default_policy": None if self._default is None else _serialized(self._default),
+            "policy_map": {key: _serialized(policy) for key, policy in self._policies.items()},
+        }
+
+    def __jmp_policy__(self) -> PolicyMap:
+        rules = [(key, policy.__jmp_policy__()) for key, policy in self._policies.items()]
+        default = None if self._default is None else self._default.__jmp_policy__()
+        return PolicyMap(sorted(rules, key=_precedence), default)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is DTypePolicyMap and self.get_config() == other.get_config()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] # mutable
+
+    def __repr__(self) -> str:
+        default = None if self._default is None else self._default.name
+        mapping = [(key, policy.name) for key, policy in self._policies.items()]
+        return f"<DTypePolicyMap default_policy={default}, mapping={mapping}>"
+
+
+def dtype_policy_of(spec: Any) -> DTypePolicy:
+    """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
+
+    Raises:
+      ValueError: `spec` is none of these.
+    """
+    if isinstance(spec, DTypePolicy) and not isinstance(spec, DTypePolicyMap):
+        return spec
+    if isinstance(spec, dict) and spec.get("class_name") in _CLASSES:
+        return _CLASSES[spec["class_name"]].from_config(spec["config"])
+    if spec is None or isinstance(spec, str):
+        return DTypePolicy(spec)
+    policy = get_policy(spec) if is_policy_spec(spec) else None
+    if not isinstance(policy, JmpPolicy):
+        raise ValueError(
+            f"Cannot interpret the assigned value as a dtype policy. Received: {spec!r} of type {type(spec)}. "
+            "For example: 'mixed_bfloat16'."
+        )
+    return DTypePolicy(policy.name)
+
+
+def _serialized(policy: DTypePolicy) -> dict[str, Any]:
+    return {"class_name": type(policy).__name__, "config": policy.get_config()}
+
+
+def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:
+    """Deeper keys first, and what names one path before a pattern, as exact keys come first in Keras."""
+    key, _ = rule
+    return -key.count("/"), re.escape(key) != key

@@ -1,0 +1,77 @@
+"""Keras's global policy: our default policy, under Keras's names."""
+
+from ..._get_policy import default_policy, get_policy, set_default_policy
+from ..._policy import Policy as JmpPolicy
+from ._dtype_policy import DTypePolicy
+from ._dtype_policy_map import DTypePolicyMap
+from ._legacy_policy import Policy
+
+# The object that was set last, for its name, class and loss scale, what it stood for, and the default policy that it
+# made. It is the answer only as long as both are still so: a map is mutable, and the default can be set elsewhere.
+_given: list[tuple[DTypePolicy, object, object]] = []
+
+
+def dtype_policy() -> DTypePolicy:
+    """The global policy: `jmp_policy.default_policy()` as a dtype policy, or a map.
+
+    Raises:
+      ValueError: the default policy is a `PolicyMap` with types as keys, which Keras cannot express.
+
+    >>> dtype_policy()
+    <DTypePolicy "float32">
+    """
+    current = default_policy()
+    for policy, stood_for, made in _given:
+        if made == current and policy.__jmp_policy__() == stood_for:
+            return policy
+    if isinstance(current, JmpPolicy):
+        return DTypePolicy(current.name)
+    policies = DTypePolicyMap(current.default)
+    for rule in current.rules:
+        if not isinstance(rule.key, str):
+            raise ValueError(f"The default policy has the module type {rule.key.__qualname__} as a key: {current}.")
+        policies[rule.key] = rule.policy
+    return policies
+
+
+def set_dtype_policy(policy: DTypePolicy | str) -> None:
+    """Sets the global policy, which is the default policy of `jmp_policy.set_default_policy`.
+
+    It reaches what `with_policy` is applied to from now on, and nothing else.
+
+    Args:
+      policy: a dtype policy, a `DTypePolicyMap` (frozen as it is now) or the name of a policy.
+
+    Raises:
+      ValueError: `policy` is none of these.
+    """
+    if isinstance(policy, str):
+        policy = DTypePolicy(policy)
+    if not isinstance(policy, DTypePolicy):
+        raise ValueError(
+            "Invalid `policy` argument. Expected the string name of a policy (such as 'mixed_float16') or a "
+            f"`DTypePolicy` instance. Received: policy={policy} (of type {type(policy)})"
+        )
+    frozen = get_policy(policy)
+    set_default_policy(frozen)
+    _given[:] = [(policy, policy.__jmp_policy__(), frozen)]
+
+
+def set_policy(policy: DTypePolicy | str | None) -> None:
+    """As `set_dtype_policy`, and a name gives the legacy `Policy` with its loss scale; `None` sets float32 again.
+
+    Source: `tf.keras.mixed_precision.experimental.set_policy` of TensorFlow 2.0 to 2.4.
+
+    >>> set_policy("mixed_float16")
+    >>> type(global_policy().loss_scale).__name__
+    'DynamicLossScale'
+    >>> set_policy(None)
+    """
+    if policy is None:
+        set_dtype_policy("float32")
+    else:
+        set_dtype_policy(Policy(policy) if isinstance(policy, str) else policy)
+
+
+global_policy = dtype_policy
+set_global_policy = set_dtype_policy
