@@ -221,6 +221,7 @@ def _rule(pair: tuple[Key, Spec], position: int) -> Rule:
 
 
 def _policy(spec: Spec, where: str) -> Policy:
+    spec = spec.__jmp_policy__() if hasattr(spec, "__jmp_policy__") else spec
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
