@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax.training import train_state
 
 from .. import optim
@@ -43,7 +42,9 @@ class TrainState(train_state.TrainState):
         if _OVERWRITE in params:
             params[_OVERWRITE] = select_tree(finite, params[_OVERWRITE], self.params[_OVERWRITE])
         kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
-        step = self.step + finite.astype(jnp.int32)
+        # Selected, not `step + finite`: Flax's first step is a Python int, and a step of another type would make every
+        # jitted train step compile again at its second call.
+        step = select_tree(finite, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **kept)
 
     def _step_params(self, grads: Any) -> tuple[Any, Any]:

@@ -101,3 +101,19 @@ def test_collection_that_gradients_overwrite_is_overwritten_on_good_steps_only()
         grads={"params": {"w": jnp.full(2, jnp.inf)}, "_overwrite_with_gradient": {"amax": jnp.full(1, jnp.inf)}}
     )
     jax.tree.map(np.testing.assert_array_equal, bad.params, good.params)
+
+
+def test_train_step_is_traced_once():
+    """Flax starts from the Python int 0: a step counter of another type afterwards would mean compiling twice."""
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return state.apply_gradients(grads={"w": jnp.ones(2)})
+
+    params, tx = {"w": jnp.ones(2)}, jmp.optim.skip_nonfinite(optax.sgd(1.0))
+    state = jmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    for _ in range(3):
+        state = step(state)
+    assert (int(state.step), len(traces)) == (3, 1)
