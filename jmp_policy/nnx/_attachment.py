@@ -9,6 +9,7 @@ from flax import nnx
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from .._tree import is_floating
+from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
 from ._layers import dtype_attributes, is_dtype_open
@@ -109,6 +110,7 @@ class Attachment:
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         boundary = attached or (match.boundary and (open_dtype or "dtype" not in attributes))
         new = dtype_attributes(base, attributes, match.policy, open_dtype)
+        bridges = has_open_linen_module(base, attributes, role)
         role = Role(
             base=base,
             policy=match.policy,
@@ -118,9 +120,13 @@ class Attachment:
             boundary=boundary,
             calls=boundary or not _is_plain_layer(base, attributes),
             keep=self.keep if attached else (),
+            casts_params="dtype" not in attributes and not is_bridge(base),
             open_dtype=open_dtype,
+            bridges=bridges,
             authored=tuple((name, attributes[name]) for name in new),
         )
+        if bridges:
+            new |= linen_attributes(attributes, match.policy, boundary)
         inside = _Around(match.policy, attributes["dtype"] if open_dtype else None)
         return self._rebuilt(module, policied_class(role, self._adopt), path, inside, attributes, new)
 

@@ -43,9 +43,9 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     def call(shadow: Any) -> Any:
         return method.__get__(shadow, role.base)(*args, **kwargs)
 
-    has_dtype = "dtype" in vars(module)
+    params_dtype = policy.compute_dtype if role.casts_params else None
     with inside, matmul_precision(policy):
-        out = call_on_shadow(module, role.base, attributes, None if has_dtype else policy.compute_dtype, call)
+        out = call_on_shadow(module, role.base, attributes, params_dtype, call)
     return cast_result(policy, out) if role.boundary else out
 
 

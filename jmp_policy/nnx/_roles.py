@@ -28,7 +28,9 @@ class Role:
       boundary: whether inputs and outputs are cast here.
       calls: whether its methods have anything to do; in a layer of Flax, where only `dtype` counts, they have not.
       keep: names of arguments that enter uncast.
+      casts_params: whether its methods read its own Params in compute dtype, because it has no `dtype` to heed.
       open_dtype: whether the module has a `dtype` that its author left open.
+      bridges: whether the policy was handed on to the linen module that this one wraps.
       authored: attributes that the policy replaced, as their author left them.
     """
 
@@ -40,7 +42,9 @@ class Role:
     boundary: bool = False
     calls: bool = True
     keep: tuple[str, ...] = ()
+    casts_params: bool = False
     open_dtype: bool = False
+    bridges: bool = False
     authored: tuple[tuple[str, Any], ...] = ()
 
     @property
