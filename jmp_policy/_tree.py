@@ -74,12 +74,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     (True, False)
     """
     inexact = [x for x in jax.tree.leaves(tree) if _may_be_infinite(x)]
-    if not inexact:
-        return jnp.array(True)
-    peaks = [_peak(x) for x in inexact]
-    widest = max((at_least_float32(p.dtype) for p in peaks), key=lambda dtype: dtype.itemsize)
-    # max propagates nan, so the largest magnitude of all is finite exactly if every number is.
-    return lax.is_finite(functools.reduce(lax.max, [lax.convert_element_type(p, widest) for p in peaks]))
+    return _are_finite(inexact) if inexact else jnp.array(True)
 
 
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
@@ -159,6 +154,14 @@ def _may_be_infinite(leaf: Any) -> bool:
         return False
     # Below 8 bits a format has neither nan nor infinity, and XLA cannot compute in all of them.
     return jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 8
+
+
+@jax.jit  # one dispatch where it is called eagerly, and one function where a program asks about the same tree twice
+def _are_finite(arrays: list[Any]) -> jax.Array:
+    peaks = [_peak(x) for x in arrays]
+    widest = max((at_least_float32(p.dtype) for p in peaks), key=lambda dtype: dtype.itemsize)
+    # max propagates nan, so the largest magnitude of all is finite exactly if every number is.
+    return lax.is_finite(functools.reduce(lax.max, [lax.convert_element_type(p, widest) for p in peaks]))
 
 
 def _peak(x: Any) -> jax.Array:
