@@ -1,0 +1,45 @@
+"""The README is true: its Python runs, its commands are complete, and it is short."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jmp_policy as jmp
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+TEXT = README.read_text()
+
+
+@pytest.fixture
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # as a user runs it
+        yield
+
+
+@pytest.mark.usefixtures("_standard_promotion")
+def test_every_python_block_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), namespace)
+    assert "loss_scale" in capsys.readouterr().out
+    assert jmp.metrics(namespace["optimizer"])["loss_scale"] == 2.0**15
+
+
+def test_there_are_two_commands_each_complete_on_a_fresh_machine():
+    commands = [line for line in TEXT.splitlines() if line.startswith("python3 -m venv")]
+    assert commands == [
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[demo]' && .venv/bin/jmp-policy train",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
+    ]
+
+
+def test_it_has_at_most_150_lines():
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
+        assert (README.parent / link).exists(), link
