@@ -52,7 +52,6 @@ def test_every_offered_name_can_be_read(spelling):
         np.dtype([("a", "f4")]), np.floating, np.inexact, np.generic, np.dtype, np.ones(2), np.float32(1),
         jax.random.key(0).dtype, jnp.ones, type,
     ],
-    ids=str,
 )  # fmt: skip
 def test_anything_else_is_a_value_error_that_begins_with_unknown_dtype(spec):
     with pytest.raises(ValueError, match=r"^Unknown dtype .*For example: 'bfloat16'\.$"):

@@ -104,7 +104,9 @@ def test_a_backward_pass_that_overflows_gives_non_finite_gradients_and_the_true_
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_half_loss_warns_while_tracing_and_says_what_to_do(dtype):
     fun = jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.DynamicLossScale())
-    with pytest.warns(UserWarning, match=rf"^The loss is {dtype}, and so is its cotangent, .* in float32, for example "):
+    with pytest.warns(
+        UserWarning, match=rf"^The loss is {dtype}, and so is its cotangent, .* in float32, for example "
+    ):
         loss, _ = jax.jit(fun)(jnp.ones(2, dtype))
     assert loss.dtype == dtype  # as the user computed it
 
@@ -179,7 +181,9 @@ def test_any_state_that_holds_one_loss_scale_will_do():
 
 @pytest.mark.parametrize("state", [{}, None, 2.0**15, [jmp.NoOpLossScale(), jmp.NoOpLossScale()]], ids=repr)
 def test_none_or_several_loss_scales_are_an_error(state):
-    with pytest.raises(ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. Pass "):
+    with pytest.raises(
+        ValueError, match=r"^Expected a state that holds exactly one loss scale, got \w+ with [02]\. Pass "
+    ):
         jmp.value_and_grad(loss_fn, loss_scale=state)
 
 

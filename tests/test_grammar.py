@@ -36,7 +36,8 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "F32_F32_F32", "", "\0", "ſ", "İ"]  # fmt: skip
+          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_",
+          "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "dtypes"), MEANINGS.items())
@@ -50,13 +51,20 @@ def test_spaces_and_case_are_forgiven(text):
     assert parse_policy(spaced) is parse_policy(text)
 
 
+def policy_or_message(text):
+    """No other exception than ValueError is caught."""
+    try:
+        return get_policy(text), ""
+    except ValueError as error:
+        return None, str(error)
+
+
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)))
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_a_policy_or_a_value_error(text):
-    try:
-        policy = get_policy(text)
-    except ValueError as error:
-        assert text.strip().lower() in str(error).lower() or repr(text) in str(error)
+    policy, message = policy_or_message(text)
+    if policy is None:
+        assert text.strip().lower() in message.lower() or repr(text) in message
     else:
         assert get_policy(str(policy)) is policy
 
@@ -79,26 +87,24 @@ def test_every_policy_survives_its_strings(param, compute, output, precision):
 @settings(max_examples=200, deadline=None)
 def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     mistaken = text[:at] + letter + text[at + 1 :]
-    try:
-        assert isinstance(get_policy(mistaken), Policy)
-    except ValueError as error:
-        assert "Did you mean" in str(error) or "For example" in str(error) or "Known are" in str(error)
+    policy, message = policy_or_message(mistaken)
+    assert policy or any(remedy in message for remedy in ("Did you mean", "For example", "Known are"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("bflaot16", r"^Unknown dtype or policy 'bflaot16'\. Did you mean 'bfloat16'\? For example: 'params=float32,"),
-        ("mixed_float61", r"^'float61' is no half precision in policy 'mixed_float61'\. Did you mean 'mixed_float16'\?"),
-        ("mixed_float32", r"^'float32' is no half precision in policy 'mixed_float32'\. Did you mean 'mixed_float16'\?"),
+        ("mixed_float61", r"^'float61' is no half precision in policy 'mixed_float61'\. Did you mean 'mixed_float16'"),
+        ("mixed_float32", r"^'float32' is no half precision in policy 'mixed_float32'\. Did you mean 'mixed_float16'"),
         ("params=float32,compute=bflaot16",
          r"^Unknown dtype 'bflaot16' in 'compute=bflaot16' of policy 'params=float32,compute=bflaot16'\. "
          r"Did you mean 'bfloat16'\? For example: 'params=float32,compute=bfloat16,output=float32'\.$"),
-        ("parms=f32", r"^Unknown key 'parms' in 'parms=f32' in policy 'parms=f32'\. Did you mean 'params'\? For example"),
+        ("parms=f32", r"^Unknown key 'parms' in 'parms=f32' in policy 'parms=f32'\. Did you mean 'params'\? For examp"),
         ("c=f16,f32", r"^'f32' is no 'key=value' in policy 'c=f16,f32'\. For example: "),
         ("c=f16,", r"^'' is no 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
-        ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'\?"),
+        ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
         ("int8_with_float32_vars", r"^Unknown dtype 'int8' in policy 'int8_with_float32_vars'"),
         ("", r"^Unknown dtype or policy ''\."),
     ],

@@ -88,7 +88,9 @@ keys = st.sampled_from(["a", "b", "a/b", ".*", r"a/\w", "(a|b)/c", "", ".+/c"])
 names = st.sampled_from(["float32", "bfloat16", "mixed_float16"])
 
 
-@given(st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join))
+@given(
+    st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
+)
 @settings(max_examples=200, deadline=None)
 def test_lookup_follows_the_law_read_aloud(rules, path):
     assert PolicyMap(rules, "float16")[path].name == reference(rules, "float16", path)
@@ -185,16 +187,16 @@ def test_a_rule_that_is_hidden_only_somewhere_is_used():
     [
         (lambda: PolicyMap({"(": "float32"}), ValueError,
          r"^The key '\(', rule 0 of a PolicyMap, is no valid pattern: .*For example: r'block_\\d\+/mlp'\.$"),
-        (lambda: PolicyMap({"a{99999999999}": "float32"}), ValueError, r"is no valid pattern: the repetition number is too"),
+        (lambda: PolicyMap({"a{99999999999}": "float32"}), ValueError, r"is no valid pattern: the repetition number i"),
         (lambda: PolicyMap([("a", "float32"), (3, "float32")]), TypeError,
          r"^The key 3, rule 1 of a PolicyMap, is neither a pattern nor a module type\. For example: 'head'\.$"),
         (lambda: PolicyMap({"a": "bflaot16"}), ValueError,
          r"^Unknown dtype or policy 'bflaot16'.* It stands for key 'a', rule 0 of a PolicyMap\.$"),
-        (lambda: PolicyMap({}, default="x"), ValueError, r"^Unknown dtype or policy 'x'.* as default of a PolicyMap\.$"),
+        (lambda: PolicyMap({}, default="x"), ValueError, r"^Unknown dtype or policy 'x'.* as default of a PolicyMap"),
         (lambda: PolicyMap({"a": PolicyMap({})}), ValueError,
-         r"^PolicyMap\(.*\) for key 'a', rule 0 of a PolicyMap is no policy of one module\. For example: 'mixed_bfloat16'"),
+         r"^PolicyMap\(.*\) for key 'a', rule 0 of a PolicyMap is no policy of one module\. For example: 'mixed_bfloa"),
         (lambda: PolicyMap({"a": None}), ValueError, r"^None for key 'a', rule 0 of a PolicyMap is no policy of one"),
-        (lambda: PolicyMap([("a",)]), TypeError, r"^\('a',\), rule 0 of a PolicyMap, is no pair\. For example: \('head'"),
+        (lambda: PolicyMap([("a",)]), TypeError, r"^\('a',\), rule 0 of a PolicyMap, is no pair\. For example: \('hea"),
         (lambda: PolicyMap([3]), TypeError, r"^3, rule 0 of a PolicyMap, is no pair\."),
         (lambda: PolicyMap.from_config({"rules": []}), ValueError,
          r"^A map's config has the keys 'rules' and 'default', got \['rules'\]\. For example: \{"),

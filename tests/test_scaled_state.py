@@ -47,8 +47,14 @@ def test_it_is_found_in_a_state_of_shapes_and_inside_jit():
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"w": jnp.ones(2)}, r"^Expected a state that holds exactly one loss scale, got dict with 0\. Pass the loss scale it"),
-        ((STATE, STATE), r"^Expected a state that holds exactly one loss scale, got tuple with 2\. .*optim\.loss_scaled"),
+        (
+            {"w": jnp.ones(2)},
+            r"^Expected a state that holds exactly one loss scale, got dict with 0\. Pass the loss scale it",
+        ),
+        (
+            (STATE, STATE),
+            r"^Expected a state that holds exactly one loss scale, got tuple with 2\. .*optim\.loss_scaled",
+        ),
     ],
 )
 def test_none_or_several_are_an_error(state, text):
@@ -56,7 +62,9 @@ def test_none_or_several_are_an_error(state, text):
         jmp.get_loss_scale(state)
     with pytest.raises(ValueError, match=text):
         jmp.metrics(state)
-    with pytest.raises(ValueError, match=r"^Expected a state that holds exactly one LossScaledState, got \w+ with [02]\. "):
+    with pytest.raises(
+        ValueError, match=r"^Expected a state that holds exactly one LossScaledState, got \w+ with [02]\. "
+    ):
         scaled_state(state)
 
 
