@@ -9,6 +9,7 @@ from flax import linen as nn
 from .._boundary import cast_arguments, cast_result, matmul_precision
 from .._policy import Policy
 from .._tree import cast_floating
+from ._cache import check_cache
 from ._fields import casts_own_params, filled_in, has_dtype_field, takes_dtype
 from ._frame import CURRENT, Frame
 
@@ -29,6 +30,7 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         at_boundary = match.boundary and context.method_name != "setup" and module.path not in running
         at_boundary = at_boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
         with _fields_filled_in(module, match.policy), _noted(policied, id(module)):
+            check_cache(module)
             if not at_boundary:
                 return next_fun(*args, **kwargs)
             with _noted(running, module.path):
