@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from .._tree import is_floating
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
 from ._layers import dtype_attributes, is_dtype_open
-from ._roles import Kind, Role, blank, items_of, kind_of, role_of, with_items
+from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
 """What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
@@ -150,8 +148,7 @@ class Attachment:
         if id(param) in self._done or around is None or around.policy.param_dtype is None:
             return
         self._done[id(param)] = param, param
-        leaves = jax.tree.leaves(param.get_raw_value())
-        if any(is_floating(x) and x.dtype != around.policy.param_dtype for x in leaves):
+        if not floating_dtypes(param) <= {around.policy.param_dtype}:
             self._on_mismatch("/".join(path), param, around.policy)
 
     def _match(self, path: str) -> Match:

@@ -15,7 +15,7 @@ def is_bridge(base: type) -> bool:
 
 
 def has_open_linen_module(base: type, attributes: dict[str, Any], role: Role | None) -> bool:
-    """Whether a module wraps a linen one without a policy of its own; one that an earlier policy gave does not count."""
+    """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
     if not is_bridge(base):
         return False
     return policy_of(attributes["to_nnx__module"]) is None or (role is not None and role.bridges)

@@ -5,8 +5,11 @@ import enum
 import functools
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
+from .._dtypes import is_floating_dtype
 from .._policy import Policy
 from .._policy_map import PolicyMap
 
@@ -86,6 +89,12 @@ def kind_of(kind: type) -> Kind:
     if issubclass(kind, nnx.State):
         return Kind.STATE
     return Kind.BUILTIN if kind in (list, tuple, dict) else Kind.OTHER
+
+
+def floating_dtypes(param: nnx.Param) -> set[np.dtype]:
+    """The floating dtypes that a Param is stored in: of an array, an array reference, or a tree of them."""
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(param.get_raw_value())]
+    return {np.dtype(dtype) for dtype in dtypes if dtype is not None and is_floating_dtype(dtype)}
 
 
 def items_of(container: Any) -> list[tuple[str, Any]]:

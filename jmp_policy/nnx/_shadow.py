@@ -4,12 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-from .._tree import cast_floating, is_floating
-from ._roles import Kind, blank, items_of, kind_of, with_items
+from .._tree import cast_floating
+from ._roles import Kind, blank, floating_dtypes, items_of, kind_of, with_items
 
 _UNWRITTEN = object()
 
@@ -80,12 +79,11 @@ class _Record:
                 _write_param(original, stand_in)
 
     def _view(self, param: nnx.Param) -> nnx.Param:
-        raw = param.get_raw_value()
-        if not any(is_floating(x) and x.dtype != self.dtype for x in jax.tree.leaves(raw)):
+        if floating_dtypes(param) <= {self.dtype}:
             return param
         if id(param) not in self.views:
-            view_class = _view_class(type(param), self.dtype)
-            self.views[id(param)] = self._remember(view_class.from_metadata(raw, param.get_metadata()), param)
+            view = _view_class(type(param), self.dtype).from_metadata(param.get_raw_value(), param.get_metadata())
+            self.views[id(param)] = self._remember(view, param)
         return self.views[id(param)]
 
     def _remember(self, stand_in: Any, original: Any) -> Any:

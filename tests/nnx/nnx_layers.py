@@ -68,7 +68,10 @@ LAYERS = {
         lambda dtype, rngs: nnx.BatchNorm(4, use_running_average=True, dtype=dtype, rngs=rngs), (X,)
     ),
     "MultiHeadAttention": Layer(
-        lambda dtype, rngs: nnx.MultiHeadAttention(2, 4, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs), (X,)
+        lambda dtype, rngs: nnx.MultiHeadAttention(
+            2, 4, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs
+        ),
+        (X,),
     ),
     "Dropout": Layer(lambda dtype, rngs: nnx.Dropout(0.5, rngs=rngs), (X,)),
     "Sequential": Layer(

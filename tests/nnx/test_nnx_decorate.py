@@ -1,0 +1,157 @@
+"""Decorated nnx classes: instances get the policy when their outermost constructor ends."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nnx_models import BF16_INSIDE, Net, Scale, X, rngs
+
+import jmp_policy as jmp
+
+
+@jmp.with_policy(BF16_INSIDE)
+class Decorated(nnx.Module):
+    """A decorated class."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        self.saw = str(x.dtype)
+        return self.linear(x)
+
+
+class Child(Decorated):
+    """Its constructor goes on after that of its decorated base."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.more = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        out = super().__call__(x)
+        self.between = str(out.dtype)
+        return self.more(out)
+
+
+def test_decorated_class_keeps_its_name_and_document():
+    assert (Decorated.__name__, Decorated.__doc__, Decorated.__module__) == (
+        "Decorated",
+        "A decorated class.",
+        __name__,
+    )
+    assert jmp.policy_of(Decorated) is jmp.get_policy(BF16_INSIDE)
+
+
+def test_instances_have_the_policy():
+    model = Decorated(rngs=rngs())
+    assert model(X).dtype == jnp.float32
+    assert (model.saw, model.linear.dtype) == ("bfloat16", jnp.bfloat16)
+    assert isinstance(model, Decorated)
+    assert jmp.policy_of(model) is jmp.get_policy(BF16_INSIDE)
+
+
+def test_the_class_that_was_decorated_is_untouched():
+    policied = jmp.with_policy(Net, BF16_INSIDE)
+    assert issubclass(policied, Net)
+    assert jmp.policy_of(Net(rngs=rngs())) is None
+    assert jmp.policy_of(policied(rngs=rngs())) is not None
+
+
+def test_subclasses_get_the_policy_after_their_own_constructor():
+    model = Child(rngs=rngs())
+    assert model.more.dtype == jnp.bfloat16
+    assert model(X).dtype == jnp.float32
+    assert (model.saw, model.between) == ("bfloat16", "bfloat16")  # super().__call__ is no second boundary
+
+
+def test_subclass_may_be_decorated_again():
+    again = jmp.with_policy(Child, "mixed_float16")
+    model = again(rngs=rngs())
+    assert model(X).dtype == jnp.float16
+    assert (model.saw, jmp.policy_of(again).name) == ("float16", "mixed_float16")
+
+
+def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype():
+    class Both(nnx.Module):
+        def __init__(self, *, rngs):
+            self.net = Net(rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    plain, model = Both(rngs=rngs()), jmp.with_policy(Both, "bfloat16")(rngs=rngs())
+    expected = jmp.cast_floating(nnx.to_pure_dict(nnx.state(plain, nnx.Param)), "bfloat16")
+    got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, expected)
+    assert model.norm.mean.dtype == jnp.float32
+
+
+def test_orthogonal_initializers_that_know_no_bfloat16_are_drawn_in_float32():
+    model = jmp.with_policy(nnx.GRUCell, "bfloat16")(4, 5, rngs=rngs())
+    assert {str(p.dtype) for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
+
+
+def test_unbound_methods_have_the_policy():
+    model = Decorated(rngs=rngs())
+    assert Decorated.__call__(model, X).dtype == jnp.float32
+    assert nnx.jit(Decorated.__call__)(model, X).dtype == jnp.float32
+    assert model.saw == "bfloat16"
+
+
+def test_decorated_submodule_keeps_its_policy_inside_a_model_with_another():
+    class Outer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.inner = Decorated(rngs=rngs)
+            self.head = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.inner(x))
+
+    model = jmp.with_policy(Outer, "mixed_float16")(rngs=rngs())
+    assert model(X).dtype == jnp.float16
+    assert (model.inner.saw, model.head.dtype) == ("bfloat16", jnp.float16)
+
+
+def test_modules_passed_to_the_constructor_are_copied_and_share_their_variables():
+    class Head(nnx.Module):
+        def __init__(self, body):
+            self.body = body
+
+        def __call__(self, x):
+            return self.body(x)
+
+    body = Scale(rngs=rngs())
+    model = jmp.with_policy(Head, BF16_INSIDE)(body)
+    model(X)
+    assert (model.body.read, hasattr(body, "read")) == ("bfloat16", False)
+    assert model.body.scale is body.scale
+    with pytest.raises(ValueError, match=r"The parameter 'body/scale' is stored in float32, but the policy 'bfloat16'"):
+        jmp.with_policy(Head, "bfloat16")(body)
+
+
+def test_rule_that_matches_nothing_is_named_where_the_class_is_called():
+    policied = jmp.with_policy(Net, jmp.PolicyMap({"haed": "float32"}, "mixed_bfloat16"))
+    with pytest.warns(UserWarning, match="policy rule 'haed' matches no module; the closest path is 'head'") as record:
+        policied(rngs=rngs())
+    assert record[0].filename == __file__
+
+
+def test_default_policy_is_captured_when_the_class_is_decorated():
+    with jmp.use_policy("mixed_bfloat16"):
+        policied = jmp.with_policy(Net)
+    assert policied(rngs=rngs()).embed.dtype == jnp.bfloat16
+
+
+def test_abstract_and_stacked_instances_have_the_policy():
+    abstract = nnx.eval_shape(lambda: jmp.with_policy(Net, "bfloat16")(rngs=rngs()))
+    assert abstract.embed.kernel.dtype == jnp.bfloat16
+    stacked = nnx.vmap(lambda rngs: Decorated(rngs=rngs))(rngs().split(3))
+    assert (stacked.linear.kernel.shape, stacked.linear.dtype) == ((3, 4, 4), jnp.bfloat16)
+
+
+def test_pickles_keep_the_policy():
+    model = pickle.loads(pickle.dumps(Child(rngs=rngs())))
+    model(X)
+    assert model.between == "bfloat16"

@@ -1,0 +1,208 @@
+"""Gradients of nnx modules under a loss scale, and steps that are skipped as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from nnx_models import X, rngs
+
+import jmp_policy as jmp
+
+BAD = X.at[0, 0].set(jnp.inf)
+
+
+class Net(nnx.Module):
+    """A model with every kind of state that a step carries."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.untouched = nnx.Cache(jnp.zeros(3, jnp.float32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def loss_fn(model, x):
+    return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    loss, grads = jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms promote their own float32 statistics
+        yield
+
+
+def training(tx, policy="mixed_float16"):
+    model = jmp.with_policy(Net, policy)(rngs=rngs())
+    return model, jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def values(node):
+    pure = nnx.to_pure_dict(nnx.state(node, nnx.Not(nnx.RngState)))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(pure)}
+
+
+def changed(before, after):
+    return {name for name in before if before[name].tobytes() != after[name].tobytes()}
+
+
+@pytest.mark.parametrize("scale", [jmp.DynamicLossScale(2.0**8), jmp.NoOpLossScale()])
+def test_skipped_step_changes_nothing_but_the_loss_scale_and_the_counters(scale):
+    """flax's imagenet example advances batch statistics and the step on a skipped step."""
+    model, optimizer = training(jmp.optim.loss_scaled(optax.adamw(1e-2), scale))
+    train_step(model, optimizer, X)
+    before = values(model), values(optimizer)
+    keys = model.dropout.rngs.count[...]
+    train_step(model, optimizer, BAD)
+    assert changed(before[0], values(model)) == set()
+    assert all("inner_state" not in name and "step'" not in name for name in changed(before[1], values(optimizer)))
+    assert model.dropout.rngs.count[...] == keys + 1  # random keys are not used twice
+    assert jmp.metrics(optimizer)["skipped_steps"] == 1
+    train_step(model, optimizer, X)
+    assert {"['norm']['mean']", "['calls']", "['linear']['kernel']"} <= changed(before[0], values(model))
+    assert int(optimizer.step[...]) == 2
+
+
+def test_good_step_is_that_of_flax():
+    model, optimizer = training(jmp.optim.loss_scaled(optax.sgd(0.1), jmp.StaticLossScale(2.0**10)), "float32")
+    plain = Net(rngs=rngs())
+    theirs = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def their_step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    for _ in range(2):
+        np.testing.assert_allclose(train_step(model, optimizer, X), their_step(plain, theirs, X), rtol=1e-6)
+    ours, expected = values(model), values(plain)
+    assert ours.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**10), jmp.DynamicLossScale(2.0**10)])
+def test_loss_and_gradients_are_true_whatever_the_scale(scale):
+    model, expected = (Net(rngs=rngs()) for _ in range(2))
+    loss, grads = jmp.nnx.value_and_grad(loss_fn, loss_scale=scale)(model, X)
+    expected_loss, expected_grads = nnx.value_and_grad(loss_fn)(expected, X)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected_grads)
+
+
+def test_no_op_scale_alone_is_the_program_of_flax():
+    def jaxpr(value_and_grad):
+        model = Net(rngs=rngs())
+        return str(jax.make_jaxpr(lambda x: value_and_grad(loss_fn)(nnx.clone(model), x)[0])(X))
+
+    ours = jaxpr(lambda fun: jmp.nnx.value_and_grad(fun, loss_scale=jmp.NoOpLossScale()))
+    assert ours == jaxpr(nnx.value_and_grad)
+
+
+def test_a_bare_scale_that_is_no_no_op_keeps_batch_statistics_too():
+    model = Net(rngs=rngs())
+    before = values(model)
+    jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model, BAD)
+    assert changed(before, values(model)) == set()
+
+
+def test_batch_statistics_held_by_reference_are_kept_too():
+    model = Net(rngs=rngs())
+    model.norm.mean = nnx.BatchStat(jnp.zeros(4), ref=True)
+    jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model, BAD)
+    assert not model.norm.mean[...].any()
+    jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model, X + 1)
+    assert model.norm.mean[...].any()
+
+
+def test_state_is_kept_of_every_differentiated_argument():
+    first, second, other = (Net(rngs=rngs()) for _ in range(3))
+
+    def loss(first, other, second, x):
+        return loss_fn(first, x) + loss_fn(second, x) + loss_fn(other, x)
+
+    argnums = (0, nnx.DiffState(2, nnx.Param))
+    grads = jmp.nnx.grad(loss, argnums, loss_scale=jmp.StaticLossScale(8.0))(first, other, second, BAD)
+    assert len(grads) == 2
+    assert (int(first.calls[...]), int(second.calls[...]), int(other.calls[...])) == (0, 0, 1)
+
+
+def test_auxiliary_data_and_options_are_passed_on():
+    def with_aux(model, x):
+        return loss_fn(model, x), x
+
+    model = Net(rngs=rngs())
+    scale = jmp.StaticLossScale(8.0)
+    (_, aux), _ = jmp.nnx.value_and_grad(with_aux, has_aux=True, loss_scale=scale, graph=True)(model, X)
+    assert aux is X
+    _, aux = jmp.nnx.grad(with_aux, has_aux=True, loss_scale=scale)(model, X)
+    assert aux is X
+
+
+def test_state_without_a_loss_scale_is_an_error():
+    model = Net(rngs=rngs())
+    optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match="Expected a state that holds exactly one loss scale, got Optimizer with 0"):
+        jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
+
+
+def test_half_precision_loss_is_a_warning():
+    model = jmp.with_policy(Net, "mixed_float16")(rngs=rngs())
+    with pytest.warns(UserWarning, match="The loss is float16, and so is its cotangent"):
+        jmp.nnx.grad(lambda m: m(X).mean(), loss_scale=jmp.StaticLossScale(8.0))(model)
+
+
+def test_loss_scale_and_metrics_are_found_in_an_optimizer():
+    _, optimizer = training(jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0)))
+    assert float(jmp.get_loss_scale(optimizer).loss_scale) == 4.0
+    assert {name: float(value) for name, value in jmp.metrics(optimizer).items()} == {
+        "loss_scale": 4.0,
+        "steps_since_growth": 0.0,
+        "grads_finite": 1.0,
+        "skipped_steps": 0.0,
+        "consecutive_skips": 0.0,
+    }
+
+
+def test_any_other_transformation_does_what_flax_does():
+    model = nnx.Linear(4, 4, rngs=rngs())
+    optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    before = model.kernel[...]
+    updates = optimizer.update(model, nnx.grad(lambda m: m(X).sum())(model))
+    np.testing.assert_array_equal(before + updates["kernel"], model.kernel[...])
+    assert int(optimizer.step[...]) == 1
+
+
+def test_only_what_the_filter_names_is_trained():
+    model = nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs())
+    tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.StaticLossScale(8.0))
+    optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    before = values(model)
+    lora = nnx.DiffState(0, nnx.LoRAParam)
+    grads = jmp.nnx.grad(lambda m: m(X).sum(), lora, loss_scale=optimizer)(model)
+    optimizer.update(model, grads)
+    assert changed(before, values(model)) == {"['lora']['lora_b']"}  # which starts at zero, and so hides lora_a
+
+
+def test_extra_arguments_reach_the_transformation():
+    model = nnx.Linear(4, 4, rngs=rngs())
+    plateau = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
+    optimizer = jmp.nnx.Optimizer(model, jmp.optim.skip_nonfinite(plateau), wrt=nnx.Param)
+    grads = nnx.grad(lambda m: m(X).sum())(model)
+    assert optimizer.update(model, grads, value=jnp.float32(1.0)) is None
+    assert int(optimizer.step[...]) == 1

@@ -1,0 +1,72 @@
+"""Without a compute dtype in the policy, the first floating input decides, anew at each call."""
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from nnx_models import Net, X, rngs
+
+import jmp_policy as jmp
+
+INFER = "params=float32,compute=none,output=none"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_everything_inside_computes_in_the_dtype_of_the_input(dtype):
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    assert model(X.astype(dtype)).dtype == dtype
+    assert (model.probe.saw, model.scale.read, model.encoded) == (dtype,) * 3
+
+
+def test_the_dtype_of_one_call_is_forgotten_at_the_next():
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    before = nnx.graphdef(model.embed)
+    model(X.astype(jnp.float16))
+    assert nnx.graphdef(model.embed) == before
+    for name in ("probe", "scale"):
+        assert not [key for key in vars(getattr(model, name)) if "inferred" in key]
+    model(X)
+    assert model.scale.read == "float32"
+
+
+def test_without_floating_inputs_it_is_float32():
+    model = jmp.with_policy(nnx.Embed(7, 4, rngs=rngs()), INFER)
+    assert model(jnp.arange(3)).dtype == jnp.float32
+
+
+def test_a_layer_alone_is_resolved_too():
+    model = jmp.with_policy(nnx.Linear(4, 4, rngs=rngs()), INFER)
+    assert model(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert model.dtype is None
+
+
+def test_child_called_directly_takes_the_dtype_of_its_own_input():
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    model.scale(X.astype(jnp.float16))
+    assert model.scale.read == "float16"
+
+
+def test_rule_with_a_dtype_holds_inside():
+    model = jmp.with_policy(Net(rngs=rngs()), jmp.PolicyMap({"scale": "mixed_float16"}, INFER))
+    assert model(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert (model.probe.saw, model.scale.read) == ("bfloat16", "float16")
+
+
+def test_new_child_takes_the_dtype_of_the_call():
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    model.blocks.append(nnx.Linear(4, 4, rngs=rngs()))
+    assert model.encode(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert model.entered == "bfloat16"
+
+
+def test_an_error_in_a_call_forgets_the_dtype_too():
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        model(jnp.ones((2, 5), jnp.float16))
+    assert model.embed.dtype is None
+
+
+def test_jit_is_keyed_on_the_dtype():
+    model = jmp.with_policy(Net(rngs=rngs()), INFER)
+    call = nnx.jit(lambda model, x: model(x))
+    dtypes = ["float16", "float32", "float16"]
+    assert [call(model, X.astype(dtype)).dtype for dtype in dtypes] == dtypes

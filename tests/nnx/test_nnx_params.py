@@ -1,0 +1,159 @@
+"""Modules without a `dtype` read their own Params in compute dtype, and nothing else changes about those."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nnx_models import BF16_INSIDE, X, rngs
+
+import jmp_policy as jmp
+
+W = jnp.linspace(0.5, 1.5, 16).reshape(4, 4)
+
+
+class Reader(nnx.Module):
+    """Applies a function to its Param."""
+
+    def __init__(self, read):
+        self.w = nnx.Param(W)
+        self.statistics = nnx.BatchStat(W)
+        self._read = read
+
+    def __call__(self):
+        return self._read(self)
+
+
+READS = {
+    "the whole": lambda m: m.w[...],
+    "a part": lambda m: m.w[0],
+    "get_value": lambda m: m.w.get_value(),
+    "an operator": lambda m: m.w + m.w,
+    "a reflected operator": lambda m: jnp.ones(4, jnp.bfloat16) @ m.w,
+    "a unary operator": lambda m: -m.w,
+    "a function of jax.numpy": lambda m: jnp.sum(m.w),
+    "an attribute of the array": lambda m: m.w.T,
+    "a method of the array": lambda m: m.w.reshape(-1),
+    "iteration": lambda m: next(iter(m.w)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_own_params_are_read_in_compute_dtype_however_they_are_read(read):
+    model = jmp.with_policy(Reader(READS[read]), "p=f32,c=bf16,o=none")
+    assert model().dtype == jnp.bfloat16
+    assert model.w.dtype == jnp.float32
+
+
+def test_other_variables_are_read_as_they_are():
+    assert jmp.with_policy(Reader(lambda m: m.statistics[...]), "p=f32,c=bf16,o=none")().dtype == jnp.float32
+
+
+def test_view_looks_like_the_param():
+    def look(m):
+        return [isinstance(m.w, nnx.Param), m.w.shape, m.w.ndim, m.w.dtype, m.w.tag]
+
+    model = Reader(look)
+    model.w = nnx.Param(W, tag="blue")
+    assert jmp.with_policy(model, "p=f32,c=bf16,o=none")() == [True, (4, 4), 2, jnp.bfloat16, "blue"]
+
+
+def test_params_in_containers_are_read_in_compute_dtype():
+    class Contained(nnx.Pytree):
+        def __init__(self):
+            self.w = nnx.Param(W)
+
+    class Containers(nnx.Module):
+        def __init__(self):
+            self.listed = nnx.List([nnx.Param(W)])
+            self.named = nnx.Dict(a=nnx.Param(W))
+            self.builtin = nnx.data({"a": [nnx.Param(W)], "b": (nnx.Param(W),)})
+            self.contained = Contained()
+
+        def __call__(self):
+            nested = self.builtin["a"][0], self.builtin["b"][0]
+            return [p[...].dtype for p in (self.listed[0], self.named.a, *nested, self.contained.w)]
+
+    model = Containers()
+    assert jmp.with_policy(model, "p=f32,c=bf16,o=none")() == [jnp.bfloat16] * 5
+    assert model() == [jnp.float32] * 5
+
+
+def test_what_a_call_writes_into_a_param_is_stored_in_param_dtype():
+    def double(m):
+        m.w[...] = 2 * m.w
+        m.w[0] = jnp.zeros(4)
+
+    model = jmp.with_policy(Reader(double), "p=f32,c=bf16,o=none")
+    model()
+    expected = 2 * W.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(model.w[...], expected.at[0].set(0.0), strict=True)
+
+
+def test_attributes_that_a_call_sets_and_deletes_are_the_modules():
+    def swap(m):
+        m.first, m.alias = nnx.BatchStat(W), m.w
+        del m.statistics
+
+    plain = Reader(swap)
+    model = jmp.with_policy(plain, "p=f32,c=bf16,o=none")
+    model()
+    assert model.first[...].dtype == jnp.float32
+    assert model.alias is model.w is plain.w
+    assert not hasattr(model, "statistics")
+    assert not hasattr(plain, "first")
+
+
+def test_attributes_set_before_an_error_stay_as_without_a_policy():
+    def fail(m):
+        m.seen = True
+        raise KeyError("no such thing")
+
+    model = jmp.with_policy(Reader(fail), "p=f32,c=bf16,o=none")
+    with pytest.raises(KeyError, match="no such thing"):
+        model()
+    assert model.seen
+
+
+def test_gradients_of_many_uses_are_summed_in_param_dtype():
+    """A weight cast once and used many times would sum the gradients of its uses in half precision."""
+
+    class Chain(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.float32(0.0).reshape(1))
+
+        def __call__(self, x):
+            return sum(((x[i] * self.w) for i in range(1, 64)), start=x[0] * self.w)
+
+    x = jax.random.uniform(jax.random.key(0), (64, 1))
+    model = jmp.with_policy(Chain(), BF16_INSIDE)
+    gradient = nnx.grad(lambda m: m(x).sum())(model)["w"][...]
+    exact = np.asarray(x.astype(jnp.bfloat16), np.float64).sum()
+    assert gradient.dtype == jnp.float32
+    assert abs(gradient[0] - exact) < 1e-6 * exact
+
+
+def test_tied_params_stay_tied():
+    class Tied(nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = nnx.Embed(7, 4, rngs=rngs)
+            self.table = self.embed.embedding
+
+        def __call__(self, tokens):
+            return self.embed(tokens) @ self.table.T
+
+    model = jmp.with_policy(Tied(rngs=rngs()), BF16_INSIDE)
+    gradient = nnx.grad(lambda m: m(jnp.arange(3)).sum())(model)
+    assert len(jax.tree.leaves(gradient)) == 1
+    assert model(jnp.arange(3)).dtype == jnp.float32
+
+
+def test_parent_reads_the_param_of_a_child_as_it_is_stored():
+    class Parent(nnx.Module):
+        def __init__(self, *, rngs):
+            self.child = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.child.kernel[...]
+
+    assert jmp.with_policy(Parent(rngs=rngs()), "p=f32,c=bf16,o=none")(X).dtype == jnp.float32

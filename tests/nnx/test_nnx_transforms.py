@@ -1,0 +1,181 @@
+"""Policied modules under the transforms of nnx and JAX, and inside those that their own methods use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from nnx_models import BF16_INSIDE, Net, Scale, X, is_bfloat16, rngs
+
+import jmp_policy as jmp
+
+CALLS = {
+    "plain": lambda model, x: model(x),
+    "nnx.jit": nnx.jit(lambda model, x: model(x)),
+    "nnx.jit of trees": nnx.jit(lambda model, x: model(x), graph=False),
+    "jax.jit": jax.jit(lambda model, x: model(x)),
+    "jax.jit of a split": lambda model, x: _split_call(*nnx.split(model), x),
+    "nnx.remat": nnx.remat(lambda model, x: model(x)),
+    "nnx.vmap": lambda model, x: nnx.vmap(lambda model, row: model(row), in_axes=(None, 0))(model, x),
+    "nnx.cond": lambda model, x: nnx.cond(True, lambda m, x: m(x), lambda m, x: m(x), model, x),
+}
+
+
+@jax.jit(static_argnums=0)
+def _split_call(graphdef, state, x):
+    return nnx.merge(graphdef, state, copy=True)(x)
+
+
+class Pure(nnx.Module):
+    """A model whose calls change nothing, for the transforms that allow no change."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.scale = nnx.Param(jnp.linspace(0.9, 1.1, 4))
+
+    def __call__(self, x):
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_transforms_run_the_policied_program(name):
+    model = jmp.with_policy(Pure(rngs=rngs()), "mixed_bfloat16")
+    out = CALLS[name](model, X)
+    assert out.dtype == jnp.bfloat16  # and strict promotion sees to it that the Param was read so
+    exact = Pure(rngs=rngs())(X)
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2e-2)
+    assert model.scale.dtype == jnp.float32
+
+
+def test_one_jitted_function_keeps_policies_apart():
+    plain = Pure(rngs=rngs())
+    traces = []
+    traced = nnx.jit(lambda model, x: (traces.append(None), model(x))[1])
+    for spec in ("mixed_bfloat16", "mixed_float16", "mixed_bfloat16"):
+        assert traced(jmp.with_policy(plain, spec), X).dtype == jmp.get_policy(spec).output_dtype
+    assert traced(plain, X).dtype == jnp.float32
+    assert len(traces) == 3  # the last mixed_bfloat16 is the program of the first
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_methods_that_are_transforms_keep_parameters_as_they_are_stored(transform):
+    class Transformed(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.scale = nnx.Param(jnp.float32(1.001) * jnp.ones(4))
+
+        __call__ = transform(lambda self, x: self.linear(x) * self.scale)
+
+    model = jmp.with_policy(Transformed(rngs=rngs()), BF16_INSIDE)
+    before = model.scale[...]
+    out = model(X)
+    assert is_bfloat16(out)
+    np.testing.assert_array_equal(model.scale[...], before, strict=True)  # not rounded on the way back
+    assert nnx.grad(lambda m: m(X).sum())(model)["scale"][...].dtype == jnp.float32
+
+
+def _stacked(count):
+    return nnx.vmap(lambda rngs: Scale(rngs=rngs))(rngs().split(count))
+
+
+def test_scan_over_policied_layers():
+    layers = jmp.with_policy(_stacked(3), "mixed_bfloat16")
+    scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    out = scan(X.astype(jnp.bfloat16), layers)
+    assert out.dtype == jnp.bfloat16
+    assert layers.scale.shape == (3, 4)
+
+
+def test_scan_inside_a_policied_model():
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = _stacked(3)
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    model = jmp.with_policy(Stack(), BF16_INSIDE)
+    out, grads = nnx.value_and_grad(lambda m: m(X).sum())(model)
+    assert out.dtype == jnp.float32
+    assert grads["layers"]["scale"][...].dtype == jnp.float32
+
+
+def test_state_that_a_call_writes_lands_in_the_module():
+    model = jmp.with_policy(nnx.BatchNorm(4, rngs=rngs()), BF16_INSIDE)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's statistics promote
+        nnx.jit(lambda m, x: m(x))(model, X + 1)
+    assert model.mean[...].any()
+    assert model.mean.dtype == jnp.float32
+
+
+def test_intermediates_are_captured():
+    class Sower(nnx.Module):
+        def __init__(self, *, rngs):
+            self.scale = nnx.Param(jnp.ones(4, jnp.float32))
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "hidden", x * self.scale)
+            return x
+
+    out, captured = nnx.capture(jmp.with_policy(Sower(rngs=rngs()), BF16_INSIDE), nnx.Intermediate)(X)
+    assert captured["hidden"].get_value()[0].dtype == jnp.bfloat16
+    assert out.dtype == jnp.float32
+
+
+def test_random_keys_advance_as_without_a_policy():
+    plain, model = (nnx.Dropout(0.5, rngs=nnx.Rngs(0)) for _ in range(2))
+    model = jmp.with_policy(model, "float32")
+    for _ in range(2):
+        np.testing.assert_array_equal(model(X), plain(X))
+
+
+def test_modes_of_nnx_reach_policied_modules():
+    model = jmp.with_policy(nnx.Sequential(nnx.Dropout(0.5, rngs=rngs())), BF16_INSIDE)
+    model.eval()
+    assert is_bfloat16(model(X))
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_linen_module_in_a_bridge_has_the_policy(lazily):
+    plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs())
+    if lazily:
+        model = jmp.with_policy(plain, BF16_INSIDE).lazy_init(X)
+    else:
+        model = jmp.with_policy(plain.lazy_init(X), BF16_INSIDE)
+    out = model(X)
+    assert out.dtype == jnp.float32
+    assert is_bfloat16(out)
+    assert model.kernel.dtype == jnp.float32
+
+
+def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(X)
+
+        def __call__(self, x):
+            return str(self.dense(x).dtype)
+
+    model = jmp.with_policy(Outer(), BF16_INSIDE)
+    assert model(X) == "bfloat16"
+    assert jmp.with_policy(model, "mixed_float16")(X) == "float16"
+
+
+def test_linen_module_in_a_bridge_keeps_its_own_policy():
+    model = nnx.bridge.ToNNX(jmp.with_policy(nn.Dense(4), "mixed_float16"), rngs=rngs()).lazy_init(X)
+    assert jmp.policy_of(jmp.with_policy(model, "p=f32,c=bf16,o=none").to_nnx__module).name == "mixed_float16"
+
+
+def test_policied_module_in_a_bridge_to_linen():
+    model = nnx.bridge.ToLinen(jmp.with_policy(Pure, BF16_INSIDE))
+    variables = model.init(jax.random.key(0), X)
+    out = model.apply(variables, X)
+    assert is_bfloat16(out)
+    assert variables["params"]["linear"]["kernel"].dtype == jnp.float32
+
+
+def test_array_references_as_values_of_variables():
+    with nnx.var_defaults(ref=True):
+        model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
+        assert model(X).dtype == jnp.float32
+    assert model.scale.read == "bfloat16"
