@@ -178,8 +178,8 @@ def _with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
     """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state."""
 
     def like(old_leaf: Any, new_leaf: Any) -> Any:
-        dtype = jnp.asarray(old_leaf).dtype
-        return new_leaf if jnp.asarray(new_leaf).dtype == dtype else lax.convert_element_type(new_leaf, dtype)
+        same = getattr(new_leaf, "dtype", None) == old_leaf.dtype
+        return new_leaf if same else lax.convert_element_type(new_leaf, old_leaf.dtype)
 
     return jax.tree.map(like, old, new)
 
