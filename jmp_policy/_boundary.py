@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,8 +22,8 @@ _ADAPTERS = {
 """The package of a `Module` class, and the module that attaches policies to it: `attach(target, policy, keep)` and
 `policy_of(target)`. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
 
-# The policied functions that are running. It decides whether a call is the outermost, so a jitted function that calls
-# one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
+# The boundaries of functions that are running. They decide whether a call is the outermost, so a jitted function that
+# calls one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
 _RUNNING = jax.make_user_context(frozenset())
 
 
@@ -148,13 +149,16 @@ def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, ke
 
     @functools.wraps(fun)
     def policied(*args: Any, **kwargs: Any) -> Any:
-        if policied in _RUNNING.value:
+        if boundary in _RUNNING.value:
             return fun(*args, **kwargs)
         policy, args, kwargs = cast_arguments(own_policy, fun, keep, args, kwargs)
-        with _RUNNING(_RUNNING.value | {policied}), matmul_precision(policy):
+        with _RUNNING(_RUNNING.value | {boundary}), matmul_precision(policy):
             out = fun(*args, **kwargs)
         return cast_result(policy, out)
 
+    # By value where that is safe: `with_policy(f, policy)(x)` in a loop must not compile what is inside every time.
+    is_plain = isinstance(fun, types.FunctionType | types.MethodType)
+    boundary = (fun, given, frozenset(keep)) if is_plain else policied
     policied.__jmp_attached__ = given  # type: ignore[attr-defined]
     return policied
 

@@ -184,6 +184,34 @@ def test_a_second_call_does_not_trace_again():
     assert len(traces) == 1
 
 
+def test_applying_a_policy_anew_does_not_trace_what_is_inside_anew():
+    traces = []
+    inside = jax.jit(lambda x: traces.append(x) or x)
+
+    def f(x):
+        return inside(x)
+
+    class Model:
+        def method(self, x):
+            return inside(x)
+
+    model = Model()
+    for _ in range(3):
+        jmp.with_policy(f, MIXED, keep=["x"])(X)
+    assert len(traces) == 1
+    for _ in range(3):
+        jmp.with_policy(model.method, MIXED)(X)
+    assert len(traces) == 2
+
+
+def test_the_same_function_under_another_policy_is_another_boundary():
+    def f(x, inner=None):
+        return inner(x.astype(jnp.float32)) if inner else x
+
+    inner = jmp.with_policy(f, "float16")
+    assert jmp.with_policy(f, "bfloat16")(X, lambda x: str(inner(x).dtype)) == "float16"
+
+
 def test_infer_takes_the_dtype_of_the_first_floating_input_of_each_call():
     f = jmp.with_policy(lambda n, x, y: str(y.dtype), "infer")
     assert f(jnp.arange(2), jnp.ones(2, jnp.float16), X) == "float16"
