@@ -219,11 +219,11 @@ def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
 @settings(max_examples=60, deadline=None)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
-    # Each of multiplication and division rounds once: |error| <= 2 * 2^-24 relative, but for underflow.
+    # Multiplication and division each round once, 2^-24 relative; twice that much is allowed.
     x = np.asarray(numbers, np.float32)
     x = x[np.abs(x) > 1e-30]
     there_and_back = jmp.StaticLossScale(scale).unscale(jmp.StaticLossScale(scale).scale(jnp.asarray(x)))
-    np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-23, atol=0)
+    np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-22, atol=0)
 
 
 def test_in_64_bits_numbers_are_scaled_in_float64_and_the_state_keeps_its_dtypes():

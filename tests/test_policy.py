@@ -54,6 +54,7 @@ def test_equal_policies_are_equal_and_hash_alike_and_others_are_not():
         copy.copy,
         copy.deepcopy,
         lambda p: p.replace(),
+        lambda p: dataclasses.replace(p.replace(compute_dtype="float64"), compute_dtype=p.compute_dtype),
         lambda p: jax.tree.map(lambda x: x, p),
         lambda p: jax.tree.unflatten(jax.tree.structure(p), []),
         jax.jit(lambda p: p),
