@@ -1,4 +1,4 @@
-"""The `dtype` field of linen modules: whether there is one, whether its author wrote it, and filling it in."""
+"""The dtype fields of linen modules: whether there are any, whether their author wrote them, and filling them in."""
 
 import dataclasses
 import functools
@@ -40,20 +40,35 @@ def takes_dtype(module: nn.Module) -> bool:
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
 
 
-def filled_in(dtype: np.dtype) -> Any:
-    """A dtype to write into a field, equal to `dtype` in every way but for `is_filled_in`.
+def filled_in(dtype: np.dtype | None) -> Any:
+    """What to write into the `dtype` field of a module, which may hand it on to the modules inside."""
+    return None if dtype is None else _marked(dtype, None)
 
-    A subclass of JAX's scalar type: arrays have numpy's dtypes, so that none carries this mark away.
-    """
-    return _marked().get(dtype, dtype)
+
+def with_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
+    """What to write into the `param_dtype` field of a module: its author's dtype, which draws, can be told from it."""
+    author = authors_dtype(module.param_dtype)  # type: ignore[attr-defined]
+    return _marked(dtype, author if author is None else np.dtype(author))
+
+
+def has_param_dtype_field(kind: type[nn.Module]) -> bool:
+    """Whether a module has a field for the dtype of its parameters."""
+    return any(field.name == "param_dtype" for field in dataclasses.fields(kind))
 
 
 def is_filled_in(dtype: Any) -> bool:
-    """Whether a policy, and no author, wrote this value of a `dtype` field."""
-    return any(dtype is marked for marked in _marked().values())
+    """Whether a policy, and no author, wrote this value of a field."""
+    return isinstance(dtype, _SCALAR_TYPE) and hasattr(dtype, _AUTHOR)
+
+
+def authors_dtype(dtype: Any) -> Any:
+    """The dtype that the author wrote where a policy wrote this one, and anything else as it is."""
+    return getattr(dtype, _AUTHOR) if is_filled_in(dtype) else dtype
 
 
 _NO_FIELD = object()
+_AUTHOR = "_jmp_author"
+_SCALAR_TYPE = type(jnp.float32)
 
 
 @functools.cache
@@ -63,7 +78,10 @@ def _dtype_default(kind: type[nn.Module]) -> Any:
 
 
 @functools.cache
-def _marked() -> dict[np.dtype, Any]:
-    scalar_type = type(jnp.float32)
-    own = [t for t in vars(jnp).values() if isinstance(t, scalar_type) and jnp.issubdtype(t, jnp.floating)]
-    return {np.dtype(t): scalar_type(t.__name__, (t,), {}) for t in own}
+def _marked(dtype: np.dtype, author: np.dtype | None) -> Any:
+    """A dtype equal to another in every way but that it says who wrote it.
+
+    A subclass of JAX's scalar type: arrays have numpy's dtypes, so that none carries this mark away.
+    """
+    scalar_type = getattr(jnp, dtype.name, None)
+    return dtype if scalar_type is None else _SCALAR_TYPE(dtype.name, (scalar_type,), {_AUTHOR: author})

@@ -10,7 +10,15 @@ from .._boundary import cast_arguments, cast_result, matmul_precision
 from .._policy import Policy
 from .._tree import cast_floating
 from ._cache import check_cache
-from ._fields import casts_own_params, filled_in, has_dtype_field, takes_dtype
+from ._fields import (
+    authors_dtype,
+    casts_own_params,
+    filled_in,
+    has_dtype_field,
+    has_param_dtype_field,
+    takes_dtype,
+    with_param_dtype,
+)
 from ._frame import CURRENT, Frame
 
 POLICY = "_jmp_policy"
@@ -66,7 +74,9 @@ def _fields_filled_in(module: nn.Module, policy: Policy) -> Iterator[None]:
     """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly."""
     values: dict[str, Any] = {}
     if takes_dtype(module):
-        values["dtype"] = filled_in(policy.compute_dtype) if policy.compute_dtype is not None else None
+        values["dtype"] = filled_in(policy.compute_dtype)
+    if policy.param_dtype is not None and has_param_dtype_field(type(module)):
+        values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
     if reads_in_compute or _stores_params(module, policy):
         values["param"] = _policied_param(module, policy, reads_in_compute)
@@ -96,6 +106,7 @@ def _policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -
         def init(*args: Any, **init_kwargs: Any) -> Any:
             return policy.cast_to_param(init_fn(*args, **init_kwargs))
 
+        init_args = tuple(authors_dtype(argument) for argument in init_args)
         value = param(name, init, *init_args, **kwargs)
         return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
 

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from flax.linen import fp8_ops
 from flax.training import train_state
 
 from .. import optim
 from .._scaled_state import has_scaled_state, scaled_state
 from .._tree import select_tree
 
-_OVERWRITE = train_state.OVERWRITE_WITH_GRADIENT  # the collection whose gradients are its new values, as in Flax
+_OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT  # the collection whose gradients are its new values, as in Flax
 
 
 class TrainState(train_state.TrainState):
