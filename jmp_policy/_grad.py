@@ -86,6 +86,8 @@ def scaled_value_and_grad(
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            return out  # and JAX says what is wrong
         loss = out[0] if has_aux else out
         _warn_of_half(loss)
         return scale.scale(loss), out
@@ -112,7 +114,7 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 
 
 def _warn_of_half(loss: Any) -> None:
-    dtype = jnp.result_type(loss)
+    dtype = getattr(loss, "dtype", None)
     if dtype in (jnp.float16, jnp.bfloat16):
         warnings.warn(
             f"The loss is {dtype}, and so is its cotangent, the loss scale: compute the loss in float32, for example "

@@ -149,12 +149,24 @@ def test_policies_and_none_pass_through_the_differentiated_tree():
     assert grads["none"] is None
 
 
-@pytest.mark.parametrize("bad", [lambda w: w, lambda w: jnp.arange(3).sum()], ids=["vector", "int"])
-def test_a_loss_that_is_no_real_scalar_is_the_error_of_jax(bad):
+@pytest.mark.parametrize(
+    ("bad", "has_aux"),
+    [
+        (lambda w: w, False),
+        (lambda w: jnp.arange(3).sum(), False),
+        (lambda w: [w[0]], False),
+        (lambda w: None, False),
+        (lambda w: w[0], True),
+        (lambda w: (w[0], 1, 2), True),
+        (lambda w: (w, 1), True),
+    ],
+    ids=["vector", "int", "list", "none", "no aux", "two aux", "vector and aux"],
+)
+def test_a_loss_that_is_no_real_scalar_is_the_error_of_jax(bad, has_aux):
     with pytest.raises(TypeError) as expected:
-        jax.grad(bad)(W)
+        jax.grad(bad, has_aux=has_aux)(W)
     with pytest.raises(TypeError, match=str(expected.value)[:30]):
-        jmp.grad(bad, loss_scale=SCALES[1])(W)
+        jmp.grad(bad, has_aux=has_aux, loss_scale=SCALES[1])(W)
 
 
 def test_the_scale_is_an_ordinary_argument_of_a_jitted_step():
