@@ -163,6 +163,8 @@ class DynamicLossScale(LossScale):
         register_with_flax()
         _warn_if_not_floating(loss_scale, "loss_scale")
         _warn_if_not_floating(min_loss_scale, "min_loss_scale")
+        in_range = not isinstance(loss_scale, int | float) or 0 < loss_scale < math.inf
+        _check(in_range, "loss_scale", loss_scale, "a positive number", "2.0**15")
         _check(factor > 1, "factor", factor, "greater than one", "2")
         settings = {
             "period": int(period) if isinstance(period, np.integer) else period,

@@ -259,6 +259,8 @@ def test_all_three_are_loss_scales(scale):
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
+        ({"loss_scale": 0.0}, r"^loss_scale must be a positive number, got 0\.0. For example: loss_scale=2"),
+        ({"loss_scale": math.nan}, r"^loss_scale must be a positive number, got nan"),
         ({"period": 0}, r"^period must be a positive int, got 0\. For example: period=2000\.$"),
         ({"period": 2.5}, r"^period must be a positive int, got 2\.5"),
         ({"factor": 1}, r"^factor must be greater than one, got 1\. For example: factor=2\.$"),
