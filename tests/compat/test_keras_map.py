@@ -1,5 +1,6 @@
 """Keras's map: its lookup, its errors, and what it is once frozen."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -139,3 +140,22 @@ def test_the_frozen_map_says_what_keras_says_of_every_key():
 def test_a_map_cannot_be_hashed_because_it_changes():
     with pytest.raises(TypeError):
         hash(keras.DTypePolicyMap())
+
+
+def test_a_flax_module_takes_keras_policies_and_maps():
+    nn = pytest.importorskip("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, name="head")(nn.Dense(3, name="body")(x))
+
+    policies = keras.DTypePolicyMap("mixed_bfloat16", {"head": "float16"})
+    model = jmp.with_policy(Net(), policies)
+    params = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    assert params["body"]["kernel"].dtype == jnp.float32
+    assert params["head"]["kernel"].dtype == jnp.float16
+    assert model.apply({"params": params}, jnp.ones((1, 4))).dtype == jnp.bfloat16
+    assert jmp.policy_of(model) is jmp.get_policy(policies)
+    half = jmp.with_policy(nn.Dense(2), keras.DTypePolicy("mixed_float16"))
+    assert half.apply(half.init(jax.random.key(0), jnp.ones((1, 4))), jnp.ones((1, 4))).dtype == jnp.float16
