@@ -1,5 +1,6 @@
 """Giving a policy to every module of a tree."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from .._policy_map import Match, PolicyMap
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
-from ._layers import dtype_attributes, is_dtype_open
+from ._layers import dtype_attributes, has_written_dtype, is_dtype_open
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
@@ -102,31 +103,36 @@ class Attachment:
         if not attached and (around is None or (role is not None and role.attached)):
             return self._rebuilt(module, type(module), path, None, vars(module), {})
         attributes = vars(module) | dict(role.authored if role else ())
-        handed_on = around.handed_on if around else None
-        open_dtype = is_dtype_open(base, attributes, handed_on)
+        open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
+        new_role = self._role(base, attributes, path, attached, open_dtype)
+        policy = new_role.policy
+        new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
+        if has_open_linen_module(base, attributes, role):
+            new_attributes |= linen_attributes(attributes, policy, new_role.boundary)
+            new_role = dataclasses.replace(new_role, bridges=True)
+        inside = _Around(policy, attributes["dtype"] if open_dtype else None)
+        return self._rebuilt(module, policied_class(new_role, self._adopt), path, inside, attributes, new_attributes)
+
+    def _role(
+        self, base: type, attributes: dict[str, Any], path: tuple[str, ...], attached: bool, open_dtype: bool
+    ) -> Role:
         match = self._match("/".join(path))
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
-        boundary = attached or (match.boundary and (open_dtype or "dtype" not in attributes))
-        new = dtype_attributes(base, attributes, match.policy, open_dtype)
-        bridges = has_open_linen_module(base, attributes, role)
-        role = Role(
+        boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
+        replaced = dtype_attributes(base, attributes, match.policy, open_dtype)
+        return Role(
             base=base,
             policy=match.policy,
             given=self.given,
             lineage=self._lineage(path),
             attached=attached,
             boundary=boundary,
-            calls=boundary or not _is_plain_layer(base, attributes),
+            calls=not issubclass(base, nnx.List | nnx.Dict) and (boundary or not _is_plain_layer(base, attributes)),
             keep=self.keep if attached else (),
             casts_params="dtype" not in attributes and not is_bridge(base),
             open_dtype=open_dtype,
-            bridges=bridges,
-            authored=tuple((name, attributes[name]) for name in new),
+            authored=tuple((name, attributes[name]) for name in replaced),
         )
-        if bridges:
-            new |= linen_attributes(attributes, match.policy, boundary)
-        inside = _Around(match.policy, attributes["dtype"] if open_dtype else None)
-        return self._rebuilt(module, policied_class(role, self._adopt), path, inside, attributes, new)
 
     def _rebuilt(
         self,

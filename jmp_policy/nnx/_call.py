@@ -9,6 +9,7 @@ from flax import nnx
 
 from .._boundary import cast_arguments, cast_result, is_module, matmul_precision
 from .._policy import Policy
+from ._cache import cache_arguments
 from ._infer import INFERRED, inferred_inside
 from ._roles import Role
 from ._shadow import call_on_shadow
@@ -39,6 +40,8 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     if role.policy.compute_dtype is None and INFERRED not in vars(module):
         inside = inferred_inside(module, role.policy, policy.compute_dtype, adopt)
         attributes = {"dtype": policy.compute_dtype} if role.open_dtype else {}
+
+    kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
         return method.__get__(shadow, role.base)(*args, **kwargs)

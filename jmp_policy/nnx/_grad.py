@@ -89,22 +89,21 @@ class _Carried(NamedTuple):
     """A variable that a step carries on, and what it held before."""
 
     variable: nnx.Variable
-    raw_value: Any
     value: Any
 
 
 def _carried(modules: list[Any]) -> list[_Carried]:
     nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
     carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate)]
-    return [_Carried(v, v.get_raw_value(), v.get_value()) for v in carried]
+    return [_Carried(v, v.get_raw_value()) for v in carried]
 
 
 def _keep_if_nonfinite(before: list[_Carried], grads: PyTree) -> None:
-    written = [c for c in before if c.variable.ref or c.variable.get_raw_value() is not c.raw_value]
+    written = [c for c in before if c.variable.get_raw_value() is not c.value]
     if not written:
         return
     finite = all_finite(grads)
-    for variable, _, value in written:
+    for variable, value in written:
         variable.set_value(select_tree(finite, variable.get_value(), value))
 
 

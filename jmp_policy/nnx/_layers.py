@@ -33,6 +33,11 @@ def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> boo
     return any(_is_same_dtype(dtype, default) for default in defaults)
 
 
+def has_written_dtype(base: type, attributes: dict[str, Any], is_open: bool) -> bool:
+    """Whether a layer has a `dtype` that its author wrote."""
+    return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
+
+
 def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
     """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
     new = {}

@@ -142,6 +142,18 @@ def test_wrappers_of_weights_are_left_to_the_layer_they_wrap(wrapper):
     }
 
 
+def test_rule_that_names_a_wrapper_of_weights_is_a_boundary():
+    model = nnx.Sequential(nnx.SpectralNorm(nnx.Linear(4, 4, rngs=rngs()), rngs=rngs()))
+    policied = jmp.with_policy(model, jmp.PolicyMap({"layers/0": "mixed_float16"}, "p=f32,c=f32,o=none"))
+    assert dtype_of(policied, X) == "float16"
+
+
+def test_lists_of_modules_take_policies():
+    layers = jmp.with_policy(nnx.List([nnx.Linear(4, 4, rngs=rngs())]), "mixed_bfloat16")
+    layers.append(nnx.Linear(4, 4, rngs=rngs()))
+    assert (len(layers), layers[0].dtype) == (2, jnp.bfloat16)
+
+
 def test_precision_reaches_the_matmuls_inside():
     class Product(nnx.Module):
         def __call__(self, x):
