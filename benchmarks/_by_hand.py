@@ -1,0 +1,140 @@
+"""The train step that an expert writes without a library: dtypes in the layers, a scaled loss, a `lax.cond` skip.
+
+It carries what `optim.loss_scaled` carries (floor and ceiling of the scale, counters of skips), so that the two
+programs do the same work and must return the same bits.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from benchmarks._loss import cross_entropy
+
+PERIOD, FLOOR, CEILING = 2000, 1.0, 2.0**24
+
+
+class HandState(NamedTuple):
+    """Parameters, the other variables of the model, the optimizer's state and the loss scale's."""
+
+    params: Any
+    opt_state: Any
+    variables: Any
+    step: jax.Array
+    scale: jax.Array
+    counter: jax.Array
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+def init_by_hand(params: Any, variables: Any, tx: optax.GradientTransformation) -> HandState:
+    """The state before the first step; each array is one of its own, so that the state can be donated."""
+    count = lambda: jnp.zeros((), jnp.int32)
+    scale = jnp.full((), 2.0**15)
+    return HandState(
+        params, tx.init(params), variables, count(), scale, count(), jnp.array(True), count(), count()
+    )
+
+
+def step_by_hand(apply: Callable[..., Any], tx: optax.GradientTransformation, scaled: bool) -> Callable[..., Any]:
+    """The step of a model.
+
+    Args:
+      apply: `(params, variables, x) -> (logits, variables)`.
+      tx: the optimizer.
+      scaled: whether the loss is scaled dynamically.
+
+    Returns:
+      `(state, batch) -> (state, loss)`.
+    """
+
+    def train_step(state: HandState, batch: tuple[jax.Array, jax.Array]) -> tuple[HandState, jax.Array]:
+        x, labels = batch
+
+        def loss_fn(params):
+            logits, variables = apply(params, state.variables, x)
+            loss = cross_entropy(logits, labels)
+            return loss * state.scale if scaled else loss, (loss, variables)
+
+        grads, (loss, variables) = jax.grad(loss_fn, has_aux=True)(state.params)
+        params, new_state = _update(tx, scaled, grads, state.params, state._replace(variables=None))
+        variables = _select(new_state.grads_finite, variables, state.variables)
+        return new_state._replace(params=params, variables=variables), loss
+
+    return train_step
+
+
+def step_by_hand_nnx(tx: optax.GradientTransformation, scaled: bool) -> Callable[..., Any]:
+    """The same with the transformations of nnx, for `nnx.jit`: `(model, state, batch) -> (state, loss)`.
+
+    Parameters and other variables are in the model, and so not in the state.
+    """
+
+    def train_step(model: nnx.Module, state: HandState, batch: tuple[jax.Array, jax.Array]) -> Any:
+        x, labels = batch
+        before = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+
+        def loss_fn(model):
+            loss = cross_entropy(model(x), labels)
+            return loss * state.scale if scaled else loss, loss
+
+        grads, loss = nnx.grad(loss_fn, has_aux=True)(model)
+        params = nnx.as_pure(nnx.state(model, nnx.Param))
+        params, state = _update(tx, scaled, nnx.as_pure(grads), params, state)
+        after = nnx.as_pure(nnx.state(model, nnx.BatchStat))
+        nnx.update(model, params, _select(state.grads_finite, after, before))
+        return state, loss
+
+    return train_step
+
+
+def _update(
+    tx: optax.GradientTransformation, scaled: bool, grads: Any, params: Any, state: HandState
+) -> tuple[Any, HandState]:
+    """The new parameters, and the new state but for parameters and variables."""
+    if scaled:
+        grads = jax.tree.map(lambda g: g / state.scale, grads)
+    finite = _all_finite(grads)
+
+    def take(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def skip(grads, opt_state, params):
+        return params, opt_state
+
+    params, opt_state = lax.cond(finite, take, skip, grads, state.opt_state, params)
+    skipped = (~finite).astype(jnp.int32)
+    return params, HandState(
+        None,
+        opt_state,
+        None,
+        state.step + finite.astype(jnp.int32),
+        *(_adjusted(state, finite) if scaled else (state.scale, state.counter)),
+        finite,
+        state.skipped_steps + skipped,
+        (state.consecutive_skips + skipped) * skipped,
+    )
+
+
+def _select(finite: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(functools.partial(lax.select, finite), new, old)
+
+
+def _all_finite(grads: Any) -> jax.Array:
+    """The cheapest check we know: one pass, and no mask is written."""
+    return jnp.isfinite(functools.reduce(jnp.maximum, [jnp.max(jnp.abs(g)) for g in jax.tree.leaves(grads)]))
+
+
+def _adjusted(state: HandState, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+    complete = state.counter >= PERIOD - 1
+    grown = state.scale * 2.0
+    grown = jnp.where(complete & jnp.isfinite(grown) & (grown <= CEILING), grown, state.scale)
+    scale = jnp.where(finite, grown, jnp.maximum(state.scale * 0.5, FLOOR))
+    return scale, jnp.where(finite & ~complete, state.counter + 1, 0)

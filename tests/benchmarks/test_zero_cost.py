@@ -1,0 +1,113 @@
+"""Law 16: the compiled step costs what the same step costs with its dtypes written by hand."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import _programs, zero_cost
+from benchmarks._dispatch import dispatch_microseconds
+from benchmarks._markdown import table
+from benchmarks._measure import Cost, cost, count_operations
+
+CASES = [
+    _programs.Case(model, api, policy)
+    for model in ("mlp", "resnet block")
+    for api, policy in zip(_programs.APIS, reversed(_programs.POLICIES), strict=True)
+]
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case.model}, {case.api}, {case.policy}")
+def case(request):
+    return request.param
+
+
+def test_a_step_costs_what_it_costs_by_hand(case):
+    ratios = cost(_programs.ours(case)).over(cost(_programs.by_hand(case)))
+    assert all(round(ratio, 2) <= 1.0 for ratio in dataclasses.astuple(ratios)), ratios
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=["mlp", "resnet block"])
+def test_a_step_does_what_it_does_by_hand(case):
+    """The costs of the two programs can be compared because they return the same bits."""
+    ours, hand = _programs.ours(case), _programs.by_hand(case)
+    np.testing.assert_array_equal(_losses(ours), _losses(hand))
+
+
+def _losses(program, steps=3):
+    *state, batch = program.args
+    losses = []
+    for _ in range(steps):
+        out = program.step(*state, batch)
+        loss = out[1] if isinstance(out, tuple) else out
+        if isinstance(out, tuple):
+            state[-1] = out[0]
+        losses.append(np.asarray(loss))
+    return losses
+
+
+def test_a_policy_and_a_loss_scale_add_microseconds_to_a_call():
+    added = dispatch_microseconds()
+    assert added["Policy"] <= 1.0
+    assert added["DynamicLossScale"] <= 4.0
+
+
+def test_operations_are_counted_in_regions_and_calls_but_not_literals():
+    step = jax.jit(lambda x: jax.lax.cond(x > 0, lambda x: x + 1.0, lambda x: jax.numpy.where(x > 2, x, -x), x))
+    text = step.lower(1.0).as_text()
+    # compare, convert, case; add; compare, negate, and select in a function of its own that is called
+    assert count_operations(text) == 3 + 1 + 2 + 2
+
+
+def test_ratios_of_nothing_to_nothing_are_one():
+    assert Cost(2, 0, 3, 1).over(Cost(1, 0, 2, 0)) == Cost(2.0, 1.0, 1.5, float("inf"))
+
+
+def test_the_report_has_a_row_for_each_contestant():
+    case = _programs.Case("mlp", "linen", "mixed_float16")
+    costs = {name: Cost(2, 2, 2, 2) for name in ("by hand", "jmp", "DynamicScale")}
+    written = zero_cost.report([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.04, {})], {"Policy": 0.31})
+    assert "| mlp | linen | mixed_float16 | by hand | 0.50 | 1.00 | 1.50 | 2.00 | 1.04 |" in written
+    assert "| mlp | linen | mixed_float16 | DynamicScale | 0.50 | 1.00 | 1.50 | 2.00 |  |" in written
+    assert "Step times: not measured." in written
+    assert "| Policy | 0.3 |" in written
+
+
+def test_step_times_have_a_column_where_they_were_measured():
+    case, costs = _programs.Case("mlp", "nnx", "mixed_float16"), {"by hand": Cost(1, 1, 1, 1)}
+    comparison = zero_cost.Comparison(case, Cost(1, 1, 1, 1), costs, 1.0, {"ours": 1.0, "by hand": 2.0})
+    assert "| step time |" in zero_cost.report([comparison], {})
+    assert "| 1.00 | 0.50 |" in zero_cost.report([comparison], {})
+
+
+@pytest.mark.parametrize("contestant", [_programs.with_jmp, _programs.with_dynamic_scale])
+@pytest.mark.parametrize(("model", "api"), [("gpt", "linen"), ("resnet block", "nnx")])
+def test_the_peers_take_a_step(contestant, model, api):
+    program = contestant(_programs.Case(model, api, "mixed_float16", zero_cost.QUICK_GPT))
+    assert program.step.eval_shape(*program.args)[1].shape == ()
+
+
+@pytest.mark.parametrize("api", _programs.APIS)
+def test_the_gpt_takes_a_step(api):
+    program = _programs.ours(_programs.Case("gpt", api, "mixed_bfloat16", zero_cost.QUICK_GPT))
+    assert count_operations(program.lower().as_text()) > 1000
+
+
+def test_tables_are_markdown():
+    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_models_by_hand_have_the_parameters_of_those_without_dtypes():
+    for model in _programs.MODELS:
+        case = _programs.Case(model, "nnx", "mixed_float16", zero_cost.QUICK_GPT)
+        by_hand, plain = (nnx.state(case.module(dtype), nnx.Param) for dtype in (case.dtype, None))
+        assert jax.tree.structure(by_hand) == jax.tree.structure(plain)
+        jax.tree.map(np.testing.assert_array_equal, by_hand, plain)
