@@ -227,6 +227,14 @@ class TestDevices:
         assert skipped["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
         assert state.skipped_steps.tolist() == [[1, 1], [1, 1]]
 
+    def test_fresh_states_may_be_donated_one_after_the_other(self, way):
+        """Each array of a state is its own, also that of the loss scale the user holds on to."""
+        tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
+        step = jax.jit(functools.partial(way, tx), donate_argnums=(1, 2))
+        for _ in range(2):
+            _, state = step(grads_of(0), tx.init(params_of()), params_of())
+        assert int(state.loss_scale.counter) == 1
+
     @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
     def test_jit_over_a_mesh_keeps_the_sharding(self, way, axis_type):
         """Under explicit sharding the zeros of a skipped step must be sharded like the updates they stand for."""
