@@ -1,0 +1,166 @@
+"""Who is tried with faults: a train state, a jitted step, and what of the state a skipped step may change."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp as deepmind_jmp
+import optax
+from flax import linen as nn
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
+
+import jmp_policy as jmp
+from benchmarks._faults import with_faults
+from benchmarks._loss import cross_entropy
+from benchmarks._ours import LinenState, step_linen
+from benchmarks._peers import FlaxState, init_jmp, step_with_dynamic_scale, step_with_jmp
+
+SCALE, PERIOD = 2.0**10, 50
+TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 2000))
+FEATURES, CLASSES = 6, 4
+
+
+class Net(nn.Module):
+    """Two dense layers with BatchNorm between them; `dtype` is for those who write it by hand."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x if self.dtype is None else x.astype(self.dtype)
+        x = nn.Dense(8, dtype=self.dtype)(x)
+        x = nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)
+        return nn.Dense(CLASSES, dtype=self.dtype)(nn.relu(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A library in use.
+
+    Attributes:
+      name: what to call it.
+      state: the state before the first step, with `params`, `opt_state`, `variables` and `step`.
+      step: `(state, ((x, faults), labels)) -> (state, loss)`.
+      scale_of: `(before, after) -> state`, the one before the step with the loss scale of the one after it.
+    """
+
+    name: str
+    state: Any
+    step: Callable[..., Any]
+    scale_of: Callable[[Any, Any], Any]
+
+
+@functools.cache  # with their compiled steps
+def contestants() -> tuple[Contestant, ...]:
+    """All that are installed; `mixed-precision-for-jax` may not be."""
+    variables = dict(Net().init(jax.random.key(0), jnp.ones((1, FEATURES))))
+    params = variables.pop("params")
+    made = [_ours(params, variables), _jmp(params, variables), _dynamic_scale(params, variables)]
+    try:
+        made.append(_mpx(params, variables))
+    except ImportError:
+        print("mixed-precision-for-jax is not installed: left out")
+    return (*made, _apply_if_finite(params, variables))
+
+
+def _ours(params: Any, variables: Any) -> Contestant:
+    model = jmp.with_policy(Net(), "mixed_float16")
+
+    def apply(collections, x_and_faults, mutable):
+        x, faults = x_and_faults
+        collections = {**collections, "params": with_faults(collections["params"], faults)}
+        return model.apply(collections, x, mutable=mutable)
+
+    tx = jmp.optim.loss_scaled(TX, jmp.DynamicLossScale(SCALE, period=PERIOD))
+    state = LinenState.create(apply_fn=apply, params=params, tx=tx, variables=variables)
+
+    def scale_of(before, after):
+        opt_state = after.opt_state._replace(inner_state=before.opt_state.inner_state)
+        return before.replace(opt_state=opt_state)
+
+    return Contestant("jmp_policy", state, jax.jit(step_linen), scale_of)
+
+
+def _jmp(params: Any, variables: Any) -> Contestant:
+    policy = deepmind_jmp.Policy(jnp.float32, jnp.float16, jnp.float16)
+    step = step_with_jmp(_apply_of(Net()), TX, policy, PERIOD)
+    state = init_jmp(params, variables, TX, scaled=True, scale=SCALE)
+    return Contestant("jmp", state, jax.jit(step), lambda before, after: before._replace(scale=after.scale))
+
+
+def _dynamic_scale(params: Any, variables: Any) -> Contestant:
+    scale = DynamicScale(growth_interval=PERIOD, scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
+    state = FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
+    step = jax.jit(step_with_dynamic_scale(_apply_of(Net(jnp.float16))))
+    scale_of = lambda before, after: before.replace(dynamic_scale=after.dynamic_scale)
+    return Contestant("flax DynamicScale", state, step, scale_of)
+
+
+class _MpxState(NamedTuple):
+    params: Any
+    opt_state: Any
+    variables: Any
+    step: jax.Array
+    scale: Any
+
+
+def _mpx(params: Any, variables: Any) -> Contestant:
+    import mpx
+
+    apply = _apply_of(Net(jnp.float16))
+
+    def train_step(state: _MpxState, batch: Any) -> tuple[_MpxState, jax.Array]:
+        (x, faults), labels = batch
+
+        def loss_fn(params):
+            logits, variables = apply(params, state.variables, (x, faults))
+            return cross_entropy(logits, labels), variables
+
+        value_and_grad = mpx.filter_value_and_grad(loss_fn, state.scale, has_aux=True)
+        (loss, variables), scale, finite, grads = value_and_grad(state.params)
+        params, opt_state = mpx.optimizer_update(state.params, TX, state.opt_state, grads, finite)
+        return _MpxState(params, opt_state, variables, state.step + 1, scale), loss
+
+    scale = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0), period=PERIOD)
+    state = _MpxState(params, TX.init(params), variables, jnp.zeros((), jnp.int32), scale)
+    scale_of = lambda before, after: before._replace(scale=after.scale)
+    return Contestant("mixed-precision-for-jax", state, jax.jit(train_step), scale_of)
+
+
+class _PlainState(train_state.TrainState):
+    variables: Any
+
+
+def _apply_if_finite(params: Any, variables: Any) -> Contestant:
+    """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
+    apply = _apply_of(Net(jnp.float16))
+    tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
+    state = _PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+
+    def train_step(state: _PlainState, batch: Any) -> tuple[_PlainState, jax.Array]:
+        x_and_faults, labels = batch
+
+        def loss_fn(params):
+            logits, variables = apply(params, state.variables, x_and_faults)
+            return cross_entropy(logits, labels), variables
+
+        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, variables=variables), loss
+
+    def scale_of(before, after):
+        return before.replace(opt_state=after.opt_state._replace(inner_state=before.opt_state.inner_state))
+
+    return Contestant("optax.apply_if_finite", state, jax.jit(train_step), scale_of)
+
+
+def _apply_of(model: nn.Module) -> Callable[..., Any]:
+    def apply(params, variables, x_and_faults):
+        x, faults = x_and_faults
+        collections = {"params": with_faults(params, faults), **variables}
+        return model.apply(collections, x, mutable=list(variables))
+
+    return apply
