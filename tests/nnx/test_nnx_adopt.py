@@ -67,6 +67,17 @@ def test_new_child_gets_what_the_map_says_of_its_path():
     assert (model.head.dtype, model.scale.read, model.encoded) == (jnp.float32, "float16", "float16")
 
 
+def test_new_child_gets_what_the_map_says_of_the_types_around_it():
+    class Outer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.net = Net(rngs=rngs)
+
+    model = jmp.with_policy(Outer(rngs=rngs()), jmp.PolicyMap({Net: "mixed_float16"}, BF16_INSIDE))
+    model.net.embed = nnx.Linear(4, 4, rngs=rngs())
+    model.net(X)
+    assert model.net.embed.dtype == jnp.float16
+
+
 def test_new_child_whose_parameters_have_another_dtype_is_an_error():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=rngs())

@@ -138,6 +138,24 @@ def test_rule_that_matches_nothing_is_named_where_the_class_is_called():
     assert record[0].filename == __file__
 
 
+def test_class_that_is_decorated_twice_attaches_once():
+    once = jmp.with_policy(Net, "float32")
+    twice = jmp.with_policy(once, jmp.PolicyMap({"haed": "float32"}, "mixed_bfloat16"))
+    with pytest.warns(UserWarning, match="policy rule 'haed'") as record:
+        twice(rngs=rngs())
+    assert len(record) == 1
+
+
+def test_subclass_of_the_class_of_a_policied_instance_has_no_policy():
+    class Sub(type(jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE))):
+        def __call__(self, x):
+            return super().__call__(x)
+
+    model = Sub(rngs=rngs())
+    model(X)
+    assert (jmp.policy_of(model), model.entered) == (None, "float32")
+
+
 def test_default_policy_is_captured_when_the_class_is_decorated():
     with jmp.use_policy("mixed_bfloat16"):
         policied = jmp.with_policy(Net)

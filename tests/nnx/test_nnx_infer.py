@@ -58,6 +58,32 @@ def test_new_child_takes_the_dtype_of_the_call():
     assert model.entered == "bfloat16"
 
 
+def test_new_child_deep_inside_takes_the_dtype_of_the_call():
+    class Outer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.net = Net(rngs=rngs)
+
+        def __call__(self, x):
+            return self.net(x)
+
+    model = jmp.with_policy(Outer(rngs=rngs()), INFER)
+    model.net.embed = nnx.Linear(4, 4, rngs=rngs())
+    model(X.astype(jnp.bfloat16))
+    assert model.net.probe.saw == "bfloat16"
+
+
+def test_layers_under_a_rule_with_a_dtype_keep_theirs():
+    class Layers(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs)])
+
+        def __call__(self, x):
+            return str(self.layers[0](x).dtype)
+
+    model = jmp.with_policy(Layers(rngs=rngs()), jmp.PolicyMap({"layers": "mixed_float16"}, INFER))
+    assert model(X.astype(jnp.bfloat16)) == "float16"
+
+
 def test_an_error_in_a_call_forgets_the_dtype_too():
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
     with pytest.raises(TypeError, match="contracting dimensions"):
