@@ -12,6 +12,7 @@ from ._adopt import adopt
 from ._attachment import Attachment
 from ._classes import policied_methods
 from ._mismatch import cast_in_place, reject
+from ._roles import Kind, items_of, kind_of
 
 _GIVEN = "__jmp_given__"
 
@@ -53,7 +54,8 @@ def _metaclass(parent: type[type]) -> type[type]:
 
 def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: Any) -> Any:
     """Attaches the policy to a new module, in place, for it is nobody else's; what came as an argument is copied."""
-    passed_in = {id(node) for _, node in nnx.iter_graph(arguments, graph=True)}
+    passed_in: set[int] = set()
+    _collect_ids(arguments, passed_in)
 
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:
         (reject if id(param) in passed_in else cast_in_place)(path, param, policy)
@@ -64,3 +66,11 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
         for message in given.explain_unused(attachment.types):
             warnings.warn(message, stacklevel=3)  # where the class is called
     return module
+
+
+def _collect_ids(value: Any, ids: set[int]) -> None:
+    """Collects the ids of the modules, Params and containers in a value."""
+    if id(value) not in ids and kind_of(type(value)) is not Kind.OTHER:
+        ids.add(id(value))
+        for _, item in items_of(value):
+            _collect_ids(item, ids)

@@ -131,6 +131,15 @@ def test_modules_passed_to_the_constructor_are_copied_and_share_their_variables(
         jmp.with_policy(Head, "bfloat16")(body)
 
 
+def test_constructors_take_arguments_of_any_kind():
+    class Options(nnx.Module):
+        def __init__(self, *options, **more):
+            self.linear = nnx.Linear(4, 4, rngs=rngs())
+
+    options = ({1: 2, "a": [None, len]}, np.ones(2), jnp.float32, object())
+    assert jmp.with_policy(Options, BF16_INSIDE)(*options, more=options).linear.dtype == jnp.bfloat16
+
+
 def test_rule_that_matches_nothing_is_named_where_the_class_is_called():
     policied = jmp.with_policy(Net, jmp.PolicyMap({"haed": "float32"}, "mixed_bfloat16"))
     with pytest.warns(UserWarning, match="policy rule 'haed' matches no module; the closest path is 'head'") as record:
