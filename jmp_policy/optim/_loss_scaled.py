@@ -87,7 +87,7 @@ def skip_nonfinite(
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
     if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
     return optax.with_extra_args_support(tx)
 
 
