@@ -28,7 +28,7 @@ class JmpState(NamedTuple):
 
 def init_jmp(params: Any, variables: Any, tx: optax.GradientTransformation, scaled: bool, scale: float) -> JmpState:
     """The state before the first step."""
-    arrays = (jnp.full((), scale), jnp.zeros((), jnp.int32)) if scaled else ()
+    arrays = (jnp.full((), scale, jnp.float32), jnp.zeros((), jnp.int32)) if scaled else ()
     return JmpState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), arrays)
 
 
