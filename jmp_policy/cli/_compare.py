@@ -43,25 +43,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(rows: Sequence["VariantResult"]) -> "Table":
+    from rich import box
     from rich.table import Table
 
-    table = Table("policy", title="Losses in bits per byte; gradients, parameters and activations of one step")
-    columns = ("final loss", "to float32", "zeroed gradients", "skipped", "parameters", "activations", "step")
-    for column in columns:
-        table.add_column(column, justify="right")
+    title = "Losses in bits per byte, memory in MiB, time in ms"
+    table = Table("policy", title=title, box=box.SIMPLE_HEAD, show_edge=False)  # fits 80 columns
+    for column in ("final\nloss", "vs\nfloat32", "zeroed\ngrads", "skipped\nsteps", "params", "activa-\ntions", "step"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.name,
+            row.name.replace(", ", "\n"),
             _number(row.final_loss, ".3f"),
             _number(row.difference, "+.4f"),
             f"{row.zeroed_gradient_share:.2%}",
             str(row.skipped_steps),
-            f"{row.parameter_bytes / 2**20:.2f} MiB",
-            f"{row.activation_bytes / 2**20:.2f} MiB",
-            f"{row.step_seconds * 1e3:.1f} ms",
+            f"{row.parameter_bytes / 2**20:.2f}",
+            f"{row.activation_bytes / 2**20:.2f}",
+            f"{row.step_seconds * 1e3:.1f}",
         )
     return table
 
 
 def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "not finite"
+    return format(value, form) if math.isfinite(value) else "nan"

@@ -22,7 +22,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=KEEP)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        handler = ocp.StandardCheckpointHandler()  # named here, so that `item_metadata` knows how to read
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
 
     @property
     def latest_step(self) -> int | None:
@@ -44,12 +45,27 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint cannot be read, or holds something else.
         """
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _flatten(like))
+        expected = _flatten(like)
         try:
+            self._check_same(step, expected)
+            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, expected)
             arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
         except (ValueError, KeyError, OSError) as error:
-            raise UserError(f"cannot restore step {step} of {self._manager.directory}: {_first_line(error)}") from error
-        return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in _flatten(like)])
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"cannot restore step {step} of {self._manager.directory}: {reason}") from error
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in expected])
+
+    def _check_same(self, step: int, expected: dict[str, Any]) -> None:
+        """Raises a ValueError where arrays differ; Orbax's own check leaves half-started reads behind."""
+        metadata = self._manager.item_metadata(step)
+        if metadata is None:
+            raise ValueError("it is damaged")
+        saved = {path: (leaf.shape, leaf.dtype) for path, leaf in dict(metadata).items()}
+        needed = {path: (leaf.shape, leaf.dtype) for path, leaf in expected.items()}
+        for path in sorted(saved.keys() | needed.keys()):
+            if saved.get(path) != needed.get(path):
+                there, here = _spell(saved.get(path)), _spell(needed.get(path))
+                raise ValueError(f"it is of another model: {path} is {there} there, {here} here")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -65,5 +81,5 @@ def _flatten(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _spell(array: tuple[Any, Any] | None) -> str:
+    return "missing" if array is None else f"{array[1]}{list(array[0])}"

@@ -73,12 +73,9 @@ def _save(figure: Figure, axes: Axes, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _smooth(values: Sequence[float], horizon: int = 20) -> np.ndarray:
-    """The mean over up to `horizon` steps before each."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - horizon, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+def _smooth(values: Sequence[float], horizon: int = 20) -> list[float]:
+    """The mean over the last `horizon` steps; not by running sums, in which one nan would stay for ever."""
+    return [float(np.mean(values[max(0, end - horizon) : end])) for end in range(1, len(values) + 1)]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """What a training run asks of a model, whichever Flax API it is written in."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class Trainer(Protocol):
         ...
 
     def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
-        """The loss of given parameters: a pure function to differentiate, jit and look into."""
+        """The loss of given parameters: a pure and compiled function, to differentiate and look into."""
         ...
 
 
@@ -85,14 +86,19 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraAr
     The learning rate rises over the warm-up and falls with the square root of the step from there. It does not look
     at the number of steps to come, so that a run can be continued for longer than was planned.
     """
+    return _make_optimizer(config.policy, config.loss_scale, config.learning_rate)
 
+
+@functools.cache  # a compiled step belongs to its optimizer: a second run in one process compiles nothing again
+def _make_optimizer(
+    policy: jmp.Policy, loss_scale: jmp.LossScale | None, learning_rate: float
+) -> optax.GradientTransformationExtraArgs:
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
         progress = (jnp.asarray(step, jnp.float32) + 1) / WARMUP_STEPS
-        return config.learning_rate * jnp.minimum(progress, progress**-0.5)
+        return learning_rate * jnp.minimum(progress, progress**-0.5)
 
     adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.01))
-    loss_scale = config.policy.loss_scale() if config.loss_scale is None else config.loss_scale
-    return jmp.optim.loss_scaled(adamw, loss_scale)
+    return jmp.optim.loss_scaled(adamw, policy.loss_scale() if loss_scale is None else loss_scale)
 
 
 def split_windows(windows: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:

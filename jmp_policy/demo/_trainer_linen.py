@@ -43,6 +43,7 @@ class LinenTrainer:
         return self.state.opt_state
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _loss_fn(params: Any, apply_fn: Any, windows: jax.typing.ArrayLike) -> jax.Array:
     inputs, targets = split_windows(windows)
     return cross_entropy(apply_fn({"params": params}, inputs), targets)

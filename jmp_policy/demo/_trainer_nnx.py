@@ -1,5 +1,6 @@
 """Training the nnx GPT: what a user of `flax.nnx` writes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ class NnxTrainer:
 
     def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
-        return _loss_fn(nnx.merge(nnx.graphdef(self.model), params), windows)
+        return _pure_loss_fn(nnx.graphdef(self.model), params, windows)
 
     @property
     def params(self) -> Any:
@@ -52,6 +53,11 @@ class NnxTrainer:
 def _loss_fn(model: GPT, windows: jax.typing.ArrayLike) -> jax.Array:
     inputs, targets = split_windows(windows)
     return cross_entropy(model(inputs), targets)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+    return _loss_fn(nnx.merge(graphdef, params), windows)
 
 
 @nnx.jit

@@ -37,7 +37,6 @@ class TrainingRun:
         self.trainer = make_trainer(
             config.api, TrainerConfig(config.policy, config.model, config.seed, config.learning_rate)
         )
-        self._loss_fn = jax.jit(self.trainer.loss_fn)
         self._sizes = {"batch_size": config.batch_size, "context": config.model.context}
         self._windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
         self.baselines = {
@@ -95,6 +94,6 @@ class TrainingRun:
 
     def _evaluate(self, step: int, display: TrainDisplay) -> None:
         jmp.optim.check(self.trainer.opt_state)
-        loss = mean_bits_per_byte(self._loss_fn, self.trainer.params, self._windows)
+        loss = mean_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._windows)
         self.folder.metrics.append({"step": step, "validation_loss": loss})
         display.note(f"step {step}: validation loss {loss:.3f} bits per byte")

@@ -1,0 +1,19 @@
+"""Fixtures of the demo's tests."""
+
+import jax
+import pytest
+import tiny
+
+
+@pytest.fixture
+def standard_promotion():
+    """JAX's own promotion, for what is not ours: Flax's norms and optax's Adam rely on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a text to train on."""
+    tiny.write_text(tmp_path / "text.txt")
+    return tmp_path

@@ -1,0 +1,40 @@
+"""Metrics as JSON lines."""
+
+import json
+import math
+
+from jmp_policy.demo._metrics_log import MetricsLog
+
+
+def test_records_come_back_and_numbers_that_json_lacks_are_null(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1, "loss": 2.5})
+    log.append({"step": 2, "loss": math.nan})
+    assert log.read() == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+    steps, losses = log.curve("loss")
+    assert steps == [1, 2]
+    assert losses[0] == 2.5
+    assert math.isnan(losses[1])
+
+
+def test_there_are_no_records_before_the_first(tmp_path):
+    assert MetricsLog(tmp_path / "metrics.jsonl").read() == []
+
+
+def test_a_line_broken_by_a_kill_is_dropped(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    with log.path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert log.read() == [{"step": 1}]
+    log.truncate(1)
+    log.append({"step": 2})
+    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]
+
+
+def test_truncating_drops_later_steps_only(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.append({"step": step})
+    log.truncate(3)
+    assert [record["step"] for record in log.read()] == [1, 2, 3]

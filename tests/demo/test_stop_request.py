@@ -1,0 +1,38 @@
+"""Ctrl-C stops between two steps; a second one at once."""
+
+import signal
+import threading
+
+import pytest
+
+from jmp_policy.demo._stop_request import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request(number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert stop.requested
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_ctrl_c_interrupts():
+    with StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_other_threads_do_without_signals():
+    seen = []
+
+    def run():
+        with StopRequest() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]

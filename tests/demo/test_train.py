@@ -1,0 +1,216 @@
+"""Training runs: begun, stopped, resumed, and refused."""
+
+import dataclasses
+import json
+import math
+import shutil
+import signal
+
+import pytest
+import tiny
+
+from jmp_policy import StaticLossScale
+from jmp_policy.demo import (
+    Diagnosis,
+    GPTConfig,
+    Recommendation,
+    UserError,
+    _train as train_module,
+    _training_run,
+    train,
+)
+from jmp_policy.demo._run_folder import RunConfig, RunFolder
+from jmp_policy.demo._trainer import TrainerConfig
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def run(folder, **wishes):
+    console = tiny.silent_console()
+    return train(tiny.options(folder, **wishes), console), tiny.text_of(console)
+
+
+def records(path) -> list[dict]:
+    """The metrics of a run, without the times."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Presses Ctrl-C in the middle of a step."""
+
+    def press(step: int) -> None:
+        sample = _training_run.sample_batch
+
+        def sample_and_press(*args, **kwargs):
+            if kwargs["step"] == step - 1:
+                signal.raise_signal(signal.SIGINT)
+            return sample(*args, **kwargs)
+
+        monkeypatch.setattr(_training_run, "sample_batch", sample_and_press)
+
+    return press
+
+
+def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
+    result, text = run(folder)
+    assert result.finished
+    assert result.step == 6
+    assert result.bigram < result.unigram < 8
+    assert 0 < result.validation < 9
+    *steps, last = records(folder / "run")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[0].keys() == {"step", "loss", "loss_scale", "skipped_steps"}
+    assert last == {"step": 6, "validation_loss": result.validation}
+    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["6"]
+    assert "step 6: validation loss" in text
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monkeypatch, api):
+    wishes = {"api": api, "policy": "mixed_float16"}
+    straight, _ = run(folder, out=folder / "straight", **wishes)
+    stop_after(4)
+    stopped, _ = run(folder, **wishes)
+    assert (stopped.finished, stopped.step) == (False, 4)
+    assert math.isnan(stopped.validation)
+    monkeypatch.undo()
+    # As if the run had got further than its checkpoint, and been killed in the middle of a line.
+    with (folder / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
+    resumed, _ = run(folder, resume=True, policy=None, steps=None, data=())
+    assert resumed.validation == straight.validation
+    assert records(folder / "run") == records(folder / "straight")
+
+
+def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
+    run(folder, steps=3, out=folder / "longer")
+    longer, _ = run(folder, steps=6, out=folder / "longer", resume=True)
+    straight, _ = run(folder, steps=6)
+    assert longer.validation == straight.validation
+    again, _ = run(folder, steps=None, out=folder / "longer", resume=True)
+    assert dataclasses.replace(again, folder=straight.folder) == straight
+    with pytest.raises(UserError, match="is at step 6 already, past --steps 2: give it more"):
+        run(folder, steps=2, out=folder / "longer", resume=True)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
+    straight, _ = run(folder)
+    shutil.rmtree(folder / "run" / "checkpoints")
+    resumed, _ = run(folder, resume=True)
+    assert resumed == straight
+
+
+def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
+    run(folder, steps=1)
+    before = contents(folder / "run")
+    (folder / "other.txt").write_text("other text " * 100)
+    for wishes, message in [
+        ({"policy": "mixed_float16"}, "run was trained with policy float32, not mixed_float16: resume it"),
+        ({"api": "linen"}, "run was trained with api nnx, not linen"),
+        ({"seed": 1}, "run was trained with seed 0, not 1"),
+        ({"data": (str(folder / "other.txt"),)}, r"was trained on other bytes than those of .*other\.txt"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(folder, resume=True, steps=2, **wishes)
+    other_model = dataclasses.replace(tiny.options(folder, resume=True), model=GPTConfig(width=32))
+    with pytest.raises(UserError, match=r"was trained with model GPTConfig\(width=16, .*\), not GPTConfig\(width=32, "):
+        train(other_model, tiny.silent_console())
+    assert contents(folder / "run") == before
+
+
+def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder):
+    run(folder, steps=1)
+    run(folder, steps=1, api="linen", out=folder / "linen")
+    shutil.rmtree(folder / "run" / "checkpoints")
+    shutil.copytree(folder / "linen" / "checkpoints", folder / "run" / "checkpoints")
+    before = contents(folder / "run")
+    with pytest.raises(UserError, match=r"cannot restore step 1 of .*checkpoints"):
+        run(folder, resume=True, steps=2)
+    assert contents(folder / "run") == before
+
+
+def test_an_occupied_folder_is_refused_and_left_as_it_is(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(UserError, match="run is not empty: continue a run with --resume, or choose another --out"):
+        run(folder)
+    assert contents(folder / "run") == {"thesis.txt": b"ten years of work"}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"policy": "float61"}, "--policy: Unknown dtype .*'float61'"),
+        ({"data": ("no/such/file",)}, "--data no/such/file does not exist"),
+        ({"resume": True}, "no run to resume in .*run: leave --resume out to begin one"),
+    ],
+)
+def test_bad_wishes_are_refused_before_anything_is_written(folder, wishes, message):
+    with pytest.raises(UserError, match=message):
+        run(folder, **wishes)
+    assert not (folder / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(folder):
+    with pytest.raises(UserError, match=r"cannot write to .*text\.txt/run: not a directory"):
+        run(folder, out=folder / "text.txt" / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(UserError, match=r"cannot write to .*run: permission denied"):
+        run(folder)
+
+
+def test_a_broken_configuration_is_an_error(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json is not the configuration of a run"):
+        run(folder, resume=True)
+
+
+def test_a_configuration_survives_json(tmp_path):
+    policy = train_module._parse_policy("params=float32,compute=float16,output=float32")
+    config = RunConfig("nnx", policy, 3, ("a", "b"), "00ff", GPTConfig(width=8), 4, 1e-3, 10)
+    RunFolder(tmp_path).write_config(config)
+    assert RunFolder(tmp_path).read_config() == config
+
+
+def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="no run to resume in runs/: name its folder with --out"):
+        run(folder, out=None, resume=True)
+    first, _ = run(folder, out=None, steps=1)
+    second, _ = run(folder, out=None, steps=1, seed=1)
+    assert [str(result.folder) for result in (first, second)] == ["runs/001", "runs/002"]
+    resumed, _ = run(folder, out=None, steps=2, resume=True)
+    assert (str(resumed.folder), resumed.step) == ("runs/002", 2)
+
+
+def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
+    recommendation = Recommendation("mixed_bfloat16", "it was made up")
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: Diagnosis("", [], {}, recommendation))
+    _, text = run(folder, policy=None, steps=1)
+    assert "The doctor recommends mixed_bfloat16: it was made up." in text
+    assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"
+
+
+def test_a_run_that_only_overflows_says_that_it_is_stuck(folder, monkeypatch):
+    monkeypatch.setattr(_training_run, "TrainerConfig", overflowing_config)
+    with pytest.raises(FloatingPointError, match="Training is stuck: the last 12 steps were skipped"):
+        run(folder, steps=12)
+
+
+def overflowing_config(*args):
+    return dataclasses.replace(TrainerConfig(*args), loss_scale=StaticLossScale(2.0**127))
+
+
+def contents(folder) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
