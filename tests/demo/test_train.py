@@ -37,6 +37,12 @@ def records(path) -> list[dict]:
 
 
 @pytest.fixture
+def table(monkeypatch):
+    """Trains a table instead of a GPT: nothing to compile."""
+    monkeypatch.setattr(_training_run, "make_trainer", lambda api, config: tiny.TableTrainer(config))
+
+
+@pytest.fixture
 def stop_after(monkeypatch):
     """Presses Ctrl-C in the middle of a step."""
 
@@ -53,6 +59,7 @@ def stop_after(monkeypatch):
     return press
 
 
+@pytest.mark.usefixtures("table")
 def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     result, text = run(folder)
     assert result.finished
@@ -85,6 +92,7 @@ def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monke
     assert records(folder / "run") == records(folder / "straight")
 
 
+@pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
     run(folder, steps=3, out=folder / "longer")
     longer, _ = run(folder, steps=6, out=folder / "longer", resume=True)
@@ -96,6 +104,7 @@ def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder
         run(folder, steps=2, out=folder / "longer", resume=True)
 
 
+@pytest.mark.usefixtures("table")
 def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
     straight, _ = run(folder)
     shutil.rmtree(folder / "run" / "checkpoints")
@@ -103,6 +112,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
     assert resumed == straight
 
 
+@pytest.mark.usefixtures("table")
 def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
     run(folder, steps=1)
     before = contents(folder / "run")
@@ -121,11 +131,10 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
     assert contents(folder / "run") == before
 
 
-def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder):
+def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder, monkeypatch):
+    monkeypatch.setattr(_training_run, "make_trainer", lambda api, config: tiny.TableTrainer(config))
     run(folder, steps=1)
-    run(folder, steps=1, api="linen", out=folder / "linen")
-    shutil.rmtree(folder / "run" / "checkpoints")
-    shutil.copytree(folder / "linen" / "checkpoints", folder / "run" / "checkpoints")
+    monkeypatch.undo()  # now it is a GPT
     before = contents(folder / "run")
     with pytest.raises(UserError, match=r"cannot restore step 1 of .*checkpoints"):
         run(folder, resume=True, steps=2)
@@ -182,6 +191,7 @@ def test_a_configuration_survives_json(tmp_path):
     assert RunFolder(tmp_path).read_config() == config
 
 
+@pytest.mark.usefixtures("table")
 def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match="no run to resume in runs/: name its folder with --out"):
@@ -193,6 +203,7 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
     assert (str(resumed.folder), resumed.step) == ("runs/002", 2)
 
 
+@pytest.mark.usefixtures("table")
 def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     recommendation = Recommendation("mixed_bfloat16", "it was made up")
     monkeypatch.setattr(train_module, "diagnose", lambda **_: Diagnosis("", [], {}, recommendation))

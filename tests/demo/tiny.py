@@ -4,9 +4,13 @@ import io
 import random
 from pathlib import Path
 
+import jax
+import optax
 from rich.console import Console
 
+import jmp_policy as jmp
 from jmp_policy.demo import GPTConfig, TrainOptions
+from jmp_policy.demo._trainer import TrainerConfig, cross_entropy, split_windows
 
 MODEL = GPTConfig(width=16, depth=1, heads=2, context=16)
 
@@ -31,3 +35,48 @@ def silent_console() -> Console:
 def text_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+class TableTrainer:
+    """A `Trainer` of a table of bigram logits: for what does not depend on the model, and compiled only once."""
+
+    def __init__(self, config: TrainerConfig):
+        table = jax.random.normal(jax.random.key(config.seed), (256, 256))
+        scale = jmp.NoOpLossScale() if config.loss_scale is None else config.loss_scale
+        self.state = {"params": table, "opt_state": _optimizer(scale).init(table)}
+
+    @property
+    def params(self) -> jax.Array:
+        return self.state["params"]
+
+    @property
+    def opt_state(self):
+        return self.state["opt_state"]
+
+    def step(self, windows) -> jax.Array:
+        loss, self.state = _step(self.state, windows)
+        return loss
+
+    def loss_fn(self, params, windows) -> jax.Array:
+        return _loss_fn(params, windows)
+
+
+def _optimizer(scale: jmp.LossScale) -> optax.GradientTransformationExtraArgs:
+    return jmp.optim.loss_scaled(_INNER, scale)
+
+
+_INNER = optax.sgd(0.1, momentum=0.9)
+
+
+@jax.jit
+def _loss_fn(table, windows) -> jax.Array:
+    inputs, targets = split_windows(windows)
+    return cross_entropy(table[inputs], targets)
+
+
+@jax.jit
+def _step(state, windows):
+    scale = jmp.get_loss_scale(state["opt_state"])
+    loss, grads = jmp.value_and_grad(_loss_fn, loss_scale=scale)(state["params"], windows)
+    params, opt_state = jmp.optim.step(_optimizer(scale), grads, state["opt_state"], state["params"])
+    return loss, {"params": params, "opt_state": opt_state}

@@ -1,0 +1,117 @@
+"""The command line: exit statuses, one line for each error, and what the commands print."""
+
+import builtins
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+import jmp_policy.demo as demo
+from jmp_policy.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--data", "no/such"], "jmp-policy: error: --data no/such does not exist: give text files"),
+        (["train", "--policy", "float61", "--out", "x"], "jmp-policy: error: --policy: Unknown dtype"),
+        (["train", "--resume", "--out", "none"], "jmp-policy: error: no run to resume in none"),
+        (["train", "--steps", "0"], "jmp-policy train: error: argument --steps: expected an integer from 1 to"),
+        (["train", "--seed", "-1"], "jmp-policy train: error: argument --seed: expected an integer from 0 to"),
+        (["train", "--api", "torch"], "jmp-policy train: error: argument --api: invalid choice: 'torch'"),
+        (["compare", "--data", "no/such"], "jmp-policy: error: --data no/such does not exist"),
+        (["fly"], "jmp-policy: error: argument COMMAND: invalid choice: 'fly'"),
+        ([], "jmp-policy: error: the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(capsys, monkeypatch):
+    import_module = builtins.__import__
+
+    def without_orbax(name, *args, **kwargs):
+        if name.startswith("orbax"):
+            raise ModuleNotFoundError("No module named 'orbax'", name="orbax")
+        return import_module(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if name.startswith("jmp_policy.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without_orbax)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "jmp-policy: error: orbax is not installed: pip install 'jmp-policy[demo]'\n"
+
+
+def test_help_is_status_0(capsys):
+    assert main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Stands in for training: sets its result, or its error."""
+
+    def set_result(result):
+        def train(options, console):
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        monkeypatch.setattr(demo, "train", train)
+
+    return set_result
+
+
+def test_a_finished_run_is_shown_beside_its_baselines(trained, capsys):
+    trained(demo.TrainResult(Path("out"), 10, True, 2.5, 4.8, 3.5))
+    assert main(["train"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("2.500", "4.800", "3.500", "The model beats the bigram baseline."):
+        assert text in shown
+
+
+def test_a_worse_model_is_not_praised(trained, capsys):
+    trained(demo.TrainResult(Path("out"), 10, True, 3.6, 4.8, 3.5))
+    assert main(["train"]) == 0
+    assert "The model does not beat the bigram baseline." in capsys.readouterr().out
+
+
+def test_a_stopped_run_says_how_to_continue(trained, capsys):
+    trained(demo.TrainResult(Path("out"), 7, False, math.nan, 4.8, 3.5))
+    assert main(["train"]) == 130
+    assert "saved at step 7; continue with: jmp-policy train --resume --out out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "status"), [(FloatingPointError("stuck"), 1), (KeyboardInterrupt(), 130)])
+def test_stuck_and_interrupted_runs_end_in_one_line(trained, capsys, error, status):
+    trained(error)
+    assert main(["train"]) == status
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_comparison_is_shown_as_a_table(monkeypatch, capsys):
+    row = demo.VariantResult("mixed_float16, no scaling", 2.5, math.nan, 0.125, 3, 1.0, 2**20, 2**21, 0.01)
+    monkeypatch.setattr(demo, "compare", lambda options, console: (Path("out"), [row]))
+    assert main(["compare"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("2.500", "nan", "12.50%", "1.00", "2.00", "10.0", "out/ holds table.json, loss.png"):
+        assert text in shown
+
+
+def test_doctor_shows_rates_and_a_recommendation(monkeypatch, capsys):
+    from jmp_policy.demo._device_rates import MATMULS
+
+    rates = [demo.MatmulRate(kind, 0.15, 1.0) for kind in MATMULS[:-1]] + [demo.MatmulRate(MATMULS[-1], None, 0.0)]
+    advice = demo.Recommendation("float32", "half precision is slower here")
+    monkeypatch.setattr(demo, "diagnose", lambda: demo.Diagnosis("cpu", rates, {"float32": 1.0}, advice))
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("Device: cpu", "bfloat16", "not supported", "Recommended policy: float32", "Why: half precision is"):
+        assert text in shown
