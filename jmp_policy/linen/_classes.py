@@ -4,15 +4,17 @@ The policy lives in the class, because Flax clones modules field by field and wo
 subclass has the name of its base, so that the names of parameters are the same with and without a policy.
 """
 
+import contextlib
 import copyreg
 import dataclasses
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
@@ -44,8 +46,7 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) 
     }
     cls = type(base)(base.__name__, (base,), namespace)
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
-    for name, method in _public_methods(base):
-        setattr(cls, name, at_boundary(method))
+    _police_methods(cls, dir(base))
     for name in ("apply", "init_with_output"):
         setattr(cls, name, _with_policied_method(getattr(base, name)))
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
@@ -73,12 +74,30 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
     return policied
 
 
+def inside_frame(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`setup`, or a private method, that runs inside its module's frame whoever calls it, and casts nothing."""
+    if hasattr(method, "_jmp_boundary"):
+        return method
+
+    @functools.wraps(method)
+    def policied(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        around: Frame | None = CURRENT.value
+        if self.scope is None or (around is not None and around.belongs_to(self)):
+            return method(self, *args, **kwargs)
+        policy = _root_policy(self)
+        if policy.compute_dtype is None and around is not None:
+            policy = policy.replace(compute_dtype=around.inferred)
+        with _frame(self, policy.resolve(args, kwargs).compute_dtype):
+            return method(self, *args, **kwargs)
+
+    policied._jmp_boundary = True  # type: ignore[attr-defined]
+    return policied
+
+
 def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    given: Policy | PolicyMap = getattr(module, POLICY)
-    root = given[""] if isinstance(given, PolicyMap) else given
-    policy, args, kwargs = cast_arguments(root, method, getattr(module, _KEEP), (module, *args), kwargs)
-    frame = frame_of(type(module), module.path, given, policy.compute_dtype)
-    with CURRENT(frame), nn.intercept_methods(interceptor(frame)), matmul_precision(policy):
+    keep = getattr(module, _KEEP)
+    policy, args, kwargs = cast_arguments(_root_policy(module), method, keep, (module, *args), kwargs)
+    with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy):
         out = method(*args, **kwargs)
     if method.__name__ == "__call__":  # other methods may leave out modules that a rule is for
         for message in frame.warnings():
@@ -86,23 +105,43 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
     return cast_result(policy, out)
 
 
+@contextlib.contextmanager
+def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
+    frame = frame_of(type(module), module.path, getattr(module, POLICY), compute_dtype)
+    with CURRENT(frame), nn.intercept_methods(interceptor(frame)):
+        yield frame
+
+
+def _root_policy(module: nn.Module) -> Policy:
+    given = getattr(module, POLICY)
+    return given[""] if isinstance(given, PolicyMap) else given
+
+
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
     """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
     base = next(base for base in cls.__mro__[1:] if _BASE in vars(base))
     super(base, cls).__init_subclass__(**kwargs)
-    for name, method in _public_methods(cls):
-        if name in vars(cls):
-            setattr(cls, name, at_boundary(method))
+    _police_methods(cls, vars(cls))
 
 
-def _public_methods(cls: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods that are called from outside: what the author wrote, but for setup, `_private` and `nn.nowrap`."""
+def _police_methods(cls: Any, names: Iterable[str]) -> None:
+    """Makes public methods boundaries, and has the others run inside the frame as well."""
+    for name, method in _methods(cls, tuple(names)):
+        setattr(cls, name, at_boundary(method) if _is_public(name) else inside_frame(method))
+
+
+def _methods(cls: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What its author wrote: no methods of Flax's module, no fields that hold functions, nothing under `nn.nowrap`."""
     fields = {field.name for field in dataclasses.fields(cls)}
-    for name in dir(cls):
-        inherited = hasattr(nn.Module, name) or name in fields or name.startswith("_")
+    for name in names:
+        of_module = (hasattr(nn.Module, name) or name.startswith("__")) and name not in ("__call__", "setup")
         method = inspect.getattr_static(cls, name)
-        if (name == "__call__" or not inherited) and inspect.isfunction(method) and not hasattr(method, "nowrap"):
+        if not of_module and name not in fields and inspect.isfunction(method) and not hasattr(method, "nowrap"):
             yield name, method
+
+
+def _is_public(name: str) -> bool:
+    return name == "__call__" or (name != "setup" and not name.startswith("_"))
 
 
 def _with_policied_method(entry: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +165,8 @@ def _policied_method(cls: Any, method: Any) -> Any:
 
 def _check_keep(base: Any, keep: frozenset[str]) -> None:
     if keep:
-        known = [set(inspect.signature(method).parameters) for _, method in _public_methods(base)]
+        public = [method for name, method in _methods(base, dir(base)) if _is_public(name)]
+        known = [set(inspect.signature(method).parameters) for method in public]
         check_keep(base.__call__, [name for name in keep if not any(name in names for names in known)])
 
 

@@ -40,6 +40,13 @@ def takes_dtype(module: nn.Module) -> bool:
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
 
 
+def written_dtype(module: nn.Module) -> Any:
+    """The dtype that the author of a module wrote, or `None`."""
+    if not has_dtype_field(type(module)) or takes_dtype(module) or isinstance(module, _PARAMETER_WRAPPERS):
+        return None
+    return module.dtype  # type: ignore[attr-defined]
+
+
 def filled_in(dtype: np.dtype | None) -> Any:
     """What to write into the `dtype` field of a module, which may hand it on to the modules inside."""
     return None if dtype is None else _marked(dtype, None)

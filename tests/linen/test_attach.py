@@ -55,6 +55,16 @@ class Net(nn.Module):
         return self.head(self.encode(x))
 
 
+class Chain(nn.Module):
+    """Methods that call each other, and tell the dtypes they see."""
+
+    def encode(self, x):
+        return x
+
+    def __call__(self, x):
+        return x.dtype, self.encode(x).dtype
+
+
 def traced_dtypes(model, *inputs, method=None):
     """The dtypes that modules sowed, and those of every module's output, by path."""
     variables = model.init(KEY, *inputs)
@@ -172,6 +182,25 @@ def test_default_dtype_of_a_field_is_not_taken_for_the_authors():
     assert traced_dtypes(explicit, X)["dense"] == jnp.float16
 
 
+def test_fields_are_as_written_when_the_call_is_over():
+    bound = instance().bind(instance().init(KEY, X))
+    bound(X)
+    assert bound.head.dtype is bound.encoder.dtype is None
+    assert bound.head.param_dtype is jnp.float32
+    assert "param" not in vars(bound.scale)
+
+
+def test_rule_does_not_narrow_the_inputs_of_a_layer_whose_dtype_its_author_wrote():
+    class Exact(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2, dtype=jnp.float32, name="exact")(x.astype(jnp.float32) / 3)
+
+    model = jmp.with_policy(Exact(), jmp.PolicyMap({"exact": "p=f32,c=bf16,o=f32"}, "float32"))
+    variables = model.init(KEY, X)
+    np.testing.assert_array_equal(model.apply(variables, X), Exact().apply(variables, X))
+
+
 class TestMap:
     def test_rules_by_path_pattern_and_type_hold_inside_what_they_cover(self):
         rules = jmp.PolicyMap({"encoder": "float16", r".*caler?": "float32", nn.Dense: "float32"}, "mixed_bfloat16")
@@ -238,9 +267,19 @@ class TestMethods:
         np.testing.assert_array_equal(out, out.astype(jnp.bfloat16).astype(jnp.float32))
 
     def test_methods_that_call_each_other_cast_once(self):
-        model = jmp.with_policy(Net(), "p=f32,c=bf16,o=f16")
-        captured = traced_dtypes(model, X)
-        assert captured["encoder"] == captured["scale"] == captured["head"] == BF16
+        model = jmp.with_policy(Chain(), "p=f32,c=bf16,o=f16")
+        assert model.apply({}, X) == (BF16, BF16)
+        assert model.apply({}, X, method="encode").dtype == jnp.float16
+
+    def test_methods_of_a_matched_module_that_call_each_other_cast_once(self):
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                chain = Chain(name="chain")
+                return chain(x), chain.encode(x).dtype
+
+        model = jmp.with_policy(Outer(), jmp.PolicyMap({"chain": "p=f32,c=bf16,o=f16"}, "float32"))
+        assert model.apply({}, X) == ((BF16, BF16), jnp.float16)
 
     def test_bound_module_runs_with_the_policy(self):
         model = instance()
@@ -264,6 +303,48 @@ class TestMethods:
                 return self._hidden(x) * self.width()
 
         assert traced_dtypes(jmp.with_policy(Helpers(), MIXED), X)["dense"] == BF16
+
+
+    def test_method_that_a_subclass_adds_to_a_decorated_class_is_a_boundary(self):
+        class Sub(jmp.with_policy(Net, MIXED)):
+            def score(self, x):
+                return self.encode(x) + x
+
+        model = Sub()
+        out = model.apply(model.init(KEY, X), X, method="score")
+        assert out.dtype == F32
+        np.testing.assert_array_equal(out, out.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+class Table(nn.Module):
+    """Its parameter is made in setup, and read by the module around it."""
+
+    def setup(self):
+        self.weights = self.param("weights", nn.initializers.normal(), (4,))
+
+    def _product(self, x):
+        return x * self.weights
+
+    def __call__(self, x):
+        return self._product(x)
+
+
+class TestOwnPolicyOfASubmodule:
+    """A policied module inside another: whatever is asked of it, it answers under its own policy."""
+
+    @pytest.mark.parametrize("ask", [lambda t, x: t.weights, lambda t, x: t._product(x), lambda t, x: t(x)])
+    def test_holds_for_setup_and_private_methods_too(self, ask):
+        class Reader(nn.Module):
+            def setup(self):
+                self.table = jmp.with_policy(Table(), "p=bf16,c=f16,o=f16")
+
+            def __call__(self, x):
+                return ask(self.table, x.astype(jnp.float16)).dtype
+
+        for model in (Reader(), jmp.with_policy(Reader(), "float32")):
+            dtype, variables = model.init_with_output(KEY, X)
+            assert variables["params"]["table"]["weights"].dtype == BF16
+            assert dtype == jnp.float16
 
 
 class TestKeep:

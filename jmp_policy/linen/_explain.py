@@ -1,0 +1,101 @@
+"""`jmp_policy.explain` for linen modules."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import DenyList
+
+from .._policy_map import Match, PolicyMap
+from ..explanation import Explanation
+from ..explanation._build import explanation
+from ..explanation._module import ModuleInfo, module_info
+from ..explanation._observation import observe, observe_call, shapes
+from ..explanation._operations import operations
+from ._classes import unpolicied_class
+from ._fields import written_dtype
+from ._frame import CURRENT, Frame
+
+
+def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
+    """Explains a linen module; its variables are made abstractly, by its `init`.
+
+    Args:
+      model: an unbound module.
+      inputs: positional arguments of the method.
+      method: what to call, as in `Module.apply`.
+      rngs: a key or keys by name, as in `Module.init`; without them one key stands for all.
+      kwargs: keyword arguments of the method.
+    """
+    met = _Met()
+
+    def init(rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        return model.init(_named(rngs), *inputs, method=method, **kwargs)
+
+    def apply(variables: Any, rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        with nn.intercept_methods(met.intercept):
+            everything_else = DenyList("params")
+            return model.apply(
+                variables, *inputs, rngs=_named(rngs), method=method, mutable=everything_else, **kwargs
+            )
+
+    variables = shapes(init, rngs, inputs, kwargs)
+    observation, program = observe(apply, variables, rngs, inputs, kwargs)
+    params = _params_by_module(variables.get("params", {}), met.modules)
+    return explanation(met.modules, params, observation, list(operations(program.jaxpr)), met.unused())
+
+
+class _Met:
+    """The modules that were called.
+
+    Attributes:
+      modules: what holds at each, by path.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleInfo] = {}
+        self._frames: dict[Frame, dict[str, type]] = {}  # the types of the modules in each, by path relative to it
+
+    def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        """The interceptor that observes calls; the first one in place, and so outside of what a policy does."""
+        module: nn.Module = context.module
+        if context.method_name == "setup" or module.scope is None:
+            return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        if path not in self.modules:
+            self.modules[path] = self._info(module)
+        return observe_call(path, next_fun, args, kwargs)
+
+    def unused(self) -> list[str]:
+        """What to say of the rules that decided for no module."""
+        maps = [(frame.policy, types) for frame, types in self._frames.items() if isinstance(frame.policy, PolicyMap)]
+        return [message for rules, types in maps for message in rules.explain_unused(types)]
+
+    def _info(self, module: nn.Module) -> ModuleInfo:
+        frame: Frame | None = CURRENT.value
+        kind = unpolicied_class(type(module))
+        if frame is None:
+            return ModuleInfo(kind)
+        attached = frame.belongs_to(module)
+        relative = "/".join(module.path[len(frame.path) :])
+        self._frames.setdefault(frame, {})[relative] = type(module)
+        match: Match = frame.match(module)
+        by_map = isinstance(frame.policy, PolicyMap)
+        return module_info(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
+
+
+def _named(rngs: Any) -> dict[str, Any]:
+    if isinstance(rngs, Mapping):
+        return {"params": jax.random.key(0), **rngs}
+    return {"params": jax.random.key(0) if rngs is None else rngs}
+
+
+def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The parameters of each module itself: those that no module inside it, of those met, has."""
+    owned: dict[str, list[Any]] = {}
+    for keys, leaf in jax.tree.leaves_with_path(params):
+        names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
+        around = ("/".join(names[:n]) for n in range(len(names), -1, -1))
+        owned.setdefault(next(path for path in around if path in modules), []).append(leaf)
+    return owned
