@@ -86,18 +86,18 @@ def scaled_value_and_grad(
     @functools.wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # of which JAX takes both
             return out  # and JAX says what is wrong
-        loss = out[0] if has_aux else out
+        loss, *aux = out if has_aux else (out,)
         _warn_of_half(loss)
-        return scale.scale(loss), out
+        return scale.scale(loss), (loss, *aux)
 
     scaled_grad = differentiate(scaled, argnums=argnums, has_aux=True)
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        (_, out), grads = scaled_grad(*args, **kwargs)
-        return out, scale.unscale(grads)
+        (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
+        return (loss, *aux) if has_aux else loss, scale.unscale(grads)
 
     return true_value_and_grad
 

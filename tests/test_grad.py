@@ -1,5 +1,7 @@
 """Law 13: the loss as the user computed it, and gradients divided by the scale that multiplied them."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,11 @@ import jmp_policy as jmp
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**12), jmp.DynamicLossScale(2.0**10)]
 W = jnp.array([1.0, -2.0, 3.0, 0.5])
+
+
+class Pair(NamedTuple):
+    loss: jax.Array
+    aux: jax.Array
 
 
 def loss_fn(w, x=2.0):
@@ -201,3 +208,13 @@ def test_none_or_several_loss_scales_are_an_error(state):
 
 def test_the_name_of_the_function_is_kept():
     assert jmp.value_and_grad(loss_fn, loss_scale=SCALES[1]).__name__ == "loss_fn"
+
+
+@pytest.mark.parametrize("pair", [list, tuple, lambda two: Pair(*two)], ids=["list", "tuple", "NamedTuple"])
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_loss_and_aux_may_be_any_pair_that_jax_takes(pair, scale):
+    fun = lambda w: pair((loss_fn(w), w))
+    expected = jax.value_and_grad(fun, has_aux=True)(W)
+    ours = jmp.value_and_grad(fun, has_aux=True, loss_scale=scale)(W)
+    assert jax.tree.structure(ours) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
