@@ -13,7 +13,7 @@ import jax
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._policy import Policy
 from ._policy_map import PolicyMap
-from ._tree import cast_floating
+from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object
 
 _ADAPTERS = {
     "flax.linen": "jmp_policy.linen._attach",
@@ -32,9 +32,10 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
     output dtype, once, at the outermost call; Flax modules among the arguments pass through uncast, each has its own
-    policy. A Flax module, linen or nnx, does the same at its boundary, and inside it stores its parameters in the
-    param dtype, and every layer computes in the compute dtype; the parameter tree is that of the module without a
-    policy. Nothing is changed in place: the target stays as it is, only a decorated class is a new one.
+    policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams. A Flax module, linen or nnx, does
+    the same at its boundary, and inside it stores its parameters in the param dtype, and every layer computes in the
+    compute dtype; the parameter tree is that of the module without a policy. Nothing is changed in place: the target
+    stays as it is, only a decorated class is a new one.
 
     Args:
       target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
@@ -85,22 +86,26 @@ def cast_arguments(
       kwargs: keyword arguments of `fun`.
 
     Returns:
-      The resolved policy and the arguments to call `fun` with. Flax modules among them are as they were.
+      The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
     """
     names = _positional_names(fun, len(args)) if keep else [""] * len(args)
     entering = (
         {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
         {name: x for name, x in kwargs.items() if name not in keep},
     )
-    if policy.compute_dtype is None:
-        policy = policy.resolve([x for x in jax.tree.leaves(entering, is_leaf=is_module) if not is_module(x)])
-    by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_module)
+    policy = resolved(policy, entering)
+    by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_flax_object)
     return policy, tuple(by_position.get(i, x) for i, x in enumerate(args)), kwargs | by_name
 
 
+def resolved(policy: Policy, inputs: PyTree) -> Policy:
+    """A policy whose missing compute dtype is that of the first floating input of a call, Flax's objects excepted."""
+    return policy.resolve(floating_leaves(inputs, is_leaf=is_flax_object)) if policy.compute_dtype is None else policy
+
+
 def cast_result(policy: Policy, out: Any) -> Any:
-    """Casts what leaves a boundary to output dtype; Flax modules in it are as they were."""
-    return cast_floating(out, policy.output_dtype, is_leaf=is_module)
+    """Casts what leaves a boundary to output dtype; Flax modules and Variables in it are as they were."""
+    return cast_floating(out, policy.output_dtype, is_leaf=is_flax_object)
 
 
 def matmul_precision(policy: Policy) -> AbstractContextManager:
@@ -124,11 +129,6 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
         if name not in parameters and not takes_any:
             known = ", ".join(map(repr, parameters)) or "none"
             raise ValueError(f"keep names {name!r}, which is no argument of {_name(fun)}. Its arguments are {known}.")
-
-
-def is_module(node: Any) -> bool:
-    """Whether a node of a tree is a Flax module, linen or nnx."""
-    return _adapter_path(type(node)) is not None
 
 
 def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:

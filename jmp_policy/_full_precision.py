@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import at_least_float32
-from ._tree import PyTree, cast_floating, floating_leaves, is_floating
+from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object, is_floating
 
 
 def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Runs `fun` in float32, its matmuls at the highest precision.
 
     Floating inputs narrower than float32 enter as float32, and floating outputs leave in the dtype that
-    `jnp.result_type` gives the floating inputs together; without a floating input they leave as they are.
+    `jnp.result_type` gives the floating inputs together; without a floating input they leave as they are. Flax modules
+    and Variables, which `fun` may write to, are handed to it as they are.
 
     Args:
       fun: any function of trees of arrays.
@@ -27,10 +28,10 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
-        wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs))
+        wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs), is_leaf=is_flax_object)
         with jax.default_matmul_precision("highest"):
             out = fun(*wide_args, **wide_kwargs)
-        return cast_floating(out, _joint_dtype((args, kwargs)))
+        return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
 
     return in_full_precision
 
@@ -40,6 +41,6 @@ def _widened(leaf: Any) -> Any:
 
 
 def _joint_dtype(tree: PyTree) -> np.dtype | None:
-    leaves = floating_leaves(tree)
+    leaves = floating_leaves(tree, is_leaf=is_flax_object)
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*leaves)) if leaves else None

@@ -19,6 +19,15 @@ class Uncast:
     """Base of pytrees whose arrays no cast may touch: loss scales, and quantized storage."""
 
 
+def is_flax_object(node: object) -> bool:
+    """Whether a node of a tree is an object of Flax's that a call may write to: a module, or an nnx Variable.
+
+    A cast would copy it, and what the call writes would be lost: the RNG streams that a caller passes to a model, its
+    optimizer and its metrics are trees of Variables, and a copied stream gives the same random numbers for ever.
+    """
+    return _is_flax_class(type(node))
+
+
 def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Casts the real floating arrays of a tree, and leaves everything else as it is.
 
@@ -42,8 +51,7 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     if dtype is None:
         return tree
     target = parse_dtype(dtype)
-    whole = _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
-    return jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=whole)
+    return jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=_whole(is_leaf))
 
 
 def cast_to_half(tree: T) -> T:
@@ -122,13 +130,24 @@ def first_floating_dtype(tree: PyTree) -> np.dtype | None:
     return None if first is None else np.dtype(jax.dtypes.canonicalize_dtype(first.dtype))
 
 
-def floating_leaves(tree: PyTree) -> list[Any]:
-    """The leaves of a tree that `cast_floating` casts; those of a loss scale are not among them.
+def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves of a tree that `cast_floating` casts, given the same `is_leaf`; those of loss scales it does not.
 
     >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
     [np.float32(2.0)]
     """
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_uncast) if is_floating(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_whole(is_leaf)) if is_floating(leaf)]
+
+
+@functools.cache
+def _is_flax_class(kind: type) -> bool:
+    packages = ("flax.linen.", "flax.nnx.")  # known by name, because the library does without Flax until it is needed
+    return any(b.__name__ in ("Module", "Variable") and b.__module__.startswith(packages) for b in kind.__mro__)
+
+
+def _whole(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    """What a cast passes through whole: `Uncast`, and what the caller names."""
+    return _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
 
 
 def _is_uncast(node: object) -> bool:

@@ -4,10 +4,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, is_module, matmul_precision
+from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._policy import Policy
 from ._cache import cache_arguments
 from ._infer import INFERRED, inferred_inside
@@ -56,4 +55,4 @@ def _inferred(module: nnx.Module, policy: Policy, args: tuple, kwargs: dict[str,
     """The policy with the compute dtype that the call of a module around inferred, or this one does."""
     if INFERRED in vars(module):
         return policy.replace(compute_dtype=vars(module)[INFERRED])
-    return policy.resolve([x for x in jax.tree.leaves((args, kwargs), is_leaf=is_module) if not is_module(x)])
+    return resolved(policy, (args, kwargs))
