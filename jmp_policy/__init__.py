@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ._boundary import policy_of as policy_of, with_policy as with_policy
 from ._dtypes import half_dtype as half_dtype
+from ._explain import explain as explain
 from ._full_precision import force_full_precision as force_full_precision
 from ._get_policy import (
     default_policy as default_policy,

@@ -19,8 +19,9 @@ _ADAPTERS = {
     "flax.linen": "jmp_policy.linen._attach",
     "flax.nnx": "jmp_policy.nnx._attach",
 }
-"""The package of a `Module` class, and the module that attaches policies to it: `attach(target, policy, keep)` and
-`policy_of(target)`. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
+"""The package of a `Module` class, and the module that knows its modules: `attach(target, policy, keep)`,
+`policy_of(target)` and `explain(model, inputs, method, rngs, kwargs)`. Loaded when the first target of that kind
+arrives, so that importing the library loads no Flax."""
 
 # The boundaries of functions that are running. They decide whether a call is the outermost, so a jitted function that
 # calls one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
@@ -69,7 +70,7 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
     'mixed_float16'
     """
-    adapter = _adapter_of(target)
+    adapter = adapter_of(target)
     return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(target)
 
 
@@ -132,7 +133,7 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
 
 
 def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-    adapter = _adapter_of(target)
+    adapter = adapter_of(target)
     if adapter is not None:
         return adapter.attach(target, policy, keep)
     if isinstance(target, type) or not callable(target):
@@ -163,7 +164,7 @@ def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, ke
     return policied
 
 
-def _adapter_of(target: Any) -> Any:
+def adapter_of(target: Any) -> Any:
     """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
     path = _adapter_path(target if isinstance(target, type) else type(target))
     return None if path is None else importlib.import_module(path)

@@ -30,6 +30,8 @@ FLOORS = {
     "numerics": 6,
     "quant": 6,
     "sharding": 6,
+    "explanation": 6,
+    "_explain": 7,
     "linen": 7,
     "nnx": 7,
     "compat": 8,

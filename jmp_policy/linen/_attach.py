@@ -1,4 +1,4 @@
-"""`with_policy` and `policy_of` for linen modules."""
+"""`with_policy`, `policy_of` and `explain` for linen modules."""
 
 import copy
 from collections.abc import Collection
@@ -7,6 +7,7 @@ from typing import Any
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._classes import policied_class, unpolicied_class
+from ._explain import explain as explain
 from ._interceptor import POLICY
 
 

@@ -20,6 +20,7 @@ from flax import linen as nn
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from ..explanation._observation import observe_call
 from ._frame import CURRENT, Frame, frame_of
 from ._interceptor import POLICY, interceptor
 
@@ -68,7 +69,11 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         frame: Frame | None = CURRENT.value
         if self.scope is None or (frame is not None and frame.belongs_to(self)):
             return method(self, *args, **kwargs)
-        return _call_in_frame(method, self, args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _call_in_frame(method, self, args, kwargs)
+
+        return observe_call("/".join(self.path), call, args, kwargs)  # out here, where nothing is cast yet
 
     policied._jmp_boundary = True  # type: ignore[attr-defined]
     return policied
@@ -101,7 +106,7 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
         out = method(*args, **kwargs)
     if method.__name__ == "__call__":  # other methods may leave out modules that a rule is for
         for message in frame.warnings():
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=5)
     return cast_result(policy, out)
 
 

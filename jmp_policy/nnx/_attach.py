@@ -1,4 +1,4 @@
-"""What `with_policy` does to nnx modules and module classes."""
+"""What `with_policy`, `policy_of` and `explain` do with nnx modules and module classes."""
 
 import warnings
 from collections.abc import Collection
@@ -10,6 +10,7 @@ from ._adopt import adopt
 from ._attachment import Attachment
 from ._classes import checked_keep
 from ._decorate import decorated, given_to
+from ._explain import explain as explain
 from ._mismatch import reject
 from ._roles import role_of
 

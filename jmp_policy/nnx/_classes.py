@@ -33,7 +33,7 @@ def policied_class(role: Role, adopt: Adopt) -> type:
 
 def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:
     """The public methods of a class by name, made to look at the role of the module that they are called with."""
-    return {name: _policied_method(method, adopt) for name, method in _public_methods(base)}
+    return {name: _policied_method(method, adopt) for name, method in public_methods(base)}
 
 
 def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
     Raises:
       ValueError: one is not, or `keep` is a string.
     """
-    methods = dict(_public_methods(base))
+    methods = dict(public_methods(base))
     main = methods.get("__call__", base)
     if isinstance(keep, str):
         check_keep(main, keep)
@@ -52,7 +52,8 @@ def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(keep))
 
 
-def _public_methods(base: type) -> Iterator[tuple[str, Any]]:
+def public_methods(base: type) -> Iterator[tuple[str, Any]]:
+    """The methods of a class that are called from outside, by name, as they are without a policy."""
     for name in dir(base):
         if name in _INHERITED or (name.startswith("_") and name != "__call__"):
             continue

@@ -1,0 +1,134 @@
+"""`jmp_policy.explain` for nnx modules."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._policy import Policy
+from .._policy_map import Match, PolicyMap
+from ..explanation import Explanation
+from ..explanation._build import explanation
+from ..explanation._module import ModuleInfo, module_info
+from ..explanation._observation import observe
+from ..explanation._operations import operations
+from ._layers import has_written_dtype
+from ._observed import observed
+from ._roles import Kind, Role, items_of, kind_of, role_of
+
+
+def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
+    """Explains an nnx module, or an abstract one as `nnx.eval_shape` makes it; what is called is a copy.
+
+    Args:
+      model: the module.
+      inputs: positional arguments of the method.
+      method: the name of what to call, a method, or a function of the module; `None` for the module itself.
+      rngs: the argument `rngs` of the method, if it takes one.
+      kwargs: other keyword arguments of the method.
+    """
+    tree = _Tree(model)
+    graphdef, state = nnx.split(model)
+    if rngs is not None:
+        kwargs = {"rngs": rngs, **kwargs}
+
+    def call(state: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        copy = observed(nnx.merge(graphdef, state))
+        return _callable(copy, method)(*inputs, **kwargs)
+
+    observation, program = observe(call, state, inputs, kwargs)
+    return explanation(tree.modules, tree.params, observation, list(operations(program.jaxpr)), tree.unused())
+
+
+class _Given:
+    """A policy or map that was attached to a module, and the types of the modules inside, by path relative to it."""
+
+    def __init__(self, policy: Policy | PolicyMap, depth: int):
+        self.policy = policy
+        self.depth = depth
+        self.types: dict[str, type] = {}
+
+    def relative(self, path: tuple[str, ...]) -> str:
+        """A path as the map sees it."""
+        return "/".join(path[self.depth :])
+
+
+class _Tree:
+    """The modules of a model, each under the first path that leads to it.
+
+    Attributes:
+      modules: what holds at each, by path.
+      params: the parameters of each module itself, by path; a shared one counts where it is met first.
+    """
+
+    def __init__(self, model: nnx.Module):
+        self.modules: dict[str, ModuleInfo] = {}
+        self.params: dict[str, list[Any]] = {}
+        self._given: list[_Given] = []
+        self._seen: set[int] = set()
+        self._module(model, (), None)
+
+    def unused(self) -> list[str]:
+        """What to say of the rules that decided for no module."""
+        maps = [(given.policy, given.types) for given in self._given if isinstance(given.policy, PolicyMap)]
+        return [message for rules, types in maps for message in rules.explain_unused(types)]
+
+    def _module(self, module: nnx.Module, path: tuple[str, ...], given: _Given | None) -> None:
+        role = role_of(module)
+        if role is None:
+            given = None
+        elif role.attached or given is None:
+            given = _Given(role.given, len(path))
+            self._given.append(given)
+        self.modules["/".join(path)] = self._info(module, role, path, given)
+        for name, value in items_of(module):
+            self._value(value, (*path, name), "/".join(path), given)
+
+    def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
+        kind = kind_of(type(value))
+        if kind is Kind.OTHER or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if kind is Kind.MODULE:
+            self._module(value, path, given)
+        elif kind is Kind.PARAM:
+            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value()))
+        else:
+            if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
+                given.types.setdefault(given.relative(path), type(value))
+            for name, item in items_of(value):
+                self._value(item, (*path, name), owner, given)
+
+    def _info(self, module: nnx.Module, role: Role | None, path: tuple[str, ...], given: _Given | None) -> ModuleInfo:
+        if role is None or given is None:
+            return ModuleInfo(type(module))
+        relative = given.relative(path)
+        given.types[relative] = role.base
+        if isinstance(given.policy, PolicyMap):
+            match = given.policy.match(relative, given.types)
+        else:
+            match = Match(given.policy, None, boundary=False)
+        return module_info(
+            role.base,
+            match,
+            attached=role.attached,
+            by_map=isinstance(given.policy, PolicyMap),
+            written=_written_dtype(module, role),
+        )
+
+
+def _written_dtype(module: nnx.Module, role: Role) -> Any:
+    attributes = vars(module)
+    return attributes["dtype"] if has_written_dtype(role.base, attributes, role.open_dtype) else None
+
+
+def _callable(module: nnx.Module, method: Any) -> Callable[..., Any]:
+    """What to call: a method is found again by its name, for the class of the module may be another one."""
+    if method is None:
+        return module  # type: ignore[return-value]
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    if isinstance(method, str) or hasattr(type(module), name):
+        return getattr(module, name)
+    return functools.partial(method, module)
