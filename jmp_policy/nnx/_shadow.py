@@ -1,8 +1,9 @@
 """A stand-in for a module during one call: its own class, and its parameters read in compute dtype."""
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -21,7 +22,7 @@ def call_on_shadow(
     The shadow is of the class `base`, so that its methods call each other without a second cast. Everything in it is
     the module's own but its Params, which are read in `dtype` wherever the code asks for their value: cast at each
     use, as an expert does, because a weight cast once sums the gradients of its uses in half precision. What the call
-    assigns, to attributes or to Params, is handed to the module afterwards.
+    assigns, to attributes, to Params or to items of containers, is handed to the module afterwards.
 
     Args:
       module: the module that is called.
@@ -44,12 +45,20 @@ def call_on_shadow(
     return module if out is shadow else out
 
 
+class _StandIn(NamedTuple):
+    """A view of a Param or a copy of a container, kept alive so that its id stays its own."""
+
+    original: Any
+    stand_in: Any
+    held: dict | list | None  # what the stand-in contained before the call
+
+
 class _Record:
     """What stands in a shadow for what."""
 
     def __init__(self, dtype: np.dtype | None):
         self.dtype = dtype
-        self.originals: dict[int, tuple[Any, Any]] = {}  # by the id of the stand-in, which is kept alive beside it
+        self.originals: dict[int, _StandIn] = {}  # by the id of the stand-in
         self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
 
     def shadow(self, value: Any) -> Any:
@@ -69,14 +78,24 @@ class _Record:
 
     def write_back(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
         """Hands over what a call assigned, deleted, and wrote into Params."""
-        for name, value in after.items():
-            if before.get(name, _UNWRITTEN) is not value:
-                attributes[name] = self.originals.get(id(value), (value,))[0]
-        for name in before.keys() - after.keys():
-            del attributes[name]
-        for original, stand_in in self.originals.values():
+        self._hand_over(attributes, before, after)
+        for original, stand_in, held in self.originals.values():
             if isinstance(stand_in, nnx.Param):
                 _write_param(original, stand_in)
+            elif isinstance(held, dict):
+                self._hand_over(_contents(original), held, _contents(stand_in))
+            elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(_is, stand_in, held))):
+                original[:] = map(self._original, stand_in)
+
+    def _hand_over(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
+        for name, value in after.items():
+            if before.get(name, _UNWRITTEN) is not value:
+                attributes[name] = self._original(value)
+        for name in before.keys() - after.keys():
+            del attributes[name]
+
+    def _original(self, value: Any) -> Any:
+        return self.originals[id(value)].original if id(value) in self.originals else value
 
     def _view(self, param: nnx.Param) -> nnx.Param:
         if floating_dtypes(param) <= {self.dtype}:
@@ -87,7 +106,7 @@ class _Record:
         return self.views[id(param)]
 
     def _remember(self, stand_in: Any, original: Any) -> Any:
-        self.originals[id(stand_in)] = (original, stand_in)
+        self.originals[id(stand_in)] = _StandIn(original, stand_in, copy.copy(_contents(stand_in)))
         return stand_in
 
 
@@ -118,6 +137,13 @@ def _write_param(original: nnx.Param, view: nnx.Param) -> None:
     written = view.get_raw_value()
     if written is not original.get_raw_value():
         original.set_value(written)
+
+
+def _contents(container: Any) -> Any:
+    """The items or attributes of a container that code may assign to; `None` for what has none."""
+    if isinstance(container, dict | list):
+        return container
+    return vars(container) if isinstance(container, nnx.Pytree) else None
 
 
 def _is(a: Any, b: Any) -> bool:

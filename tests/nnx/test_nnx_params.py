@@ -104,6 +104,37 @@ def test_attributes_that_a_call_sets_and_deletes_are_the_modules():
     assert not hasattr(plain, "first")
 
 
+def test_items_that_a_call_puts_into_containers_of_params_stay_there():
+    class Counter(nnx.Pytree):
+        def __init__(self):
+            self.w, self.calls = nnx.Param(W), 0
+
+    class Containers(nnx.Module):
+        def __init__(self):
+            self.listed = nnx.List([nnx.Param(W)])
+            self.named = nnx.Dict(a=nnx.Param(W), old=nnx.Param(W))
+            self.builtin = nnx.data({"a": [nnx.Param(W)], "fixed": (nnx.Param(W),)})
+            self.counter = Counter()
+
+        def __call__(self):
+            self.listed.append(self.named.a)
+            del self.named["old"]
+            self.named.new = self.builtin["a"][0]
+            self.builtin["a"].append(self.listed[0])
+            self.builtin["b"] = "set"
+            self.counter.calls += 1
+
+    model = jmp.with_policy(Containers(), "p=f32,c=bf16,o=none")
+    model()
+    assert model.listed[1] is model.named.a
+    assert model.named.new is model.builtin["a"][0]
+    assert "old" not in model.named
+    assert model.builtin["a"][1] is model.listed[0]
+    assert model.builtin["b"] == "set"
+    assert model.counter.calls == 1
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model)))
+
+
 def test_attributes_set_before_an_error_stay_as_without_a_policy():
     def fail(m):
         m.seen = True
