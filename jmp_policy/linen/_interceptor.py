@@ -32,7 +32,8 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
 
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
-        if not _is_in_charge(frame, module) or id(module) in policied:
+        # Another frame is in charge inside a submodule with a policy of its own.
+        if CURRENT.value is not frame or module.scope is None or id(module) in policied:
             return next_fun(*args, **kwargs)
         match = frame.match(module)
         at_boundary = match.boundary and context.method_name != "setup" and module.path not in running
@@ -45,13 +46,6 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
                 return _call_at_boundary(match.policy, next_fun, args, kwargs)
 
     return intercept
-
-
-def _is_in_charge(frame: Frame, module: nn.Module) -> bool:
-    """Whether `frame`, and not that of a policy further in or out, says what holds at a module."""
-    if CURRENT.value is not frame or module.scope is None:
-        return False
-    return frame.belongs_to(module) or not hasattr(type(module), POLICY)
 
 
 def _call_at_boundary(policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -183,10 +183,19 @@ def test_default_dtype_of_a_field_is_not_taken_for_the_authors():
 
 
 def test_fields_are_as_written_when_the_call_is_over():
-    bound = instance().bind(instance().init(KEY, X))
+    class Author(nn.Module):
+        def setup(self):
+            self.scale = Scale()
+            self.dense = nn.Dense(4, param_dtype=jnp.float16)
+
+        def __call__(self, x):
+            return self.dense(self.scale(x))
+
+    model = jmp.with_policy(Author(), MIXED)
+    bound = model.bind(model.init(KEY, X))
     bound(X)
-    assert bound.head.dtype is bound.encoder.dtype is None
-    assert bound.head.param_dtype is jnp.float32
+    assert bound.dense.dtype is None
+    assert bound.dense.param_dtype is jnp.float16
     assert "param" not in vars(bound.scale)
 
 
@@ -311,7 +320,7 @@ class TestMethods:
                 return self.encode(x) + x
 
         model = Sub()
-        out = model.apply(model.init(KEY, X), X, method="score")
+        out = model.bind(model.init(KEY, X)).score(X)
         assert out.dtype == F32
         np.testing.assert_array_equal(out, out.astype(jnp.bfloat16).astype(jnp.float32))
 
