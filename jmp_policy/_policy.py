@@ -1,6 +1,7 @@
 """The policy: which dtype parameters are stored in, computed in, and returned in."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -149,9 +150,10 @@ class Policy:
           ValueError: a field is missing, unknown, or has a bad value.
         """
         required = set(_FIELDS) - {"precision"}
-        if not required <= config.keys() <= set(_FIELDS):
+        if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
+            got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
-                f"A policy's config has the keys {sorted(required)}, and 'precision' if need be, got {sorted(config)}. "
+                f"A policy's config has the keys {sorted(required)}, and 'precision' if need be, got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)

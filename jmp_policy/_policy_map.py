@@ -163,11 +163,12 @@ class PolicyMap:
         Raises:
           ValueError: the config is not of that form, or a type in it cannot be found.
         """
-        if config.keys() != {"rules", "default"}:
-            raise ValueError(
-                f"A map's config has the keys 'rules' and 'default', got {sorted(config)}. "
-                f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
-            )
+        if not isinstance(config, Mapping) or config.keys() != {"rules", "default"}:
+            got = sorted(config) if isinstance(config, Mapping) else repr(config)
+            raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_config_example()}")
+        for rule in config["rules"]:
+            if not isinstance(rule, list | tuple) or len(rule) != 2:
+                raise ValueError(f"The rule {rule!r} of a PolicyMap's config is no pair. {_config_example()}")
         rules = [(_key_from_config(key), Policy.from_config(policy)) for key, policy in config["rules"]]
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
@@ -256,11 +257,16 @@ def _key_config(key: Key) -> dict[str, str]:
     return {"path": key} if isinstance(key, str) else {"type": f"{key.__module__}:{key.__qualname__}"}
 
 
+def _config_example() -> str:
+    return f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
+
+
 def _key_from_config(config: Mapping[str, str]) -> Key:
+    if not isinstance(config, Mapping) or not config.keys() & {"path", "type"}:
+        wrong = f"The key {config!r} of a PolicyMap's config has neither 'path' nor 'type'."
+        raise ValueError(f"{wrong} {_config_example()}")
     if "path" in config:
         return config["path"]
-    if "type" not in config:
-        raise ValueError(f"The key {dict(config)!r} of a PolicyMap's config has neither 'path' nor 'type'.")
     module, _, name = config["type"].partition(":")
     try:
         found: Any = importlib.import_module(module)

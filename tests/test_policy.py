@@ -169,6 +169,7 @@ def test_policies_are_immutable(any_policy):
             lambda: Policy.from_config(Policy(None, None, None).get_config() | {"name": "x"}),
             r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype', 'precision'\]",
         ),
+        (lambda: Policy.from_config("float32"), r"^A policy's config has the keys .*, got 'float32'\. For example: \{"),
     ],
 )  # fmt: skip
 def test_errors_quote_what_is_wrong_and_show_what_works(make, text):

@@ -201,7 +201,13 @@ def test_a_rule_that_is_hidden_only_somewhere_is_used():
         (lambda: PolicyMap.from_config({"rules": []}), ValueError,
          r"^A map's config has the keys 'rules' and 'default', got \['rules'\]\. For example: \{"),
         (lambda: PolicyMap.from_config({"rules": [[{"x": 1}, {}]], "default": None}), ValueError,
-         r"^The key \{'x': 1\} of a PolicyMap's config has neither 'path' nor 'type'\.$"),
+         r"^The key \{'x': 1\} of a PolicyMap's config has neither 'path' nor 'type'\. For example: \{'rules': \[\["),
+        (lambda: PolicyMap.from_config({"rules": [["head", {}]], "default": None}), ValueError,
+         r"^The key 'head' of a PolicyMap's config has neither 'path' nor 'type'\. For example: \{'rules': \[\["),
+        (lambda: PolicyMap.from_config({"rules": ["head"], "default": None}), ValueError,
+         r"^The rule 'head' of a PolicyMap's config is no pair\. For example: \{'rules': \[\["),
+        (lambda: PolicyMap.from_config([]), ValueError,
+         r"^A map's config has the keys 'rules' and 'default', got \[\]\. For example: \{"),
         *[
             (lambda name=name: PolicyMap.from_config(
                 {"rules": [[{"type": name}, jmp.get_policy("float32").get_config()]], "default": None}), ValueError,
