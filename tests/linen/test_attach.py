@@ -428,17 +428,22 @@ class TestTransforms:
         assert "dot_general" in (text := str(jax.make_jaxpr(model.apply)(variables, X)))
         assert "f32[2,4] = dot_general" not in text
 
-    def test_carry_of_a_scan_keeps_its_dtype(self):
+    @pytest.mark.parametrize(
+        ("policy", "out_dtype"),
+        [("mixed_bfloat16", BF16), (jmp.PolicyMap({"blocks": "p=f32,c=bf16,o=f32"}, "p=f32,c=f32,o=none"), F32)],
+        ids=["around the scan", "rule for the scan"],
+    )
+    def test_carry_of_a_scan_keeps_its_dtype(self, policy, out_dtype):
         class Stack(nn.Module):
             @nn.compact
             def __call__(self, x):
                 blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
                 return blocks(name="blocks")(x, None)[0]
 
-        model = jmp.with_policy(Stack(), "mixed_bfloat16")
+        model = jmp.with_policy(Stack(), policy)
         variables = model.init(KEY, X)
         assert variables["params"]["blocks"]["Dense_0"]["kernel"].shape == (3, 4, 4)
-        assert model.apply(variables, X).dtype == BF16
+        assert model.apply(variables, X).dtype == out_dtype
 
     def test_vmapped_submodule(self):
         class Ensemble(nn.Module):
