@@ -104,8 +104,7 @@ def compare(options: CompareOptions, console: Console) -> tuple[Path, list[Varia
     check_size(corpus, options.model.context)
     folder = new_folder(options.out, prefix="compare-")
     runs = {variant.name: _train(variant, options, corpus, console) for variant in VARIANTS}
-    windows = _windows(options, corpus, options.steps)
-    rows = [_row(name, run, runs[VARIANTS[0].name], windows) for name, run in runs.items()]
+    rows = _rows(runs, _windows(options, corpus, options.steps))
     plot_comparison(folder / "loss.png", {name: run.losses for name, run in runs.items()})
     table = [{key: json_value(value) for key, value in dataclasses.asdict(row).items()} for row in rows]
     (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -139,20 +138,27 @@ def _windows(options: CompareOptions, corpus: Corpus, step: int) -> np.ndarray:
     return sample_batch(corpus.train, seed=options.seed, step=step, **sizes)
 
 
-def _row(name: str, run: _Run, reference: _Run, windows: np.ndarray) -> VariantResult:
+def _rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult]:
+    reference = next(iter(runs.values()))
     params = reference.trainer.params
-    gradient, expected = (_compiled_gradient(trainer, params, windows) for trainer in (run.trainer, reference.trainer))
-    memory = gradient.memory_analysis()
-    return VariantResult(
-        name=name,
-        final_loss=_final_loss(run.losses),
-        difference=_final_loss(run.losses) - _final_loss(reference.losses),
-        zeroed_gradient_share=_zeroed_share(gradient(params, windows), expected(params, windows)),
-        **scaling_figures(run.trainer),
-        parameter_bytes=memory.argument_size_in_bytes - windows.nbytes,
-        activation_bytes=memory.temp_size_in_bytes,
-        step_seconds=statistics.median(run.seconds),
-    )
+    gradients = {name: _compiled_gradient(run.trainer, params, windows) for name, run in runs.items()}
+    grads = {name: gradient(params, windows) for name, gradient in gradients.items()}
+    expected = next(iter(grads.values()))
+    rows = []
+    for name, run in runs.items():
+        memory = gradients[name].memory_analysis()
+        row = VariantResult(
+            name=name,
+            final_loss=_final_loss(run.losses),
+            difference=_final_loss(run.losses) - _final_loss(reference.losses),
+            zeroed_gradient_share=_zeroed_share(grads[name], expected),
+            **scaling_figures(run.trainer),
+            parameter_bytes=memory.argument_size_in_bytes - windows.nbytes,
+            activation_bytes=memory.temp_size_in_bytes,
+            step_seconds=statistics.median(run.seconds),
+        )
+        rows.append(row)
+    return rows
 
 
 def _compiled_gradient(trainer: Trainer, params: Any, windows: np.ndarray) -> Any:

@@ -11,7 +11,7 @@ from jmp_policy.demo import CompareOptions, UserError, compare
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_table_tells_what_each_policy_costs_and_saves(folder):
-    options = CompareOptions((str(folder / "text.txt"),), 5, 0, folder / "out", tiny.MODEL, batch_size=2)
+    options = CompareOptions((str(folder / "text.txt"),), 5, 0, folder / "out", tiny.MODEL, batch_size=256)
     out, rows = compare(options, tiny.silent_console())
     float32, bfloat16, unscaled, scaled = rows
     assert [row.name for row in rows] == [
@@ -22,7 +22,7 @@ def test_the_table_tells_what_each_policy_costs_and_saves(folder):
     ]
     assert (float32.difference, float32.zeroed_gradient_share) == (0.0, 0.0)
     assert unscaled.zeroed_gradient_share > scaled.zeroed_gradient_share
-    assert unscaled.zeroed_gradient_share > bfloat16.zeroed_gradient_share
+    assert bfloat16.zeroed_gradient_share < 0.01  # exact cancellations only
     assert (unscaled.loss_scale, scaled.loss_scale) == (1.0, 2.0**15)
     assert all(abs(row.difference) < 0.05 and row.skipped_steps == 0 for row in rows)
     assert {row.parameter_bytes for row in rows} == {float32.parameter_bytes}
