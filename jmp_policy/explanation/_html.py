@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from html import escape
 
 from ._explanation import Explanation
-from ._wording import notes, short, short_policy, size
+from ._wording import notes, place, short, short_policy, size
 
 _HEADERS = ("module", "type", "policy", "rule", "param", "in", "compute", "out", "bytes", "leaks into")
 
@@ -19,7 +19,7 @@ def as_html(explanation: Explanation) -> str:
             row.rule,
             *map(short, (row.param_dtypes, row.input_dtypes, row.compute_dtypes, row.output_dtypes)),
             size(row.param_bytes),
-            ", ".join(path or row.type for path in row.leaks_into),
+            ", ".join(map(place, row.leaks_into)),
         )
         for row in explanation.rows
     ]

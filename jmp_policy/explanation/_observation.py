@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+
+from .._tree import is_flax_object
 
 # A context of JAX's, part of the key of every jit cache: what was traced before is traced anew, and seen.
 _OBSERVATION = jax.make_user_context(None)
@@ -17,6 +20,8 @@ _SCOPE = "jmp_policy_module_"
 
 class Observation:
     """What came into a model's modules and what left them, by path, in the order of their first calls.
+
+    Keys and Flax's own objects, such as RNG streams, do not count.
 
     Attributes:
       inputs: the dtypes of the arrays that each module was called with.
@@ -63,7 +68,11 @@ def observe(fun: Callable[..., Any], *args: Any) -> tuple[Observation, ClosedJax
       *args: its arguments; their arrays, and `jax.ShapeDtypeStruct`s, are abstract, anything else stays as it is.
     """
     observation = Observation()
-    program, arrays = _abstracted(lambda *args: _arrays(fun(*args)), args)
+
+    def arrays_of(*args: Any) -> list[Any]:  # a program can return nothing else
+        return [leaf for leaf in jax.tree.leaves(fun(*args)) if _is_array(leaf)]
+
+    program, arrays = _abstracted(arrays_of, args)
     with _OBSERVATION(observation), _without_map_warnings():
         return observation, jax.make_jaxpr(program)(arrays)
 
@@ -85,7 +94,7 @@ def _without_map_warnings() -> Iterator[None]:
 
 def _abstracted(fun: Callable[..., Any], args: tuple) -> tuple[Callable[[list[Any]], Any], list[Any]]:
     """A function of the arrays among the arguments of `fun` alone, and these arrays."""
-    leaves, structure = jax.tree.flatten(args)
+    leaves, structure = jax.tree.flatten(args)  # RNG streams too: drawing from them counts in a copy
     positions = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
 
     def program(arrays: list[Any]) -> Any:
@@ -96,12 +105,9 @@ def _abstracted(fun: Callable[..., Any], args: tuple) -> tuple[Callable[[list[An
 
 
 def _add_dtypes(dtypes: dict[str, tuple[str, ...]], path: str, tree: Any) -> None:
-    new = (str(leaf.dtype) for leaf in _arrays(tree))
+    found = [leaf.dtype for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object) if _is_array(leaf)]
+    new = (str(dtype) for dtype in found if not jnp.issubdtype(dtype, jax.dtypes.extended))
     dtypes[path] = tuple(dict.fromkeys((*dtypes.get(path, ()), *new)))
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if _is_array(leaf)]
 
 
 def _is_array(leaf: Any) -> bool:

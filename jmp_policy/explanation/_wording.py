@@ -30,6 +30,11 @@ def short_policy(policy: Policy | None) -> str:
     return ",".join(f"{key[0]}={short([value])}" if value else key for key, _, value in parts)
 
 
+def place(path: str) -> str:
+    """A path in a sentence, the root's as well."""
+    return path or "the model itself"
+
+
 def size(count: int) -> str:
     """A number of bytes to three digits.
 
@@ -75,7 +80,7 @@ def _leak(explanation: Explanation, rows: list[Row]) -> str:
 
 
 def _listed(paths: list[str]) -> str:
-    names = [path or "the model itself" for path in paths]
+    names = list(map(place, paths))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

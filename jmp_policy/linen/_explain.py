@@ -1,5 +1,7 @@
 """`jmp_policy.explain` for linen modules."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,16 +31,15 @@ def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dic
       kwargs: keyword arguments of the method.
     """
     met = _Met()
+    method = met.meeting(method) if inspect.isfunction(method) else method
 
     def init(rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         return model.init(_named(rngs), *inputs, method=method, **kwargs)
 
     def apply(variables: Any, rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         with nn.intercept_methods(met.intercept):
-            everything_else = DenyList("params")
-            return model.apply(
-                variables, *inputs, rngs=_named(rngs), method=method, mutable=everything_else, **kwargs
-            )
+            mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+            return model.apply(variables, *inputs, rngs=_named(rngs), method=method, mutable=mutable, **kwargs)
 
     variables = shapes(init, rngs, inputs, kwargs)
     observation, program = observe(apply, variables, rngs, inputs, kwargs)
@@ -58,19 +59,32 @@ class _Met:
         self._frames: dict[Frame, dict[str, type]] = {}  # the types of the modules in each, by path relative to it
 
     def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
-        """The interceptor that observes calls; the first one in place, and so outside of what a policy does."""
+        """The interceptor that observes calls; the first in place, and so outside of those that apply policies."""
         module: nn.Module = context.module
         if context.method_name == "setup" or module.scope is None:
             return next_fun(*args, **kwargs)
-        path = "/".join(module.path)
-        if path not in self.modules:
-            self.modules[path] = self._info(module)
-        return observe_call(path, next_fun, args, kwargs)
+        self._meet(module)
+        return observe_call("/".join(module.path), next_fun, args, kwargs)
+
+    def meeting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the root, which Flax does not intercept as it does methods: the root is met all the same."""
+
+        @functools.wraps(function)
+        def meeting_root(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._meet(module)
+            return function(module, *args, **kwargs)
+
+        return meeting_root
 
     def unused(self) -> list[str]:
         """What to say of the rules that decided for no module."""
         maps = [(frame.policy, types) for frame, types in self._frames.items() if isinstance(frame.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
+
+    def _meet(self, module: nn.Module) -> None:
+        path = "/".join(module.path)
+        if path not in self.modules:
+            self.modules[path] = self._info(module)
 
     def _info(self, module: nn.Module) -> ModuleInfo:
         frame: Frame | None = CURRENT.value

@@ -11,8 +11,9 @@ from ..explanation._observation import observe_call
 from ._classes import public_methods
 from ._roles import ROLE, Kind, items_of, kind_of
 
-_PATH = "_jmp_observed_path"
-"""The attribute that holds the path of a module: a static one, so that transforms which split and merge keep it."""
+_PATH = "_pytree__jmp_path"
+"""The attribute that holds the path of a module: a static one, so that transforms which split and merge keep it. It is
+named like the bookkeeping of Flax, whose bridge takes all other attributes for variables of a linen module."""
 
 
 def observed(module: nnx.Module) -> nnx.Module:
