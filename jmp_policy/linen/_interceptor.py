@@ -24,26 +24,26 @@ from ._frame import CURRENT, Frame
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
 
+_INSIDE = "_jmp_inside"
+"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in."""
+
 
 def interceptor(frame: Frame) -> Callable[..., Any]:
-    """The interceptor, for `nn.intercept_methods`, that applies a frame to one outermost call."""
-    policied: set[int] = set()  # modules whose fields are ours at the moment, by id
-    running: set[tuple[str, ...]] = set()  # boundaries that we are inside of, by path: transforms clone modules
+    """The interceptor, for `nn.intercept_methods`, that applies a frame."""
 
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
         # Another frame is in charge inside a submodule with a policy of its own.
-        if CURRENT.value is not frame or module.scope is None or id(module) in policied:
+        if CURRENT.value is not frame or module.scope is None or _INSIDE in vars(module):
             return next_fun(*args, **kwargs)
         match = frame.match(module)
-        at_boundary = match.boundary and context.method_name != "setup" and module.path not in running
-        at_boundary = at_boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
-        with _fields_filled_in(module, match.policy), _noted(policied, id(module)):
+        # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
+        at_boundary = match.boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
+        with _fields_filled_in(module, match.policy):
             check_cache(module)
-            if not at_boundary:
-                return next_fun(*args, **kwargs)
-            with _noted(running, module.path):
+            if at_boundary and context.method_name != "setup":
                 return _call_at_boundary(match.policy, next_fun, args, kwargs)
+            return next_fun(*args, **kwargs)
 
     return intercept
 
@@ -55,18 +55,9 @@ def _call_at_boundary(policy: Policy, fun: Callable[..., Any], args: tuple, kwar
 
 
 @contextlib.contextmanager
-def _noted(collection: set, item: Any) -> Iterator[None]:
-    collection.add(item)
-    try:
-        yield
-    finally:
-        collection.discard(item)
-
-
-@contextlib.contextmanager
 def _fields_filled_in(module: nn.Module, policy: Policy) -> Iterator[None]:
     """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {_INSIDE: True}
     if takes_dtype(module):
         values["dtype"] = filled_in(policy.compute_dtype)
     if policy.param_dtype is not None and has_param_dtype_field(type(module)):

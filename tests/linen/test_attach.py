@@ -431,7 +431,7 @@ class TestTransforms:
     @pytest.mark.parametrize(
         ("policy", "out_dtype"),
         [("mixed_bfloat16", BF16), (jmp.PolicyMap({"blocks": "p=f32,c=bf16,o=f32"}, "p=f32,c=f32,o=none"), F32)],
-        ids=["around the scan", "rule for the scan"],
+        ids=["around the scan", "rule for the body"],
     )
     def test_carry_of_a_scan_keeps_its_dtype(self, policy, out_dtype):
         class Stack(nn.Module):
