@@ -109,7 +109,7 @@ def validation_batches(data: np.ndarray, *, count: int, batch_size: int, context
       uint8 array of shape `(batches, batch_size, context + 1)`.
 
     >>> validation_batches(np.arange(100, dtype=np.uint8), count=2, batch_size=3, context=4)[:, :, 0].tolist()
-    [[0, 15, 30], [45, 65, 80]]
+    [[0, 16, 32], [48, 64, 80]]
     """
     windows = (len(data) - 1) // context
     batches = max(1, min(count, windows // batch_size))
