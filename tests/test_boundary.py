@@ -212,6 +212,14 @@ def test_the_same_function_under_another_policy_is_another_boundary():
     assert jmp.with_policy(f, "bfloat16")(X, lambda x: str(inner(x).dtype)) == "float16"
 
 
+def test_the_same_function_that_keeps_other_arguments_is_another_boundary():
+    def f(x, inner=None):
+        return inner(x.astype(jnp.float32)) if inner else x
+
+    inner = jmp.with_policy(f, "float16")
+    assert jmp.with_policy(f, "float16", keep=["x"])(X, lambda x: str(inner(x).dtype)) == "float16"
+
+
 def test_infer_takes_the_dtype_of_the_first_floating_input_of_each_call():
     f = jmp.with_policy(lambda n, x, y: str(y.dtype), "infer")
     assert f(jnp.arange(2), jnp.ones(2, jnp.float16), X) == "float16"
