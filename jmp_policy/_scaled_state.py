@@ -20,6 +20,10 @@ class LossScaledState(NamedTuple):
       grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
       skipped_steps: how many steps were skipped, an int32 scalar.
       consecutive_skips: how many of them are the most recent ones in a row, an int32 scalar.
+
+    >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
+    >>> bool(state.grads_finite), int(state.skipped_steps)
+    (True, 0)
     """
 
     inner_state: Any

@@ -44,6 +44,11 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
 
     Raises:
       ValueError: `policy` is none of these.
+
+    >>> set_dtype_policy("mixed_bfloat16")
+    >>> dtype_policy()
+    <DTypePolicy "mixed_bfloat16">
+    >>> set_dtype_policy("float32")
     """
     if isinstance(policy, str):
         policy = DTypePolicy(policy)
