@@ -21,8 +21,10 @@ BODIES = {
     "remat": jax.checkpoint(jnp.sin),
     "custom_jvp": custom,
     "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0],
-    "cond": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, lambda x: x, x),
-    "while": lambda x: jax.lax.while_loop(lambda c: c[0] < 0, jnp.sin, x),
+    "cond": lambda x: jax.lax.cond(jnp.zeros(()) > 0, jnp.sin, lambda x: x, x),
+    "while with constants": lambda x: (
+        lambda limit, scale: jax.lax.while_loop(lambda c: limit > 0, lambda c: jnp.sin(c) * scale, x)
+    )(jnp.zeros(()), jnp.zeros(())),
     "vmap": jax.vmap(jax.jit(jnp.sin)),
 }
 

@@ -97,6 +97,31 @@ def test_parameter_bytes_are_those_of_the_module_itself():
     assert (found.total_bytes, found.float32_bytes) == (56, 112)
 
 
+def test_parameters_that_are_no_floats_take_the_same_bytes_in_float32():
+    class Table(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + self.param("index", lambda key: jnp.arange(4, dtype=jnp.int8)).astype(x.dtype)
+
+    found = explain("bfloat16", model=Table())
+    assert (found[""].param_dtypes, found.total_bytes, found.float32_bytes) == (("int8",), 4, 4)
+
+
+def test_module_that_is_set_up_and_not_called_has_no_row():
+    class Constants(nn.Module):
+        def setup(self):
+            self.factor = 2
+
+    class Outer(nn.Module):
+        def setup(self):
+            self.constants = Constants()
+
+        def __call__(self, x):
+            return x * self.constants.factor
+
+    assert [row.path for row in jmp.explain(Outer(), X).rows] == [""]
+
+
 def test_rules_that_decide_nothing_are_named_and_no_warning_is_raised():
     rules = jmp.PolicyMap({"block": "float32", "block/norm": "float16", "blokc/dense": "float16"}, "mixed_bfloat16")
     assert explain(rules).unused == (
@@ -127,6 +152,28 @@ class TestLeaks:
     def test_wide_compute_with_narrow_output_is_none(self):
         found = explain(jmp.PolicyMap({".*norm": EXACT}, "mixed_bfloat16"), model=Net(post_norm=True))
         assert set(column(found, "leaks_into").values()) == {()}
+
+    def test_wide_output_that_is_only_moved_before_a_layer_narrows_it_is_none(self):
+        class Moves(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4)(nn.LayerNorm(name="norm")(x).reshape(-1, 2, 2).transpose(0, 2, 1))
+
+        found = explain(jmp.PolicyMap({"norm": "float32"}, "mixed_bfloat16"), model=Moves())
+        assert found["norm"].leaks_into == ()
+
+    def test_wide_arithmetic_inside_the_named_module_is_none(self):
+        class Softmax(nn.Module):
+            def __call__(self, x):
+                return jnp.exp(x.astype(jnp.float32))
+
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return Softmax(name="softmax")(x)
+
+        found = explain(jmp.PolicyMap({"softmax": "mixed_bfloat16"}, "mixed_bfloat16"), model=Outer())
+        assert (found["softmax"].compute_dtypes, found["softmax"].leaks_into) == (("float32",), ())
 
     def test_authors_conversion_is_none(self):
         class Converts(nn.Module):

@@ -70,6 +70,13 @@ def test_each_module_has_its_rule_policy_and_type():
     assert column(found, "type")["blocks/0/norm"] == "LayerNorm"
 
 
+def test_rule_for_a_type_of_container_holds_inside():
+    found = jmp.explain(abstract(Nested, jmp.PolicyMap({nnx.List: "float32"}, MIXED)), X)
+    rules = {path: rule for path, rule in column(found, "rule").items() if path.startswith("blocks")}
+    assert rules == dict.fromkeys(["blocks/0", "blocks/0/dense", "blocks/0/norm"], "List")
+    assert found.unused == ()
+
+
 def test_dtypes_are_those_that_were_traced():
     found = jmp.explain(abstract(Nested, MIXED), X)
     assert column(found, "input_dtypes")[""] == ("float32",)
