@@ -21,7 +21,7 @@ from .._boundary import cast_arguments, cast_result, check_keep, matmul_precisio
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
-from ._frame import CURRENT, Frame, frame_of
+from ._frame import CURRENT, Frame
 from ._interceptor import POLICY, interceptor
 
 _BASE = "_jmp_base"
@@ -105,14 +105,14 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
     with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy):
         out = method(*args, **kwargs)
     if method.__name__ == "__call__":  # other methods may leave out modules that a rule is for
-        for message in frame.warnings():
+        for message in frame.warnings(module):
             warnings.warn(message, stacklevel=5)
     return cast_result(policy, out)
 
 
 @contextlib.contextmanager
 def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
-    frame = frame_of(type(module), module.path, getattr(module, POLICY), compute_dtype)
+    frame = Frame(type(module), module.path, getattr(module, POLICY), compute_dtype)
     with CURRENT(frame), nn.intercept_methods(interceptor(frame)):
         yield frame
 

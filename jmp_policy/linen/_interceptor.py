@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from flax import linen as nn
@@ -33,13 +34,14 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
 
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
-        # Another frame is in charge inside a submodule with a policy of its own.
-        if CURRENT.value is not frame or module.scope is None or _INSIDE in vars(module):
+        current: Frame = CURRENT.value
+        # Another call's frame is in charge inside a submodule with a policy of its own.
+        if not current.is_part_of(frame) or module.scope is None or _INSIDE in vars(module):
             return next_fun(*args, **kwargs)
-        match = frame.match(module)
+        match, inside = current.match(module), current.inside(module)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         at_boundary = match.boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
-        with _fields_filled_in(module, match.policy):
+        with CURRENT(inside) if inside is not current else nullcontext(), _fields_filled_in(module, match.policy):
             check_cache(module)
             if at_boundary and context.method_name != "setup":
                 return _call_at_boundary(match.policy, next_fun, args, kwargs)

@@ -529,3 +529,49 @@ def test_partitioned_parameters_stay_boxed():
     kernel = model.init(KEY, X)["params"]["kernel"]
     assert kernel.names == (None, "model")
     assert kernel.value.dtype == BF16
+
+
+class TestModelsOfOneClass:
+    """Instances of one class may hold different modules: what was seen in one says nothing about another."""
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(nn.Dense)(2, name="project")(x)
+
+    class Mixer(Attention):
+        pass
+
+    class Outer(nn.Module):
+        kind: Any
+        names: tuple[str, ...] = ("block",)
+
+        @nn.compact
+        def __call__(self, x):
+            return [self.kind(name=name)(x).dtype for name in self.names]
+
+    def test_type_rule_for_one_does_not_reach_the_other(self):
+        rules = jmp.PolicyMap({self.Mixer: "float16"}, "p=f32,c=bf16,o=none")
+        mixer, attention = (jmp.with_policy(self.Outer(kind), rules) for kind in (self.Mixer, self.Attention))
+        assert mixer.init_with_output(KEY, X)[0] == [jnp.float16]
+        with pytest.warns(UserWarning, match="policy rule .*Mixer matches no module"):
+            assert attention.init_with_output(KEY, X)[0] == [BF16]
+
+    def test_rule_that_matches_nothing_is_named_though_it_matched_in_the_other(self):
+        rules = jmp.PolicyMap({"second": "float16"}, "p=f32,c=bf16,o=none")
+        jmp.with_policy(self.Outer(self.Mixer, ("first", "second")), rules).init(KEY, X)
+        with pytest.warns(UserWarning, match="policy rule 'second' matches no module"):
+            jmp.with_policy(self.Outer(self.Mixer, ("first",)), rules).init(KEY, X)
+
+    def test_rule_inside_a_jitted_module_is_not_taken_for_unused_when_its_program_is_found_again(self):
+        jitted = nn.jit(Project)
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return jitted(name="jitted")(x)
+
+        model = jmp.with_policy(Model(), jmp.PolicyMap({"jitted/up": "float16"}, "p=f32,c=bf16,o=none"))
+        variables = model.init(KEY, X)
+        model.apply(variables, X)
+        model.apply(variables, X)
