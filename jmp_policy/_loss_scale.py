@@ -90,8 +90,9 @@ class StaticLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", float(self.loss_scale))
-        _check(0 < self.loss_scale < math.inf, "loss_scale", self.loss_scale, "a positive number", "2.0**15")
+        value = float(self.loss_scale) if _may_scale(self.loss_scale) else self.loss_scale
+        _check(_may_scale(value), "loss_scale", value, "a positive number", "2.0**15")
+        object.__setattr__(self, "loss_scale", value)
         register_with_flax()
 
 
@@ -163,8 +164,7 @@ class DynamicLossScale(LossScale):
         register_with_flax()
         _warn_if_not_floating(loss_scale, "loss_scale")
         _warn_if_not_floating(min_loss_scale, "min_loss_scale")
-        in_range = not isinstance(loss_scale, int | float) or 0 < loss_scale < math.inf
-        _check(in_range, "loss_scale", loss_scale, "a positive number", "2.0**15")
+        _check(_may_scale(loss_scale), "loss_scale", loss_scale, "a positive number", "2.0**15")
         _check(factor > 1, "factor", factor, "greater than one", "2")
         settings = {
             "period": int(period) if isinstance(period, np.integer) else period,
@@ -282,6 +282,11 @@ def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
         return leaf
 
     return jax.tree.map(apply, tree)
+
+
+def _may_scale(value: Any) -> bool:
+    """Whether a value can be a scale, as far as can be told: the number in an array is on a device, or traced."""
+    return 0 < value < math.inf if isinstance(value, int | float) else hasattr(value, "shape") or type(value) is object
 
 
 def _scalar(value: Any, dtype: Any) -> Any:

@@ -261,6 +261,8 @@ def test_all_three_are_loss_scales(scale):
     [
         ({"loss_scale": 0.0}, r"^loss_scale must be a positive number, got 0\.0. For example: loss_scale=2"),
         ({"loss_scale": math.nan}, r"^loss_scale must be a positive number, got nan"),
+        ({"loss_scale": "2**15"}, r"^loss_scale must be a positive number, got '2\*\*15'"),
+        ({"loss_scale": None}, r"^loss_scale must be a positive number, got None"),
         ({"period": 0}, r"^period must be a positive int, got 0\. For example: period=2000\.$"),
         ({"period": 2.5}, r"^period must be a positive int, got 2\.5"),
         ({"factor": 1}, r"^factor must be greater than one, got 1\. For example: factor=2\.$"),
@@ -279,7 +281,7 @@ def test_bad_settings_are_errors(bad, text):
         jmp.DynamicLossScale(**bad)
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan, None, "2**15", np.float32(0)])
 def test_bad_static_scales_are_errors(bad):
     with pytest.raises(ValueError, match=r"^loss_scale must be a positive number, got .* loss_scale=2\.0\*\*15\.$"):
         jmp.StaticLossScale(bad)

@@ -110,6 +110,7 @@ class LossScaledUpdate:
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         """The updates, -0.0 on a skipped step, and the next state; `updates` are gradients, as optax calls them."""
+        _check_state(state)
         arrays, others = _split(extra)
         update = self._bind(_update, others) if others else self._update
         return self._unless_nonfinite(update, _Operands(updates, state.inner_state, params, arrays), state)
@@ -118,6 +119,7 @@ class LossScaledUpdate:
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, LossScaledState]:
         """The updated parameters and the next state."""
+        _check_state(state)
         arrays, others = _split(extra)
         update = self._bind(_update_and_apply, others) if others else self._update_and_apply
         return self._unless_nonfinite(update, _Operands(grads, state.inner_state, params, arrays), state)
@@ -139,6 +141,14 @@ class LossScaledUpdate:
             finite,
             state.skipped_steps + skipped,
             (state.consecutive_skips + skipped) * skipped,
+        )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, LossScaledState):
+        raise TypeError(
+            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
+            "without them goes inside, tx.init(params)._replace(inner_state=restored)."
         )
 
 

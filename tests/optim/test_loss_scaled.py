@@ -247,3 +247,12 @@ class TestDevices:
         assert bits(skipped) == bits(params)
         assert int(state.skipped_steps) == 1
         assert skipped["w"].sharding.is_equivalent_to(params["w"].sharding, 1)
+
+
+@pytest.mark.parametrize("way", ["step", "update"])
+def test_state_saved_without_a_loss_scale_is_an_error_that_says_where_it_goes(way):
+    tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
+    params = {"w": jnp.ones(2)}
+    take = tx.update if way == "update" else functools.partial(jmp.optim.step, tx)
+    with pytest.raises(TypeError, match=r"Expected the state of loss_scaled .* got tuple: .*_replace\(inner_state="):
+        take(params, optax.sgd(1.0).init(params), params)
