@@ -21,7 +21,7 @@ from .._boundary import cast_arguments, cast_result, check_keep, matmul_precisio
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
-from ._frame import CURRENT, Frame
+from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
 
 _BASE = "_jmp_base"
@@ -104,16 +104,17 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
     policy, args, kwargs = cast_arguments(_root_policy(module), method, keep, (module, *args), kwargs)
     with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy):
         out = method(*args, **kwargs)
-    if method.__name__ == "__call__":  # other methods may leave out modules that a rule is for
-        for message in frame.warnings(module):
-            warnings.warn(message, stacklevel=5)
+        # Methods other than __call__ may leave out modules that a rule is for.
+        messages = frame.warnings(module) if method.__name__ == "__call__" else []
+    for message in messages:
+        warnings.warn(message, stacklevel=5)
     return cast_result(policy, out)
 
 
 @contextlib.contextmanager
 def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
-    frame = Frame(type(module), module.path, getattr(module, POLICY), compute_dtype)
-    with CURRENT(frame), nn.intercept_methods(interceptor(frame)):
+    frame = frame_of(type(module), module.path, getattr(module, POLICY), compute_dtype)
+    with outermost_call(frame), nn.intercept_methods(interceptor(frame)):
         yield frame
 
 

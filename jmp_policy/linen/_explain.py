@@ -93,7 +93,7 @@ class _Met:
             return ModuleInfo(kind)
         attached = frame.belongs_to(module)
         relative = "/".join(module.path[len(frame.path) :])
-        self._frames.setdefault(frame, {})[relative] = type(module)
+        self._frames.setdefault(frame.attachment, {})[relative] = type(module)
         match: Match = frame.match(module)
         by_map = isinstance(frame.policy, PolicyMap)
         return module_info(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))

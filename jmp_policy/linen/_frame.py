@@ -1,7 +1,10 @@
 """What holds inside an attached module while one of its methods runs."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,12 +18,17 @@ from .._policy_map import Match, PolicyMap
 CURRENT = jax.make_user_context(None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """The inside of an attached module during one outermost call: which policy holds at which path.
+# The types of the modules met in the outermost call that is running, by path. No cache may depend on what is read here:
+# all that it decides for a program, `Frame.covering` says too.
+_MET: contextvars.ContextVar[dict[str, type[nn.Module]]] = contextvars.ContextVar("modules met")
 
-    Frames of the same attachment are equal, so that what JAX traced under one is found again under the next. What a
-    call has met so far is no part of that.
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """The inside of an attached module: which policy holds at which path.
+
+    Frames of the same values are one object. They are looked up with every cache of JAX's while a call is traced,
+    which is why they are compared by identity.
 
     Attributes:
       owner: the policied class of the attached module.
@@ -28,32 +36,31 @@ class Frame:
       policy: the policy it was given.
       inferred: what stands for a compute dtype that a policy leaves open.
       covering: the keys of the policy map, types, that cover the module whose method is running.
-      modules: the types of the modules that were called so far, by path relative to the attached one.
     """
 
     owner: type[nn.Module]
     path: tuple[str, ...]
     policy: Policy | PolicyMap
     inferred: np.dtype | None
-    covering: frozenset[type] = frozenset()
-    modules: dict[str, type[nn.Module]] = dataclasses.field(default_factory=dict, compare=False)
+    covering: frozenset[type]
+
+    @property
+    def attachment(self) -> "Frame":
+        """The frame of the attached module itself."""
+        return frame_of(self.owner, self.path, self.policy, self.inferred)
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself."""
         return self.owner is type(module) and self.path == module.path
 
-    def is_part_of(self, call: "Frame") -> bool:
-        """Whether this is the frame of an outermost call, or of a module called inside it."""
-        return self.modules is call.modules
-
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; its boundary is the frame's own if it is the attached module."""
-        path = "/".join(module.path[len(self.path) :])
-        self.modules.setdefault(path, type(module))
+        path, met = "/".join(module.path[len(self.path) :]), _MET.get()
+        met.setdefault(path, type(module))
         if isinstance(self.policy, Policy):
             found = Match(self.policy, None, boundary=False)
         else:
-            found = self.policy.match(path, self.modules | {path: type(module)})
+            found = self.policy.match(path, met | {path: type(module)})
         policy = found.policy
         if policy.compute_dtype is None:
             policy = policy.replace(compute_dtype=self.inferred)
@@ -68,18 +75,44 @@ class Frame:
         if isinstance(self.policy, Policy):
             return self
         keys = {rule.key for rule in self.policy.rules if isinstance(rule.key, type) and isinstance(module, rule.key)}
-        return self if keys <= self.covering else dataclasses.replace(self, covering=self.covering | keys)
+        covering = self.covering | keys
+        return self if covering == self.covering else frame_of(
+            self.owner, self.path, self.policy, self.inferred, covering
+        )
 
     def warnings(self, module: nn.Module) -> list[str]:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""
         if isinstance(self.policy, Policy):
             return []
-        known = _met(self, jax.tree.structure(module.variables.get("params")))
-        known.update(self.modules)
+        known = _met_before(self, jax.tree.structure(module.variables.get("params")))
+        known.update(_MET.get())
         return self.policy.explain_unused(known)
 
 
 @functools.cache
-def _met(frame: Frame, params: Any) -> dict[str, type[nn.Module]]:
-    """All modules met under equal frames, in models of one structure: those inside a jitted one are met only once."""
+def frame_of(
+    owner: Any,
+    path: tuple[str, ...],
+    policy: Policy | PolicyMap,
+    inferred: np.dtype | None,
+    covering: frozenset[type] = frozenset(),
+) -> Frame:
+    """The one frame of these values."""
+    return Frame(owner, path, policy, inferred, covering)
+
+
+@contextlib.contextmanager
+def outermost_call(frame: Frame) -> Iterator[None]:
+    """The context in which the call of an attached module runs: its frame is in charge, and no module was met yet."""
+    before = _MET.set({})
+    try:
+        with CURRENT(frame):
+            yield
+    finally:
+        _MET.reset(before)
+
+
+@functools.cache
+def _met_before(frame: Frame, params: Any) -> dict[str, type[nn.Module]]:
+    """All modules met in models of one structure: those inside a jitted one are met only once."""
     return {}

@@ -35,8 +35,8 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
         current: Frame = CURRENT.value
-        # Another call's frame is in charge inside a submodule with a policy of its own.
-        if not current.is_part_of(frame) or module.scope is None or _INSIDE in vars(module):
+        # Another frame is in charge inside a submodule with a policy of its own.
+        if current.attachment is not frame or module.scope is None or _INSIDE in vars(module):
             return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
