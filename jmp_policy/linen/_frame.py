@@ -49,6 +49,11 @@ class Frame:
         """The frame of the attached module itself."""
         return frame_of(self.owner, self.path, self.policy, self.inferred)
 
+    @property
+    def has_paths(self) -> bool:
+        """Whether a rule may tell modules of equal fields apart by where they stand."""
+        return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
+
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself."""
         return self.owner is type(module) and self.path == module.path

@@ -21,6 +21,7 @@ from ._fields import (
     with_param_dtype,
 )
 from ._frame import CURRENT, Frame
+from ._jit_keys import paths_in_jit_keys
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -41,13 +42,20 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         match, inside = current.match(module), current.inside(module)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         at_boundary = match.boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
-        with CURRENT(inside) if inside is not current else nullcontext(), _fields_filled_in(module, match.policy):
+        with _in_charge(current, inside, module), _fields_filled_in(module, match.policy):
             check_cache(module)
             if at_boundary and context.method_name != "setup":
                 return _call_at_boundary(match.policy, next_fun, args, kwargs)
             return next_fun(*args, **kwargs)
 
     return intercept
+
+
+@contextlib.contextmanager
+def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[None]:
+    by_path = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else nullcontext()
+    with by_path, CURRENT(inside) if inside is not current else nullcontext():
+        yield
 
 
 def _call_at_boundary(policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -391,6 +391,28 @@ class TestJit:
             assert jmp.with_policy(Jitted(), spec).apply(variables, X).dtype == jnp.dtype(spec)
         assert Jitted().apply(variables, X).dtype == F32
 
+    @pytest.mark.parametrize("rule", ["first", "second", "second/up", ".*/down"])
+    def test_jitted_siblings_of_equal_fields_each_have_the_policy_of_their_place(self, rule):
+        inner = nn.jit(Project)
+
+        class InCompact(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return [inner(name=name)(x).dtype for name in ("first", "second")]
+
+        class InSetup(nn.Module):
+            def setup(self):
+                self.first, self.second = inner(), inner()
+
+            def __call__(self, x):
+                return [self.first(x).dtype, self.second(x).dtype]
+
+        rules = jmp.PolicyMap({rule: "float16"}, "p=f32,c=bf16,o=none")
+        expected = [jmp.PolicyMap.resolve(rules, f"{name}/down").compute_dtype for name in ("first", "second")]
+        for model in (jmp.with_policy(InCompact(), rules), jmp.with_policy(InSetup(), rules)):
+            out, variables = model.init_with_output(KEY, X)
+            assert out == model.apply(variables, X) == expected
+
     def test_second_call_does_not_trace_again(self):
         model, traces = instance(), []
 
