@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from flax import linen as nn
@@ -53,8 +52,10 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[None]:
-    by_path = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else nullcontext()
-    with by_path, CURRENT(inside) if inside is not current else nullcontext():
+    """The context of a module's method: `inside` is in charge, and jitted modules in it are told apart by place."""
+    unchanged = contextlib.nullcontext()
+    places = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else unchanged
+    with places, CURRENT(inside) if inside is not current else unchanged:
         yield
 
 
