@@ -1,5 +1,6 @@
 """The one parser of everything that stands for a policy, and the default policy."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ._default import DEFAULT
@@ -9,7 +10,7 @@ from ._policy import Policy
 from ._policy_map import PolicyMap
 
 PolicySpec = Any
-"""A `Policy`, a `PolicyMap`, a dtype, a string, `None` for the default, or an object with `__jmp_policy__()`."""
+"""A policy, a map, a dtype, a string, the config of a policy or map, `None`, or an object with `__jmp_policy__()`."""
 
 
 def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
@@ -17,8 +18,8 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
 
     Args:
       spec: a policy or map (returned as it is, a map without a default with the current one filled in); a dtype in
-        any spelling, for all three dtypes; `None` for the default policy; an object whose `__jmp_policy__()` returns
-        one of these; or a string:
+        any spelling, for all three dtypes; `None` for the default policy; a policy's or map's `get_config()`, as it
+        comes back from JSON; an object whose `__jmp_policy__()` returns one of these; or a string:
 
         - a dtype name, `"full"` or `"half"`: all three dtypes;
         - `"mixed_float16"`, `"mixed_bfloat16"`: half compute and output over float32 parameters;
@@ -27,10 +28,13 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
         - Keras's `"infer"`, `"infer_with_float32_vars"`, `"bfloat16_with_float32_vars"`.
 
     Raises:
-      ValueError: the string or dtype is none of these.
+      ValueError: the string, dtype or config is none of these.
 
     >>> get_policy("p=f32,c=bf16") is get_policy("mixed_bfloat16")
     True
+    >>> stored = PolicyMap({"head": "float32"}, "bfloat16").get_config()
+    >>> get_policy(stored)["head"].name
+    'float32'
     """
     if isinstance(spec, Policy):
         return spec
@@ -42,7 +46,19 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
         return parse_policy(spec)
     if hasattr(spec, "__jmp_policy__"):
         return get_policy(spec.__jmp_policy__())
+    if isinstance(spec, Mapping):
+        return get_policy(_from_config(spec))
     return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
+
+
+def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
+    if "rules" in config:
+        return PolicyMap.from_config(config)
+    if "param_dtype" in config:
+        return Policy.from_config(config)
+    raise ValueError(
+        f"{config!r} is no config of a policy or map. For rules by path or type: PolicyMap({{'head': 'float32'}})."
+    )
 
 
 def is_policy_spec(value: object) -> bool:

@@ -35,6 +35,7 @@ class Carrier:
         (Carrier(), "mixed_bfloat16"),
         (None, "float32"),
         ("mixed_float16", "mixed_float16"),
+        (jmp.get_policy("mixed_float16").get_config(), "mixed_float16"),
     ],
 )
 def test_everything_that_stands_for_a_policy_is_read(spec, name):
@@ -47,6 +48,19 @@ def test_everything_that_stands_for_a_policy_is_read(spec, name):
 def test_anything_else_is_an_error_that_shows_a_policy(spec):
     assert not is_policy_spec(spec)
     with pytest.raises(ValueError, match=r"^Unknown dtype .*For example: 'mixed_bfloat16'\.$"):
+        jmp.get_policy(spec)
+
+
+@pytest.mark.parametrize("rules", [{"head": "float32"}, {dict: "float32"}], ids=["path", "type"])
+def test_the_config_of_a_map_is_read_with_the_default_filled_in(rules):
+    with jmp.use_policy("bfloat16"):
+        assert jmp.get_policy(jmp.PolicyMap(rules).get_config()) is jmp.PolicyMap(rules, "bfloat16")
+
+
+@pytest.mark.parametrize("spec", [{}, {"head": "float32"}])
+def test_a_mapping_that_is_no_config_is_an_error_that_names_maps(spec):
+    assert not is_policy_spec(spec)
+    with pytest.raises(ValueError, match=r"is no config of a policy or map\. For rules .*: PolicyMap\({'head'"):
         jmp.get_policy(spec)
 
 
