@@ -143,7 +143,7 @@ class Policy:
         return {name: None if value is None else str(value) for name, value in self._fields().items()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Policy":
+    def from_config(cls, config: Mapping[str, Any]) -> "Policy":
         """The policy that `get_config` described.
 
         Raises:

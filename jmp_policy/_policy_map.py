@@ -157,7 +157,7 @@ class PolicyMap:
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "PolicyMap":
+    def from_config(cls, config: Mapping[str, Any]) -> "PolicyMap":
         """The map that `get_config` described; modules that keys name as types are imported.
 
         Raises:
