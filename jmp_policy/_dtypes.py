@@ -1,6 +1,7 @@
 """Floating dtypes: their names, and the one way to read any spelling of one."""
 
 import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,8 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     >>> parse_dtype("bf16") == parse_dtype(jnp.bfloat16) == np.dtype("bfloat16")
     True
     """
+    if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the short way: every cast comes through here
+        return _CANONICAL[spec]
     if isinstance(spec, str):
         name = spec.strip().lower()
         if name == "half":
@@ -65,6 +68,7 @@ def half_dtype() -> DTypeLike:
     return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
 
 
+@functools.cache  # JAX looks through all kinds of dtypes each time
 def is_floating_dtype(dtype: DTypeLike) -> bool:
     """Whether `dtype` is a real floating dtype; extended dtypes such as PRNG keys are not.
 
@@ -129,3 +133,4 @@ def _unknown_dtype(spec: DTypeLike, where: str, example: str) -> str:
 
 _JAX_SCALAR_TYPE = type(jnp.float32)
 _BY_NAME = _floating_dtypes()
+_CANONICAL = {dtype: dtype for dtype in _BY_NAME.values()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import re
 from collections.abc import Iterable, Mapping
@@ -105,12 +106,11 @@ class PolicyMap:
     def match(self, path: str, module_type: type | Mapping[str, type] | None = None) -> Match:
         """As `resolve`, with the rule that gave the policy."""
         types = module_type if isinstance(module_type, Mapping) else {path: module_type}
-        for rule in self.rules:
-            if rule.matches(path, types.get(path)):
-                return Match(rule.policy, rule, boundary=True)
-            if any(rule.matches(outer, types.get(outer)) for outer in _outer_paths(path)):
-                return Match(rule.policy, rule, boundary=False)
-        return Match(self._default_policy(path, types), None, boundary=path == "")
+        own = _rank(self, path, types.get(path))
+        rank = min([own, *(_rank(self, outer, types.get(outer)) for outer in _outer_paths(path))])
+        if rank == len(self.rules):
+            return Match(self._default_policy(path, types), None, boundary=path == "")
+        return Match(self.rules[rank].policy, self.rules[rank], boundary=own == rank)
 
     def loss_scale(self) -> LossScale:
         """Dynamic if any policy of the map computes in float16, else a no-op.
@@ -231,6 +231,12 @@ def _policy(spec: Spec, where: str) -> Policy:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:
         raise ValueError(f"{error} It stands {where}.") from None
+
+
+@functools.lru_cache(maxsize=2**16)  # a model of many modules is traced many times
+def _rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
+    """The place of the first rule that names a module itself, or the number of rules where none does."""
+    return next((i for i, rule in enumerate(rules.rules) if rule.matches(path, module_type)), len(rules.rules))
 
 
 def _outer_paths(path: str) -> list[str]:
