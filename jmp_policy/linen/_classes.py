@@ -26,6 +26,8 @@ from ._interceptor import POLICY, interceptor
 
 _BASE = "_jmp_base"
 _KEEP = "_jmp_keep"
+_OWNER = "_jmp_owner"
+_BOUNDARY = "_jmp_boundary"
 
 
 @functools.cache
@@ -46,6 +48,7 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) 
         "__init_subclass__": classmethod(_init_subclass),
     }
     cls = type(base)(base.__name__, (base,), namespace)
+    setattr(cls, _OWNER, cls)
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     _police_methods(cls, dir(base))
     for name in ("apply", "init_with_output"):
@@ -61,7 +64,7 @@ def unpolicied_class(cls: Any) -> Any:
 
 def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method, or a function of a module, that casts at the outermost call and runs inside its module's frame."""
-    if hasattr(method, "_jmp_boundary"):
+    if _is_boundary(method):
         return method
 
     @functools.wraps(method)
@@ -75,13 +78,13 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
 
         return observe_call("/".join(self.path), call, args, kwargs)  # out here, where nothing is cast yet
 
-    policied._jmp_boundary = True  # type: ignore[attr-defined]
+    setattr(policied, _BOUNDARY, policied)
     return policied
 
 
 def inside_frame(method: Callable[..., Any]) -> Callable[..., Any]:
     """`setup`, or a private method, that runs inside its module's frame whoever calls it, and casts nothing."""
-    if hasattr(method, "_jmp_boundary"):
+    if _is_boundary(method):
         return method
 
     @functools.wraps(method)
@@ -95,8 +98,13 @@ def inside_frame(method: Callable[..., Any]) -> Callable[..., Any]:
         with _frame(self, policy.resolve(args, kwargs).compute_dtype):
             return method(self, *args, **kwargs)
 
-    policied._jmp_boundary = True  # type: ignore[attr-defined]
+    setattr(policied, _BOUNDARY, policied)
     return policied
+
+
+def _is_boundary(method: Callable[..., Any]) -> bool:
+    """Whether a method is one of ours; not what a decorator such as `nn.remat` made of one, with all its attributes."""
+    return getattr(method, _BOUNDARY, None) is method
 
 
 def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -113,7 +121,7 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
 
 @contextlib.contextmanager
 def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
-    frame = frame_of(type(module), module.path, getattr(module, POLICY), compute_dtype)
+    frame = frame_of(getattr(module, _OWNER), module.path, getattr(module, POLICY), compute_dtype)
     with outermost_call(frame), nn.intercept_methods(interceptor(frame)):
         yield frame
 
@@ -125,8 +133,7 @@ def _root_policy(module: nn.Module) -> Policy:
 
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
     """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
-    base = next(base for base in cls.__mro__[1:] if _BASE in vars(base))
-    super(base, cls).__init_subclass__(**kwargs)
+    super(getattr(cls, _OWNER), cls).__init_subclass__(**kwargs)
     _police_methods(cls, vars(cls))
 
 

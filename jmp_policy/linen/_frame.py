@@ -55,8 +55,8 @@ class Frame:
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Whether `module` is the attached module itself."""
-        return self.owner is type(module) and self.path == module.path
+        """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
+        return self.path == module.path and issubclass(type(module), self.owner)
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; its boundary is the frame's own if it is the attached module."""
