@@ -19,8 +19,8 @@ from ._fields import (
     takes_dtype,
     with_param_dtype,
 )
+from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
-from ._jit_keys import paths_in_jit_keys
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -39,15 +39,24 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         if current.attachment is not frame or module.scope is None or _INSIDE in vars(module):
             return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
-        # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
-        at_boundary = match.boundary and (takes_dtype(module) or not has_dtype_field(type(module)))
-        with _in_charge(current, inside, module), _fields_filled_in(module, match.policy):
+        # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
+        is_method = hasattr(type(module), context.method_name)
+        at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)
+        with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
             check_cache(module)
-            if at_boundary and context.method_name != "setup":
-                return _call_at_boundary(match.policy, next_fun, args, kwargs)
+            if at_boundary:
+                return _call_at_boundary(module, match.policy, next_fun, args, kwargs)
             return next_fun(*args, **kwargs)
 
     return intercept
+
+
+def _casts(module: nn.Module) -> bool:
+    """Whether a module that a rule matches casts what enters now: once, and not where its author wrote a dtype.
+
+    Casting to another dtype before a layer whose dtype was written would lose what its author wanted.
+    """
+    return (takes_dtype(module) or not has_dtype_field(type(module))) and not runs_inside_boundary(module)
 
 
 @contextlib.contextmanager
@@ -59,16 +68,25 @@ def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[Non
         yield
 
 
-def _call_at_boundary(policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def _call_at_boundary(
+    module: nn.Module, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict
+) -> Any:
     policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
-    with matmul_precision(policy):
+    with boundary_of(module), matmul_precision(policy):
         return cast_result(policy, fun(*args, **kwargs))
 
 
 @contextlib.contextmanager
-def _fields_filled_in(module: nn.Module, policy: Policy) -> Iterator[None]:
-    """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly."""
-    values: dict[str, Any] = {_INSIDE: True}
+def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> Iterator[None]:
+    """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly.
+
+    Args:
+      module: a bound module.
+      policy: what holds for it.
+      until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
+        yet call one that is a boundary.
+    """
+    values: dict[str, Any] = {_INSIDE: True} if until_it_returns else {}
     if takes_dtype(module):
         values["dtype"] = filled_in(policy.compute_dtype)
     if policy.param_dtype is not None and has_param_dtype_field(type(module)):

@@ -1,0 +1,156 @@
+"""The registry of linen's lifted transforms, each around one block. A law holds for every entry."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import jmp_policy as jmp
+
+LIFTED: dict[str, Any] = {
+    "variable_axes": {"params": 0, "counters": 0, "intermediates": 0},
+    "split_rngs": {"params": True, "dropout": True},
+}
+
+
+class Block(nn.Module):
+    """A layer, randomness, and every kind of variable; with the casts that a boundary makes written by hand."""
+
+    dtype: Any = None
+    enter: Any = None
+    leave: Any = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        x = jmp.cast_floating(x, self.enter)
+        calls = self.variable("counters", "calls", lambda: jnp.zeros(()))
+        if self.is_mutable_collection("counters"):
+            calls.value += 1
+        x = nn.Dropout(0.5, deterministic=False)(nn.Dense(4, dtype=self.dtype)(x))
+        scale = self.param("scale", nn.initializers.ones, (4,))
+        self.sow("intermediates", "hidden", x)
+        return jmp.cast_floating(x * scale.astype(x.dtype), self.leave), None
+
+
+class Outer(nn.Module):
+    """A model of one lifted block, called through a lifted function once it is initialized."""
+
+    lift: Any = lambda kind: kind
+    use: Any = None
+    kind: Any = Block
+    dtype: Any = None
+    casts: Any = (None, None)
+    """The dtypes of inputs and outputs by hand, at the lifted block."""
+    casts_inside: Any = (None, None)
+    """The same, in the body that is lifted."""
+
+    @nn.compact
+    def __call__(self, x):
+        block = self.lift(self.kind)(self.dtype, *self.casts_inside, name="block")
+        use = call if self.use is None or self.is_initializing() else self.use
+        return jmp.cast_floating(use(block, jmp.cast_floating(x, self.casts[0])), self.casts[1])
+
+
+def call(block, x):
+    return block(x, None)[0]
+
+
+CLASSES = {
+    "no transform": lambda kind: kind,
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "checkpoint with a policy": functools.partial(nn.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+    "scan": lambda kind: nn.scan(kind, **LIFTED, length=2),
+    "vmap": lambda kind: nn.vmap(kind, **LIFTED, in_axes=(0, None), axis_size=2),
+    "map_variables": lambda kind: nn.map_variables(kind, "params", _halved, _doubled, mutable=True),
+    "add_metadata_axis": lambda kind: nn.add_metadata_axis(kind, {"params": 0}),
+    "fold_rngs": nn.fold_rngs,
+    "jit of remat": lambda kind: nn.jit(nn.remat(kind)),
+    "remat of jit": lambda kind: nn.remat(nn.jit(kind)),
+    "scan of remat": lambda kind: nn.scan(nn.remat(kind, prevent_cse=False), **LIFTED, length=2),
+}
+"""Transforms of a module class: what they make of it, `lift(kind) -> kind`."""
+
+
+def _halved(variables):
+    return jax.tree.map(lambda x: x / 2, variables)
+
+
+def _doubled(variables):
+    return jax.tree.map(lambda x: x * 2, variables)
+
+
+def _custom_vjp(block, x):
+    def forward(block, x):
+        return nn.vjp(call, block, x)
+
+    def backward(vjp, cotangent):
+        params, inputs = vjp(cotangent)
+        return jax.tree.map(jnp.sign, params), inputs
+
+    return nn.custom_vjp(call, forward, backward)(block, x)
+
+
+def _gradient(block, x):
+    return nn.grad(_loss, block, x)[0]
+
+
+def _value_and_gradient(block, x):
+    loss, (gradient,) = nn.value_and_grad(_loss, block, x)
+    return gradient * loss.astype(gradient.dtype)
+
+
+def _loss(block, x):
+    return jnp.sum(call(block, x).astype(jnp.float32))
+
+
+def _vjp(block, x):
+    out, vjp = nn.vjp(call, block, x)
+    return vjp(out)[1]
+
+
+def _jvp(block, x):
+    out, tangent = nn.jvp(call, block, (x,), (x,), variable_tangents={})
+    return out + tangent
+
+
+def _scan(block, x):
+    def body(block, x, _):
+        return call(block, x).astype(x.dtype), None
+
+    scanned = nn.scan(body, variable_carry="counters", variable_broadcast="params", length=2, **_EACH_ITS_MASK)
+    return scanned(block, x, None)[0]
+
+
+def _while_loop(block, x):
+    def body(block, carry):
+        count, x = carry
+        return count + 1, call(block, x).astype(x.dtype)
+
+    return nn.while_loop(
+        lambda _, carry: carry[0] < 2, body, block, (0, x), carry_variables="counters", **_EACH_ITS_MASK
+    )[1]
+
+
+_EACH_ITS_MASK: dict[str, Any] = {"split_rngs": {"params": False, "dropout": True}}
+
+
+FUNCTIONS = {
+    "jit": nn.jit(call),
+    "remat": nn.remat(call),
+    "vmap": nn.vmap(call, variable_axes={"params": None, "counters": None}, in_axes=0, **_EACH_ITS_MASK),
+    "scan": _scan,
+    "while_loop": _while_loop,
+    "cond": lambda block, x: nn.cond(jnp.sum(x) > 0, call, lambda block, x: -call(block, x), block, x),
+    "switch": lambda block, x: nn.switch(1, [call, lambda block, x: -call(block, x)], block, x),
+    "custom_vjp": _custom_vjp,
+    "grad": _gradient,
+    "value_and_grad": _value_and_gradient,
+    "vjp": _vjp,
+    "jvp": _jvp,
+    "map_variables": nn.map_variables(call, "params", _halved, _doubled),
+    "named_call": nn.named_call(call),
+}
+"""Transforms of a function of a bound module: calls of the block through them, `use(block, x) -> out`."""
