@@ -9,6 +9,7 @@ from flax import nnx
 from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._policy import Policy
 from ._cache import cache_arguments
+from ._carry import carry_given, keep_carry_dtypes
 from ._infer import INFERRED, inferred_inside
 from ._roles import Role
 from ._shadow import call_on_shadow
@@ -29,6 +30,7 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
       adopt: called with the module first.
     """
     adopt(module, role)
+    carry = carry_given(role.base, method, args, kwargs)
     policy = role.policy
     if role.boundary:
         policy, args, kwargs = cast_arguments(policy, method.__get__(module), role.keep, args, kwargs)
@@ -48,7 +50,9 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     params_dtype = policy.compute_dtype if role.casts_params else None
     with inside, matmul_precision(policy):
         out = call_on_shadow(module, role.base, attributes, params_dtype, call)
-    return cast_result(policy, out) if role.boundary else out
+    if role.boundary and policy.output_dtype is not None:
+        return cast_result(policy, out)
+    return keep_carry_dtypes(carry, out)
 
 
 def _inferred(module: nnx.Module, policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
