@@ -5,12 +5,14 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from .._dtypes import at_least_float32
 from .._policy import Policy
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
-"""Layers whose `dtype` is that of the weight they rewrite, which would be stored narrowed."""
+"""Layers whose `dtype` is that of the weight they rewrite: what is stored, not what is computed in."""
 
 
 def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> bool:
@@ -40,12 +42,21 @@ def has_written_dtype(base: type, attributes: dict[str, Any], is_open: bool) -> 
 
 def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
     """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
+    if issubclass(base, WRAPPERS):
+        return _stored_dtype(attributes, policy.param_dtype)
     new = {}
     if is_open and policy.compute_dtype is not None:
         new["dtype"] = policy.compute_dtype
-    if "param_dtype" in attributes and policy.param_dtype is not None and not issubclass(base, WRAPPERS):
+    if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
     return new
+
+
+def _stored_dtype(attributes: dict[str, Any], param_dtype: np.dtype | None) -> dict[str, Any]:
+    """The `dtype` of a wrapper: open, it is the one its weight and its own float32 state promote to."""
+    if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
+        return {}
+    return {"dtype": param_dtype}
 
 
 @functools.cache

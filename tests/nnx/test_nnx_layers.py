@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from nnx_layers import EXEMPT, LAYERS
+from nnx_layers import EXEMPT, LAYERS, X
 from programs import assert_costs_no_more, cost
 
 import jmp_policy as jmp
@@ -45,18 +45,19 @@ def _step(name, model, dtype, cast_inputs, cast_output):
     return jax.grad(loss_fn, has_aux=True), (params, rest)
 
 
-def _abstract(name, dtype):
-    """A layer whose arrays are shapes and dtypes: enough to lower it, and nothing is drawn."""
-    return nnx.eval_shape(lambda: LAYERS[name].make(dtype, nnx.Rngs(0)))
+def _made(name, dtype):
+    """A layer; where that will do, its arrays are shapes and dtypes, for to draw them takes more time than to lower."""
+    make = lambda: LAYERS[name].make(dtype, nnx.Rngs(0))
+    return make() if LAYERS[name].drawn else nnx.eval_shape(make)
 
 
 def _ours(name, policy):
-    model = jmp.with_policy(_abstract(name, None), policy)
+    model = jmp.with_policy(_made(name, None), policy)
     return _step(name, model, None, lambda x: x, lambda x: x)
 
 
 def _by_hand(name, policy):
-    model = _abstract(name, policy.compute_dtype)
+    model = _made(name, policy.compute_dtype)
     return _step(name, model, policy.compute_dtype, policy.cast_to_compute, policy.cast_to_output)
 
 
@@ -102,7 +103,7 @@ def test_policy_costs_nothing(name, spec):
 
 def _uncovered_modules():
     """The names of Flax's modules that have no entry, by the class that it makes, and no exemption."""
-    made = {type(_abstract(name, None)) for name in LAYERS}
+    made = {type(_made(name, None)) for name in LAYERS}
     exported = vars(nnx) | vars(nnx.bridge)
     modules = {name: x for name, x in exported.items() if isinstance(x, type) and issubclass(x, nnx.Module)}
     return {name for name, kind in modules.items() if kind not in made and not name.startswith("_")} - EXEMPT.keys()
@@ -123,7 +124,7 @@ def test_only_what_flax_exports_is_exempt():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name):
-    plain = _abstract(name, None)
+    plain = _made(name, None)
     policied = jmp.with_policy(plain, "mixed_bfloat16")
     before, after = nnx.state(plain), nnx.state(policied)
     assert jax.tree.structure(before) == jax.tree.structure(after)  # the classes of Variables, and their metadata
@@ -143,3 +144,11 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(nam
     others = nnx.Not(nnx.Param)
     _identical(_arrays(nnx.state(cast, others)), _arrays(nnx.state(plain, others)))  # statistics are never narrowed
     assert jmp.policy_of(jmp.with_policy(cast, "bfloat16")).name == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
+def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name):
+    model = jmp.with_policy(jmp.nnx.cast_params(LAYERS[name].make(None, nnx.Rngs(0)), "bfloat16"), "bfloat16")
+    before = _dtypes_by_path(nnx.to_pure_dict(nnx.state(model)))
+    model(X)
+    assert _dtypes_by_path(nnx.to_pure_dict(nnx.state(model))) == before
