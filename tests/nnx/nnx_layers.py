@@ -149,7 +149,7 @@ LAYERS = {
     "OptimizedLSTMCell": Layer(
         lambda dtype, rngs: nnx.OptimizedLSTMCell(4, 5, dtype=dtype, rngs=rngs), ((CARRY, CARRY), X)
     ),
-    "SimpleCell": Layer(lambda dtype, rngs: nnx.SimpleCell(4, 5, dtype=dtype or jnp.float32, rngs=rngs), (CARRY, X)),
+    "SimpleCell": Layer(simple_cell, (CARRY, X)),
     "RNN of GRU cells": Layer(lambda dtype, rngs: nnx.RNN(nnx.GRUCell(4, 5, dtype=dtype, rngs=rngs)), (X,)),
     "RNN of LSTM cells": Layer(lambda dtype, rngs: nnx.RNN(nnx.LSTMCell(4, 5, dtype=dtype, rngs=rngs)), (X,)),
     "RNN of optimized LSTM cells": Layer(

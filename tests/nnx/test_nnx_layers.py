@@ -51,9 +51,12 @@ def _made(name, dtype):
     return make() if LAYERS[name].drawn else nnx.eval_shape(make)
 
 
+def _uncast(x):
+    return x
+
+
 def _ours(name, policy):
-    model = jmp.with_policy(_made(name, None), policy)
-    return _step(name, model, None, lambda x: x, lambda x: x)
+    return _step(name, jmp.with_policy(_made(name, None), policy), None, _uncast, _uncast)
 
 
 def _by_hand(name, policy):
@@ -89,6 +92,15 @@ def test_layer_is_the_program_by_hand(name, spec):
     assert _dtypes_by_path(grads) == _dtypes_by_path(variables[0])
     before = _dtypes_by_path(nnx.to_pure_dict(nnx.merge_state(*variables)))
     assert before.items() <= _dtypes_by_path(state).items()  # parameters, running statistics and counts keep theirs
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_inside_a_model_is_the_layer_with_its_dtype_by_hand(name):
+    """Its inputs and outputs are what the model around makes of them."""
+    inside = jmp.with_policy(nnx.List([_made(name, None)]), "mixed_bfloat16")[0]
+    ours, variables = _step(name, inside, None, _uncast, _uncast)
+    by_hand, _ = _step(name, _made(name, jnp.bfloat16), jnp.bfloat16, _uncast, _uncast)
+    assert _lowered(ours, name, variables).as_text() == _lowered(by_hand, name, variables).as_text()
 
 
 @pytest.mark.parametrize("name", ["Linear", "BatchNorm", "MultiHeadAttention", "module of modules"])
