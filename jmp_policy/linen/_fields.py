@@ -58,6 +58,7 @@ def with_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
     return _marked(dtype, author if author is None else np.dtype(author))
 
 
+@functools.cache
 def has_param_dtype_field(kind: type[nn.Module]) -> bool:
     """Whether a module has a field for the dtype of its parameters."""
     return any(field.name == "param_dtype" for field in dataclasses.fields(kind))

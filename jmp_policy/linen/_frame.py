@@ -44,15 +44,21 @@ class Frame:
     inferred: np.dtype | None
     covering: frozenset[type]
 
-    @property
+    @functools.cached_property
     def attachment(self) -> "Frame":
         """The frame of the attached module itself."""
         return frame_of(self.owner, self.path, self.policy, self.inferred)
 
-    @property
+    @functools.cached_property
     def has_paths(self) -> bool:
         """Whether a rule may tell modules of equal fields apart by where they stand."""
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
+
+    @functools.cached_property
+    def types(self) -> tuple[type, ...]:
+        """The keys of the policy map that are types."""
+        rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
+        return tuple(rule.key for rule in rules if isinstance(rule.key, type))
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
@@ -60,16 +66,12 @@ class Frame:
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; its boundary is the frame's own if it is the attached module."""
-        path, met = "/".join(module.path[len(self.path) :]), _MET.get()
-        met.setdefault(path, type(module))
         if isinstance(self.policy, Policy):
-            found = Match(self.policy, None, boundary=False)
-        else:
-            found = self.policy.match(path, met | {path: type(module)})
-        policy = found.policy
-        if policy.compute_dtype is None:
-            policy = policy.replace(compute_dtype=self.inferred)
-        return Match(policy, found.rule, found.boundary and path != "")
+            return Match(self._resolved(self.policy), None, boundary=False)
+        path, kind, met = "/".join(module.path[len(self.path) :]), type(module), _MET.get()
+        known = met if met.setdefault(path, kind) is kind else met | {path: kind}
+        found = self.policy.match(path, known)
+        return Match(self._resolved(found.policy), found.rule, found.boundary and path != "")
 
     def inside(self, module: nn.Module) -> "Frame":
         """The frame that holds while a method of `module` runs.
@@ -77,13 +79,10 @@ class Frame:
         It differs from this one where a key of the map is the module's type: the modules inside compute by that key
         then, and the program of a jitted one (`nn.jit`) must not be taken for that of its like elsewhere.
         """
-        if isinstance(self.policy, Policy):
+        keys = {key for key in self.types if isinstance(module, key)}
+        if keys <= self.covering:
             return self
-        keys = {rule.key for rule in self.policy.rules if isinstance(rule.key, type) and isinstance(module, rule.key)}
-        covering = self.covering | keys
-        return self if covering == self.covering else frame_of(
-            self.owner, self.path, self.policy, self.inferred, covering
-        )
+        return frame_of(self.owner, self.path, self.policy, self.inferred, self.covering | keys)
 
     def warnings(self, module: nn.Module) -> list[str]:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""
@@ -92,6 +91,9 @@ class Frame:
         known = _met_before(self, jax.tree.structure(module.variables.get("params")))
         known.update(_MET.get())
         return self.policy.explain_unused(known)
+
+    def _resolved(self, policy: Policy) -> Policy:
+        return policy if policy.compute_dtype is not None else policy.replace(compute_dtype=self.inferred)
 
 
 @functools.cache
