@@ -51,6 +51,7 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) 
     setattr(cls, _OWNER, cls)
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     _police_methods(cls, dir(base))
+    cls._call_wrapped_method = _call_wrapped_method
     for name in ("apply", "init_with_output"):
         setattr(cls, name, _with_policied_method(getattr(base, name)))
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
@@ -141,6 +142,22 @@ def _police_methods(cls: Any, names: Iterable[str]) -> None:
     """Makes public methods boundaries, and has the others run inside the frame as well."""
     for name, method in _methods(cls, tuple(names)):
         setattr(cls, name, at_boundary(method) if _is_public(name) else inside_frame(method))
+
+
+def _call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Flax's way into every method, here for those of the class without a policy: `Base.encode(module, x)`.
+
+    They are no boundaries themselves. Without this private hook of Flax's such a call would have no policy.
+    """
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module._call_wrapped_method(self, fun, args, kwargs)
+
+    name = getattr(fun, "__name__", "")
+    if not any(inspect.unwrap(vars(base).get(name, call)) is inspect.unwrap(fun) for base in type(self).__mro__):
+        return call(self, *args, **kwargs)  # a function of the module, given to a transform
+    method = functools.wraps(fun)(call)
+    return (at_boundary if _is_public(name) else inside_frame)(method)(self, *args, **kwargs)
 
 
 def _methods(cls: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -1,0 +1,215 @@
+"""Every way into a policied linen model, and every way from one of its methods into another, has the policy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jmp_policy as jmp
+
+HALF_INSIDE = "params=float32,compute=float16,output=float32"
+INSIDE = "params=float32,compute=bfloat16,output=float32"
+KEY = jax.random.key(0)
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+
+
+class Coder(nn.Module):
+    """An autoencoder: methods that call each other, and one submodule that both have."""
+
+    def setup(self):
+        self.dense = nn.Dense(4)
+
+    def encode(self, x):
+        self.sow("dtypes", "encode", jnp.zeros((), x.dtype))
+        return self.dense(self.perturb("inputs", x))
+
+    def decode(self, z):
+        return self.dense(z)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+MODEL = jmp.with_policy(Coder(), INSIDE)
+VARIABLES = MODEL.init(KEY, X)
+WIDE = {"width": 200, "force_terminal": False}
+
+
+def computes_in_bfloat16(out):
+    """Whether an array of float32 holds what was rounded to bfloat16."""
+    return out.dtype == F32 and bool((out == out.astype(BF16).astype(F32)).all())
+
+
+CALLS: dict[str, Any] = {
+    "apply": lambda: MODEL.apply(VARIABLES, X),
+    "apply of a clone": lambda: MODEL.clone().apply(VARIABLES, X),
+    "apply of a copy": lambda: MODEL.copy(name="copied").apply(VARIABLES, X),
+    "bind": lambda: MODEL.bind(VARIABLES)(X),
+    "method of a bound module": lambda: MODEL.bind(VARIABLES).encode(X),
+    "bind, unbind and bind": lambda: MODEL.bind(VARIABLES).unbind()[0].bind(VARIABLES)(X),
+    "init_with_output": lambda: MODEL.init_with_output(KEY, X)[0],
+    "init_with_output of a method": lambda: MODEL.init_with_output(KEY, X, method=Coder.encode)[0],
+    "nn.apply": lambda: nn.apply(lambda model, x: model(x), MODEL)(VARIABLES, X),
+    "nn.apply of a method": lambda: nn.apply(Coder.encode, MODEL)(VARIABLES, X),
+    "nn.init_with_output": lambda: nn.init_with_output(lambda model, x: model(x), MODEL)(KEY, X)[0],
+    "base class's method": lambda: Coder.encode(MODEL.bind(VARIABLES), X),
+    "capture_intermediates": lambda: MODEL.apply(VARIABLES, X, capture_intermediates=True, mutable=True)[0],
+    "jax.jit of a method": lambda: jax.jit(lambda v, x: MODEL.apply(v, x, method=MODEL.encode))(VARIABLES, X),
+    "jax.vmap": lambda: jax.vmap(lambda x: MODEL.apply(VARIABLES, x))(X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_has_the_policy(name):
+    assert computes_in_bfloat16(CALLS[name]())
+
+
+VIEWS: dict[str, Any] = {
+    "init": lambda model: model.init(KEY, X),
+    "init of shapes": lambda model: jax.eval_shape(model.init, KEY, X),
+    "lazy_init": lambda model: model.lazy_init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)),
+    "init of a method": lambda model: model.init(KEY, X, method="encode"),
+    "nn.init": lambda model: nn.init(lambda model, x: model(x), model)(KEY, X),
+    "paths": lambda model: {path: type(inner).__name__ for path, inner in model.module_paths(KEY, X).items()},
+    "table of parameters": lambda model: _first_columns(model.tabulate(KEY, X, console_kwargs=WIDE)),
+    "captured": lambda model: jax.tree.structure(
+        model.apply({"params": VARIABLES["params"]}, X, capture_intermediates=True, mutable=["intermediates"])[1]
+    ),
+}
+
+
+def _first_columns(table):
+    """The paths and the types in Flax's table; the other columns have dtypes, which a policy changes."""
+    return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_flax_shows_the_same_with_and_without_a_policy(name):
+    ours, plain = VIEWS[name](MODEL), VIEWS[name](Coder())
+    if name.startswith(("init", "nn.init", "lazy")):  # what is sown has the dtypes inside
+        ours, plain = ours["params"], plain["params"]
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert (str(a), getattr(a, "dtype", None)) == (str(b), getattr(b, "dtype", None))
+
+
+def test_table_shows_the_dtypes_inside():
+    table = MODEL.tabulate(KEY, X, console_kwargs=WIDE)
+    assert "bfloat16[2,4]" in table
+    assert "float32[4,4]" in table
+
+
+def test_captured_and_sown_values_are_those_inside():
+    state = MODEL.apply(VARIABLES, X, capture_intermediates=True, mutable=["intermediates", "dtypes"])[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves((state["intermediates"]["dense"], state["dtypes"]))} == {BF16}
+
+
+class Tracing(nn.Module):
+    """Tells how many bytes a number has that its methods see."""
+
+    def encode(self, x):
+        return x
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.array([x.dtype.itemsize, self.encode(x).dtype.itemsize])
+
+
+class TestMethods:
+    """Methods that are lifted, handed to transforms, or share their scope with another module's."""
+
+    def test_lifted_methods_of_a_policied_class_that_call_each_other_cast_once(self):
+        lifted = nn.remat(jmp.with_policy(Tracing, HALF_INSIDE), methods=["encode", "__call__"])
+        assert lifted().apply({}, X).tolist() == [2, 2]
+        assert lifted().apply({}, X, method="encode").dtype == F32
+
+    @pytest.mark.parametrize("lift", [nn.jit, nn.remat, nn.named_call])
+    def test_method_that_is_decorated_with_a_transform_is_a_boundary_once(self, lift):
+        class Decorated(Tracing):
+            encode = lift(Tracing.encode)
+
+        for model in (jmp.with_policy(Decorated(), HALF_INSIDE), jmp.with_policy(Decorated, HALF_INSIDE)()):
+            assert model.apply({}, X).tolist() == [2, 2]
+            assert model.apply({}, X, method="encode").dtype == F32
+
+    @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
+    def test_module_that_a_rule_matches_casts_once_though_its_own_code_is_lifted(self, lift):
+        class Lifting(Tracing):
+            encode = lift(Tracing.encode)
+
+            @nn.compact
+            def __call__(self, x):
+                lifted = lift(lambda module, x: module.encode(x))(self, x)
+                return [x.dtype, self.encode(x).dtype, lifted.dtype]
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return Lifting(name="ruled")(x), Lifting(name="asked").encode(x).dtype
+
+        model = jmp.with_policy(Model(), jmp.PolicyMap({"ruled|asked": HALF_INSIDE}, "float32"))
+        assert model.apply({}, X) == ([F16, F16, F16], F32)
+
+    def test_module_that_shares_its_scope_computes_by_the_same_policy(self):
+        class Sharing(nn.Module):
+            def setup(self):
+                self.inner = nn.Dense(4)
+                nn.share_scope(self, self.inner)
+
+            def __call__(self, x):
+                return self.inner(x)
+
+        for spec in (INSIDE, jmp.PolicyMap({"": INSIDE}, "float32")):
+            model = jmp.with_policy(Sharing(), spec)
+            out, variables = model.init_with_output(KEY, X)
+            assert set(variables["params"]) == {"kernel", "bias"}
+            assert computes_in_bfloat16(out)
+
+    def test_method_under_nowrap_is_the_authors_own(self):
+        class Helping(nn.Module):
+            @nn.nowrap
+            def halved(self, x):
+                return x / 2
+
+            @nn.compact
+            def __call__(self, x):
+                return self.halved(x)
+
+        model = jmp.with_policy(Helping(), "mixed_bfloat16")
+        assert model.apply({}, X).dtype == BF16
+        assert model.bind({}).halved(X).dtype == F32
+
+
+class TestPast:
+    """A policy holds while a method of its module runs: what is called past that has the policy of the caller."""
+
+    def test_submodule_called_from_outside_is_what_its_author_wrote(self):
+        assert MODEL.bind(VARIABLES).dense(X).dtype == F32
+        assert not computes_in_bfloat16(MODEL.bind(VARIABLES).dense(X))
+        out = nn.apply(lambda model, x: model.dense(x), MODEL)(VARIABLES, X)
+        assert not computes_in_bfloat16(out)
+
+    def test_apply_with_a_function_of_the_submodule_has_the_policy(self):
+        assert computes_in_bfloat16(MODEL.apply(VARIABLES, X, method=lambda model, x: model.dense(x)))
+
+    def test_submodule_called_by_the_model_around_has_that_models_policy(self):
+        class Around(nn.Module):
+            def setup(self):
+                self.inner = jmp.with_policy(Coder(), "mixed_float16")
+
+            def __call__(self, x):
+                return self.inner.dense(x), self.inner.encode(x)
+
+        model = jmp.with_policy(Around(), "p=f32,c=bf16,o=none")
+        assert [out.dtype for out in model.init_with_output(KEY, X)[0]] == [BF16, F16]
+
+
+def test_gradient_of_a_perturbation_is_found():
+    variables = dict(VARIABLES)
+    perturbations = variables.pop("perturbations")
+    assert perturbations["inputs"].dtype == BF16
+    grads = jax.grad(lambda p: MODEL.apply({**variables, "perturbations": p}, X).sum())(perturbations)
+    assert grads["inputs"].any()
