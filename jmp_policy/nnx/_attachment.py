@@ -120,6 +120,7 @@ class Attachment:
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
         replaced = dtype_attributes(base, attributes, match.policy, open_dtype)
+        does_nothing = not boundary and match.policy.compute_dtype is not None and _is_plain_layer(base, attributes)
         return Role(
             base=base,
             policy=match.policy,
@@ -127,7 +128,7 @@ class Attachment:
             lineage=self._lineage(path),
             attached=attached,
             boundary=boundary,
-            calls=not issubclass(base, nnx.List | nnx.Dict) and (boundary or not _is_plain_layer(base, attributes)),
+            calls=not issubclass(base, nnx.List | nnx.Dict) and not does_nothing,
             keep=self.keep if attached else (),
             casts_params="dtype" not in attributes and not is_bridge(base),
             open_dtype=open_dtype,

@@ -1,16 +1,14 @@
 """A call of a policied module's method."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
-from .._policy import Policy
+from .._boundary import cast_arguments, cast_result, matmul_precision
 from ._cache import cache_arguments
 from ._carry import carry_given, keep_carry_dtypes
-from ._infer import INFERRED, inferred_inside
+from ._infer import inferred, inferred_inside
 from ._roles import Role
 from ._shadow import call_on_shadow
 
@@ -31,32 +29,20 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     """
     adopt(module, role)
     carry = carry_given(role.base, method, args, kwargs)
-    policy = role.policy
     if role.boundary:
-        policy, args, kwargs = cast_arguments(policy, method.__get__(module), role.keep, args, kwargs)
-    elif policy.compute_dtype is None:
-        policy = _inferred(module, policy, args, kwargs)
-    inside: Any = contextlib.nullcontext()
-    attributes = {}
-    if role.policy.compute_dtype is None and INFERRED not in vars(module):
-        inside = inferred_inside(module, role.policy, policy.compute_dtype, adopt)
-        attributes = {"dtype": policy.compute_dtype} if role.open_dtype else {}
-
+        policy, args, kwargs = cast_arguments(role.policy, method.__get__(module), role.keep, args, kwargs)
+    else:
+        policy = inferred(role.policy, args, kwargs)
+    takes_inferred = role.open_dtype and role.policy.compute_dtype is None
+    attributes = {"dtype": policy.compute_dtype} if takes_inferred else {}
     kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
         return method.__get__(shadow, role.base)(*args, **kwargs)
 
     params_dtype = policy.compute_dtype if role.casts_params else None
-    with inside, matmul_precision(policy):
+    with inferred_inside(role.policy, policy), matmul_precision(policy):
         out = call_on_shadow(module, role.base, attributes, params_dtype, call)
     if role.boundary and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)
-
-
-def _inferred(module: nnx.Module, policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
-    """The policy with the compute dtype that the call of a module around inferred, or this one does."""
-    if INFERRED in vars(module):
-        return policy.replace(compute_dtype=vars(module)[INFERRED])
-    return resolved(policy, (args, kwargs))

@@ -29,7 +29,7 @@ class Role:
       lineage: with a map, the types by path of this module and those around it, for the rules that name types.
       attached: whether `with_policy` was applied to this very module.
       boundary: whether inputs and outputs are cast here.
-      calls: whether its methods have anything to do; in a layer of Flax, where only `dtype` counts, they have not.
+      calls: whether its methods have anything to do; in a layer of Flax whose `dtype` says it all, they have not.
       keep: names of arguments that enter uncast.
       casts_params: whether its methods read its own Params in compute dtype, because it has no `dtype` to heed.
       open_dtype: whether the module has a `dtype` that its author left open.

@@ -1,5 +1,8 @@
 """Without a compute dtype in the policy, the first floating input decides, anew at each call."""
 
+import concurrent.futures
+import threading
+
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -96,3 +99,53 @@ def test_jit_is_keyed_on_the_dtype():
     call = nnx.jit(lambda model, x: model(x))
     dtypes = ["float16", "float32", "float16"]
     assert [call(model, X.astype(dtype)).dtype for dtype in dtypes] == dtypes
+
+
+def test_jitted_function_inside_is_traced_for_each_dtype_though_its_arguments_are_the_same():
+    @nnx.jit
+    def embed(layer, tokens):
+        return layer(tokens)
+
+    class Reader(nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = nnx.Embed(7, 4, rngs=rngs)
+
+        def __call__(self, x, tokens):
+            return embed(self.embed, tokens)
+
+    model = jmp.with_policy(Reader(rngs=rngs()), INFER)
+    dtypes = ["float16", "float32", "float16"]
+    assert [model(X.astype(dtype), jnp.arange(3)).dtype for dtype in dtypes] == dtypes
+
+
+def test_threads_that_call_one_model_at_a_time_have_each_its_own_dtype():
+    dtypes = ["float16", "float32", "bfloat16"]
+    everyone_is_inside = threading.Barrier(len(dtypes))
+
+    class Meeting(nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = nnx.Embed(7, 4, rngs=rngs)
+
+        def __call__(self, x):
+            everyone_is_inside.wait(timeout=60)
+            return self.embed(jnp.arange(3))
+
+    model = jmp.with_policy(Meeting(rngs=rngs()), INFER)
+    inputs = [X.astype(dtype) for dtype in dtypes]
+    with concurrent.futures.ThreadPoolExecutor(len(dtypes)) as pool:
+        assert [out.dtype for out in pool.map(model, inputs)] == dtypes
+
+
+def test_model_inside_with_an_inferred_dtype_of_its_own_takes_that_of_its_own_input():
+    class Outer(nnx.Module):
+        def __init__(self, *, rngs):
+            self.net = jmp.with_policy(Net(rngs=rngs), INFER)
+            self.scale = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            inner = self.net(x.astype(jnp.float32))
+            return inner, self.scale(x)
+
+    model = jmp.with_policy(Outer(rngs=rngs()), INFER)
+    assert [out.dtype for out in model(X.astype(jnp.bfloat16))] == ["float32", "bfloat16"]
+    assert model.net.scale.read == "float32"
