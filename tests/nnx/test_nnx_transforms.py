@@ -1,13 +1,73 @@
 """Policied modules under the transforms of nnx and JAX, and inside those that their own methods use."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from nnx_models import BF16_INSIDE, Net, Scale, X, is_bfloat16, rngs
+from nnx_transforms import USES, Block, Outer
 
 import jmp_policy as jmp
+
+POLICY = jmp.get_policy(BF16_INSIDE)
+CASTS = (POLICY.compute_dtype, POLICY.output_dtype)
+RULES = jmp.PolicyMap({"block": POLICY}, "float32")
+
+
+def made(kind, use, **by_hand):
+    """A block, or a stack of two, in the way that a transform takes it."""
+
+    def make(rngs):
+        return kind(changes=use.changes, rngs=rngs, **by_hand)
+
+    return nnx.vmap(make)(rngs().split(2)) if use.stack else make(rngs())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def program(graphdef, differentiable, state, x):
+    """Calls a model and differentiates it; one jitted function for all models and policies."""
+    model = nnx.merge(graphdef, state)
+
+    def loss(model, x):
+        out = model(x)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    out = (nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True) if differentiable else loss)(model, x)
+    return nnx.to_pure_dict(nnx.state(model)), out
+
+
+def lowered(model, use):
+    return program.lower(nnx.graphdef(model), use.differentiable, nnx.state(model), X)
+
+
+def assert_is_the_program_by_hand(use, by_hand, **models):
+    expected = lowered(by_hand, use)
+    for name, model in models.items():
+        ours = lowered(model, use)
+        assert ours.out_info == expected.out_info, name  # what the state holds, by name, among them
+        assert ours.as_text() == expected.as_text(), name
+
+
+@pytest.mark.parametrize("name", USES)
+def test_transform_outside_of_a_policy_and_inside_is_the_program_by_hand(name):
+    use, compute = USES[name], POLICY.compute_dtype
+    block = made(Block, use)
+    assert_is_the_program_by_hand(
+        use,
+        Outer(made(Block, use, dtype=compute), use.call, CASTS),
+        around=jmp.with_policy(Outer(block, use.call), POLICY),
+    )
+    assert_is_the_program_by_hand(
+        use,
+        Outer(made(Block, use, dtype=compute, casts=CASTS), use.call),
+        by_rule=jmp.with_policy(Outer(block, use.call), RULES),
+        on_the_block=Outer(jmp.with_policy(block, POLICY), use.call),
+        on_its_class=Outer(made(jmp.with_policy(Block, POLICY), use), use.call),
+    )
+
 
 CALLS = {
     "plain": lambda model, x: model(x),
