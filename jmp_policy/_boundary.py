@@ -36,7 +36,8 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams. A Flax module, linen or nnx, does
     the same at its boundary, and inside it stores its parameters in the param dtype, and every layer computes in the
     compute dtype; the parameter tree is that of the module without a policy. Nothing is changed in place: the target
-    stays as it is, only a decorated class is a new one.
+    stays as it is, only a decorated class is a new one. An nnx module that is assigned to one with a policy gets it
+    when that one is next called; one that a call makes and uses itself runs without it in that call.
 
     Args:
       target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result

@@ -13,7 +13,8 @@ def adopt(module: nnx.Module, role: Role) -> None:
     """Gives the policy to the modules that were assigned to a policied one since it got its own.
 
     Policied modules call this before each call, because nothing announces that a list or a dictionary inside them
-    got another element. The new modules are copied, as `with_policy` does, and the copies take their places.
+    got another element. The new modules are copied, as `with_policy` does, and the copies take their places. A module
+    that a call makes and uses itself has no policy until the next call: the running code holds the one it made.
 
     Args:
       module: the policied module.

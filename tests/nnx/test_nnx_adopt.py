@@ -100,3 +100,18 @@ def test_child_replaced_under_jit_stays_policied_and_does_not_retrace_for_ever()
     assert model.embed.dtype == jnp.bfloat16
     assert len(traces) <= 2  # with the child that was assigned, and with its copy
     assert dtype_of(model, X) == "float32"
+
+
+def test_child_that_a_call_makes_has_the_policy_from_the_next_call_on():
+    class Lazy(nnx.Module):
+        def __init__(self):
+            self.head = nnx.data(None)
+
+        def __call__(self, x):
+            if self.head is None:
+                self.head = nnx.Linear(4, 3, rngs=rngs())
+            return str(self.head(x.astype(jnp.float32)).dtype)
+
+    model = jmp.with_policy(Lazy(), BF16_INSIDE)
+    assert [model(X), model(X)] == ["float32", "bfloat16"]
+    assert model.head.dtype == jnp.bfloat16
