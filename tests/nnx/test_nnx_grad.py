@@ -197,3 +197,25 @@ def test_extra_arguments_reach_the_transformation():
     grads = nnx.grad(lambda m: m(X).sum())(model)
     assert optimizer.update(model, grads, value=jnp.float32(1.0)) is None
     assert int(optimizer.step[...]) == 1
+
+
+@pytest.mark.parametrize("x", [X, BAD])
+def test_array_references_hold_after_a_step_what_flax_leaves_in_them(x):
+    """`flax.nnx.grad` works on copies of them, so that there is nothing to keep where a step is skipped."""
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 4, rngs=rngs())
+            self.calls = nnx.BatchStat(jnp.zeros(()), ref=True)
+
+        def __call__(self, x):
+            self.calls[...] += 1.0
+            return self.linear(x)
+
+    def calls_after(grad):
+        model = Counting()
+        grad(model, x)
+        return float(model.calls[...])
+
+    ours = jmp.nnx.grad(loss_fn, loss_scale=jmp.DynamicLossScale())
+    assert calls_after(ours) == calls_after(nnx.grad(loss_fn)) == 0.0
