@@ -1,6 +1,7 @@
 """Makes the modules inside an attached module store and compute in the dtypes of their policy."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from ._frame import CURRENT, Frame
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
+
+_UNCHANGED = contextlib.nullcontext()
 
 _INSIDE = "_jmp_inside"
 """The attribute of a module whose method is running; the methods that this one calls find its fields filled in."""
@@ -62,9 +65,8 @@ def _casts(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[None]:
     """The context of a module's method: `inside` is in charge, and jitted modules in it are told apart by place."""
-    unchanged = contextlib.nullcontext()
-    places = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else unchanged
-    with places, CURRENT(inside) if inside is not current else unchanged:
+    places = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else _UNCHANGED
+    with places, CURRENT(inside) if inside is not current else _UNCHANGED:
         yield
 
 
@@ -114,14 +116,22 @@ def _stores_params(module: nn.Module, policy: Policy) -> bool:
 
 def _policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
     """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
-    param = module.param
+    return functools.partial(_param, module.param, policy, reads_in_compute)
 
-    def policied_param(name: str, init_fn: Callable[..., Any], *init_args: Any, **kwargs: Any) -> Any:
-        def init(*args: Any, **init_kwargs: Any) -> Any:
-            return policy.cast_to_param(init_fn(*args, **init_kwargs))
 
-        init_args = tuple(authors_dtype(argument) for argument in init_args)
-        value = param(name, init, *init_args, **kwargs)
-        return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
+def _param(
+    param: Callable[..., Any],
+    policy: Policy,
+    reads_in_compute: bool,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    **kwargs: Any,
+) -> Any:
+    arguments = [authors_dtype(argument) for argument in init_args]
+    value = param(name, functools.partial(_stored, policy, init_fn), *arguments, **kwargs)
+    return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
 
-    return policied_param
+
+def _stored(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return policy.cast_to_param(init_fn(*args, **kwargs))
