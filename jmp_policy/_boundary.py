@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,24 +33,39 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
     output dtype, once, at the outermost call; Flax modules among the arguments pass through uncast, each has its own
-    policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams. A Flax module, linen or nnx, does
-    the same at its boundary, and inside it stores its parameters in the param dtype, and every layer computes in the
-    compute dtype; the parameter tree is that of the module without a policy. Nothing is changed in place: the target
-    stays as it is, only a decorated class is a new one. An nnx module that is assigned to one with a policy gets it
-    when that one is next called; one that a call makes and uses itself runs without it in that call.
+    policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams, and any object that is no tree of
+    arrays, with the arrays inside it. A Flax module, linen or nnx, does the same at its boundary, and inside it stores
+    its parameters in the param dtype, and every layer computes in the compute dtype; the parameter tree is that of the
+    module without a policy. Nothing is changed in place: the target stays as it is, only a decorated class is a new
+    one.
+
+    Where several say what a layer computes in, the nearest wins:
+
+    1. the `dtype` that an author wrote on the layer, a value other than the field's default;
+    2. what `with_policy` gave to the layer itself, then to the module around it, and so on outwards. Of one module the
+       last wins: a policy for an instance replaces that of its class, and a second one the first, map or not;
+    3. in a `PolicyMap`, the first rule that covers the layer, be it by path, pattern or type, else the map's default;
+       inside of a module that has a policy of its own, the rules of a map around it decide nothing;
+    4. the default policy, where `with_policy` or a map was given none. It reaches nothing else.
+
+    The dtypes of parameters follow the same order, but for 1: a written `dtype` is that of a computation. A function
+    keeps the policy it has inside a second one, as with any decorator: replace it by decorating its `__wrapped__`.
 
     Args:
       target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
-        is a decorator: `@with_policy("mixed_bfloat16")`.
+        is a decorator: `@with_policy("mixed_bfloat16")`. Static and class methods, partials, jitted functions and
+        callable objects count as functions.
       policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
         not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
-      keep: names of arguments that enter uncast, such as float positions that half precision would ruin.
+      keep: names of arguments that enter uncast, such as float positions that half precision would ruin; of a module,
+        the arguments of that name of all its public methods.
 
     Returns:
       What `target` is, with the policy.
 
     Raises:
-      TypeError: `target` is neither a function nor a Flax module.
+      TypeError: `target` is neither a function nor a Flax module; or, when it is called, what it returned would run
+        later, out of reach of the policy: a generator or a coroutine.
       ValueError: `policy` is no policy, or `keep` names no argument.
 
     >>> @with_policy("mixed_bfloat16", keep=["position"])
@@ -106,7 +121,18 @@ def resolved(policy: Policy, inputs: PyTree) -> Policy:
 
 
 def cast_result(policy: Policy, out: Any) -> Any:
-    """Casts what leaves a boundary to output dtype; Flax modules and Variables in it are as they were."""
+    """Casts what leaves a boundary to output dtype; Flax modules and Variables in it are as they were.
+
+    Raises:
+      TypeError: it is a generator or a coroutine, whose body has yet to run.
+    """
+    if isinstance(out, Generator | Coroutine | AsyncGenerator):
+        if not isinstance(out, AsyncGenerator):
+            out.close()  # never run: Python warns of a coroutine that was not awaited
+        raise TypeError(
+            f"{_name(out)} returned a {type(out).__name__}, and would run when its policy holds no more. Return arrays "
+            "instead. For example: [*rows], not (row for row in rows)."
+        )
     return cast_floating(out, policy.output_dtype, is_leaf=is_flax_object)
 
 
@@ -125,7 +151,13 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
         raise ValueError(f"keep must be a collection of argument names, got the string {keep!r}; write [{keep!r}].")
     if not keep:
         return
-    parameters = inspect.signature(fun).parameters
+    try:
+        parameters = inspect.signature(fun).parameters
+    except ValueError:
+        raise ValueError(
+            f"keep names {sorted(keep)}, but Python knows no argument names of {_name(fun)}. Give the policy to a "
+            "function that calls it. For example: lambda x, position: f(x, position)."
+        ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in keep:
         if name not in parameters and not takes_any:
@@ -137,9 +169,12 @@ def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> A
     adapter = adapter_of(target)
     if adapter is not None:
         return adapter.attach(target, policy, keep)
-    if isinstance(target, type) or not callable(target):
+    if isinstance(target, staticmethod | classmethod):
+        return type(target)(_attach(target.__func__, policy, keep))
+    if isinstance(target, type) or not callable(target) or is_flax_object(target):
+        each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
-            f"with_policy takes a function or a Flax module, got {target!r}. "
+            f"with_policy takes a function or a Flax module, got {_shown(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
     return _function_with_policy(target, policy, keep)
@@ -188,5 +223,11 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + [rest] * count)[:count]
 
 
-def _name(fun: Callable[..., Any]) -> str:
+def _name(fun: Any) -> str:
     return getattr(fun, "__qualname__", repr(fun))
+
+
+def _shown(value: object) -> str:
+    """A value on one line of an error message: a model or a train state may print on a thousand."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 100 else f"{line[:100]}... (a {type(value).__name__})"
