@@ -158,9 +158,10 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(nam
     assert jmp.policy_of(jmp.with_policy(cast, "bfloat16")).name == "bfloat16"
 
 
+@pytest.mark.parametrize("spec", ["bfloat16", "params=float32,compute=none,output=none"])
 @pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
-def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name):
-    model = jmp.with_policy(jmp.nnx.cast_params(LAYERS[name].make(None, nnx.Rngs(0)), "bfloat16"), "bfloat16")
+def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name, spec):
+    model = jmp.with_policy(jmp.nnx.cast_params(LAYERS[name].make(None, nnx.Rngs(0)), spec), spec)
     before = _dtypes_by_path(nnx.to_pure_dict(nnx.state(model)))
-    model(X)
+    model(X.astype(jnp.bfloat16))
     assert _dtypes_by_path(nnx.to_pure_dict(nnx.state(model))) == before
