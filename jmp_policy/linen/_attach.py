@@ -4,11 +4,15 @@ import copy
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+from flax import linen as nn
+
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._classes import policied_class, unpolicied_class
 from ._explain import explain as explain
 from ._interceptor import POLICY
+from ._place import ROOT, Place
 
 
 def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
@@ -19,14 +23,39 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
       policy: the policy to give it.
       keep: names of arguments of its public methods that enter uncast.
     """
-    keep = frozenset(keep)
     if isinstance(target, type):
-        return policied_class(unpolicied_class(target), policy, keep)
-    module = copy.copy(target)
-    object.__setattr__(module, "__class__", policied_class(unpolicied_class(type(target)), policy, keep))
-    return module
+        return policied_class(unpolicied_class(target), policy, frozenset(keep), ROOT)
+    return _with_class(target, policied_class(unpolicied_class(type(target)), policy, frozenset(keep), ROOT))
+
+
+def attach_inside(
+    module: nn.Module,
+    policy: Policy | PolicyMap,
+    keep: Collection[str],
+    lineage: tuple[tuple[str, type], ...],
+    boundary: bool,
+    inferred: np.dtype | None,
+) -> Any:
+    """A linen module inside a model of nnx with the policy of that model.
+
+    Args:
+      module: the module, as `nnx.bridge.ToNNX` wraps it.
+      policy: what the model was given; a map's rules name paths in the whole model.
+      keep: names of arguments of its public methods that enter uncast.
+      lineage: the types of the nnx modules around it, by path, its wrapper last.
+      boundary: whether it casts what enters and leaves.
+      inferred: what stands for a compute dtype that the policy leaves open, if not that of its own inputs.
+    """
+    place = Place(lineage, boundary, inferred)
+    return _with_class(module, policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))
 
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:
     """The policy of a linen class or instance."""
     return getattr(target, POLICY, None)
+
+
+def _with_class(target: nn.Module, kind: type[nn.Module]) -> Any:
+    module = copy.copy(target)
+    object.__setattr__(module, "__class__", kind)
+    return module

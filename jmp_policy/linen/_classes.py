@@ -23,6 +23,7 @@ from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
+from ._place import PLACE, Place
 
 _BASE = "_jmp_base"
 _KEEP = "_jmp_keep"
@@ -31,7 +32,7 @@ _BOUNDARY = "_jmp_boundary"
 
 
 @functools.cache
-def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) -> Any:
+def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
@@ -42,6 +43,7 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) 
         POLICY: policy,
         _BASE: base,
         _KEEP: keep,
+        PLACE: place,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -67,12 +69,15 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method, or a function of a module, that casts at the outermost call and runs inside its module's frame."""
     if _is_boundary(method):
         return method
+    without_casts = inside_frame(method)
 
     @functools.wraps(method)
     def policied(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         frame: Frame | None = CURRENT.value
         if self.scope is None or (frame is not None and frame.belongs_to(self)):
             return method(self, *args, **kwargs)
+        if not getattr(self, PLACE).boundary:
+            return without_casts(self, *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return _call_in_frame(method, self, args, kwargs)
@@ -94,8 +99,9 @@ def inside_frame(method: Callable[..., Any]) -> Callable[..., Any]:
         if self.scope is None or (around is not None and around.belongs_to(self)):
             return method(self, *args, **kwargs)
         policy = _root_policy(self)
-        if policy.compute_dtype is None and around is not None:
-            policy = policy.replace(compute_dtype=around.inferred)
+        if policy.compute_dtype is None:
+            inferred = getattr(self, PLACE).inferred if around is None else around.inferred
+            policy = policy.replace(compute_dtype=inferred)
         with _frame(self, policy.resolve(args, kwargs).compute_dtype):
             return method(self, *args, **kwargs)
 
@@ -128,8 +134,10 @@ def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]
 
 
 def _root_policy(module: nn.Module) -> Policy:
-    given = getattr(module, POLICY)
-    return given[""] if isinstance(given, PolicyMap) else given
+    given, place = getattr(module, POLICY), getattr(module, PLACE)
+    if isinstance(given, Policy):
+        return given
+    return place.match(given, (), {place.path(()): type(module)}).policy
 
 
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
@@ -205,11 +213,11 @@ def _reduce(self: nn.Module) -> tuple:
     cls: Any = type(self)
     if _found_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
-    return _rebuild, (unpolicied_class(cls), getattr(cls, POLICY), getattr(cls, _KEEP)), vars(self)
+    return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, _KEEP, PLACE))), vars(self)
 
 
-def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str]) -> Any:
-    return object.__new__(policied_class(base, policy, keep))
+def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
+    return object.__new__(policied_class(base, policy, keep, place))
 
 
 def _found_by_name(cls: type) -> Any:

@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
+from ._place import PLACE, Place
 
 # The frame in charge. Part of the key of every jit cache: the program of a jitted submodule (`nn.jit`) depends on it.
 CURRENT = jax.make_user_context(None)
@@ -50,6 +51,11 @@ class Frame:
         return frame_of(self.owner, self.path, self.policy, self.inferred)
 
     @functools.cached_property
+    def place(self) -> Place:
+        """Where the attached module stands in the model that was given the policy."""
+        return getattr(self.owner, PLACE)
+
+    @functools.cached_property
     def has_paths(self) -> bool:
         """Whether a rule may tell modules of equal fields apart by where they stand."""
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
@@ -65,13 +71,15 @@ class Frame:
         return self.path == module.path and issubclass(type(module), self.owner)
 
     def match(self, module: nn.Module) -> Match:
-        """The policy of a module inside; its boundary is the frame's own if it is the attached module."""
+        """The policy of a module inside; the attached module's boundary is the frame's own, if that is one."""
         if isinstance(self.policy, Policy):
             return Match(self._resolved(self.policy), None, boundary=False)
-        path, kind, met = "/".join(module.path[len(self.path) :]), type(module), _MET.get()
+        names, kind, met = module.path[len(self.path) :], type(module), _MET.get()
+        path = self.place.path(names)
         known = met if met.setdefault(path, kind) is kind else met | {path: kind}
-        found = self.policy.match(path, known)
-        return Match(self._resolved(found.policy), found.rule, found.boundary and path != "")
+        found = self.place.match(self.policy, names, known)
+        is_frames = names == () and self.place.boundary
+        return Match(self._resolved(found.policy), found.rule, found.boundary and not is_frames)
 
     def inside(self, module: nn.Module) -> "Frame":
         """The frame that holds while a method of `module` runs.
@@ -86,7 +94,7 @@ class Frame:
 
     def warnings(self, module: nn.Module) -> list[str]:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""
-        if isinstance(self.policy, Policy):
+        if isinstance(self.policy, Policy) or self.place.lineage:  # they may be for modules of nnx
             return []
         known = _met_before(self, jax.tree.structure(module.variables.get("params")))
         known.update(_MET.get())

@@ -30,9 +30,8 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
         return decorated(target, policy, names)
     attachment = Attachment(policy, reject, adopt, keep=names)
     module = attachment.attach(target)
-    if isinstance(policy, PolicyMap):
-        for message in policy.explain_unused(attachment.types):
-            warnings.warn(message, stacklevel=4)  # where with_policy is called
+    for message in attachment.unused_rules():
+        warnings.warn(message, stacklevel=4)  # where with_policy is called
     return module
 
 

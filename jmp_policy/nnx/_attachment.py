@@ -64,6 +64,13 @@ class Attachment:
         """Gives the policy to a module, as the root of a tree, and to the modules inside."""
         return self._module(module, (), None, attached=True)
 
+    def unused_rules(self) -> list[str]:
+        """What to say of the rules that decide for no module that was met."""
+        # Which modules a linen one has inside shows when it is called, and a rule may be for one of them.
+        if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
+            return []
+        return self.given.explain_unused(self.types)
+
     def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
         return self._value(value, path, _Around(policy))
@@ -108,8 +115,8 @@ class Attachment:
         policy = new_role.policy
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
         if has_open_linen_module(base, attributes, role):
-            new_attributes |= linen_attributes(attributes, policy, new_role.boundary)
             new_role = dataclasses.replace(new_role, bridges=True)
+            new_attributes |= linen_attributes(attributes, new_role)
         inside = _Around(policy, attributes["dtype"] if open_dtype else None)
         return self._rebuilt(module, policied_class(new_role, self._adopt), path, inside, attributes, new_attributes)
 

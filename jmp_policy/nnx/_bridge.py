@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
-from .._boundary import policy_of, with_policy
-from .._policy import Policy
+from .._boundary import adapter_of, policy_of
 from ._roles import Role
+
+_WRAPPED = "to_nnx__module"
 
 
 def is_bridge(base: type) -> bool:
@@ -18,10 +20,17 @@ def has_open_linen_module(base: type, attributes: dict[str, Any], role: Role | N
     """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
     if not is_bridge(base):
         return False
-    return policy_of(attributes["to_nnx__module"]) is None or (role is not None and role.bridges)
+    return policy_of(attributes[_WRAPPED]) is None or (role is not None and role.bridges)
 
 
-def linen_attributes(attributes: dict[str, Any], policy: Policy, boundary: bool) -> dict[str, Any]:
-    """The attribute that holds the linen module, with a policy; its results are cast only where the policy says so."""
-    inner = policy if boundary else policy.with_output_dtype(None)
-    return {"to_nnx__module": with_policy(attributes["to_nnx__module"], inner)}
+def linen_attributes(attributes: dict[str, Any], role: Role, inferred: np.dtype | None = None) -> dict[str, Any]:
+    """The attribute that holds the linen module, with what the model was given; the linen module casts, if any does.
+
+    Args:
+      attributes: the attributes of the module that wraps it.
+      role: the role of that one.
+      inferred: what stands for a compute dtype that the policy leaves open.
+    """
+    module = attributes[_WRAPPED]
+    attach_inside = adapter_of(module).attach_inside
+    return {_WRAPPED: attach_inside(module, role.given, role.keep, role.lineage, role.boundary, inferred)}

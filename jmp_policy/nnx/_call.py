@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 
 from .._boundary import cast_arguments, cast_result, matmul_precision
+from ._bridge import linen_attributes
 from ._cache import cache_arguments
 from ._carry import carry_given, keep_carry_dtypes
 from ._infer import inferred, inferred_inside
@@ -29,12 +30,15 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     """
     adopt(module, role)
     carry = carry_given(role.base, method, args, kwargs)
-    if role.boundary:
+    casts = role.boundary and not role.bridges  # the linen module inside does, and knows the names of its arguments
+    if casts:
         policy, args, kwargs = cast_arguments(role.policy, method.__get__(module), role.keep, args, kwargs)
     else:
         policy = inferred(role.policy, args, kwargs)
     takes_inferred = role.open_dtype and role.policy.compute_dtype is None
     attributes = {"dtype": policy.compute_dtype} if takes_inferred else {}
+    if role.bridges and policy is not role.policy and not role.boundary:
+        attributes |= linen_attributes(vars(module), role, policy.compute_dtype)
     kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
@@ -43,6 +47,6 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     params_dtype = policy.compute_dtype if role.casts_params else None
     with inferred_inside(role.policy, policy), matmul_precision(policy):
         out = call_on_shadow(module, role.base, attributes, params_dtype, call)
-    if role.boundary and policy.output_dtype is not None:
+    if casts and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)

@@ -62,9 +62,8 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
 
     attachment = Attachment(given, settle, adopt, keep=keep, owned=lambda inner: id(inner) not in passed_in)
     attachment.attach(module)
-    if isinstance(given, PolicyMap):
-        for message in given.explain_unused(attachment.types):
-            warnings.warn(message, stacklevel=3)  # where the class is called
+    for message in attachment.unused_rules():
+        warnings.warn(message, stacklevel=3)  # where the class is called
     return module
 
 

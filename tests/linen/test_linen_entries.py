@@ -213,3 +213,8 @@ def test_gradient_of_a_perturbation_is_found():
     assert perturbations["inputs"].dtype == BF16
     grads = jax.grad(lambda p: MODEL.apply({**variables, "perturbations": p}, X).sum())(perturbations)
     assert grads["inputs"].any()
+
+
+def test_rule_for_the_type_of_the_root_is_that_of_its_boundary():
+    model = jmp.with_policy(Coder(), jmp.PolicyMap({Coder: "p=f32,c=bf16,o=f16"}, "float32"))
+    assert jax.eval_shape(model.init_with_output, KEY, X)[0].dtype == F16

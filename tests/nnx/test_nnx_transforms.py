@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn, nnx
+from flax import nnx
 from nnx_models import BF16_INSIDE, Net, Scale, X, is_bfloat16, rngs
 from nnx_transforms import USES, Block, Outer
 
@@ -193,45 +193,6 @@ def test_modes_of_nnx_reach_policied_modules():
     model = jmp.with_policy(nnx.Sequential(nnx.Dropout(0.5, rngs=rngs())), BF16_INSIDE)
     model.eval()
     assert is_bfloat16(model(X))
-
-
-@pytest.mark.parametrize("lazily", [False, True])
-def test_linen_module_in_a_bridge_has_the_policy(lazily):
-    plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs())
-    if lazily:
-        model = jmp.with_policy(plain, BF16_INSIDE).lazy_init(X)
-    else:
-        model = jmp.with_policy(plain.lazy_init(X), BF16_INSIDE)
-    out = model(X)
-    assert out.dtype == jnp.float32
-    assert is_bfloat16(out)
-    assert model.kernel.dtype == jnp.float32
-
-
-def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.dense = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(X)
-
-        def __call__(self, x):
-            return str(self.dense(x).dtype)
-
-    model = jmp.with_policy(Outer(), BF16_INSIDE)
-    assert model(X) == "bfloat16"
-    assert jmp.with_policy(model, "mixed_float16")(X) == "float16"
-
-
-def test_linen_module_in_a_bridge_keeps_its_own_policy():
-    model = nnx.bridge.ToNNX(jmp.with_policy(nn.Dense(4), "mixed_float16"), rngs=rngs()).lazy_init(X)
-    assert jmp.policy_of(jmp.with_policy(model, "p=f32,c=bf16,o=none").to_nnx__module).name == "mixed_float16"
-
-
-def test_policied_module_in_a_bridge_to_linen():
-    model = nnx.bridge.ToLinen(jmp.with_policy(Pure, BF16_INSIDE))
-    variables = model.init(jax.random.key(0), X)
-    out = model.apply(variables, X)
-    assert is_bfloat16(out)
-    assert variables["params"]["linear"]["kernel"].dtype == jnp.float32
 
 
 def test_array_references_as_values_of_variables():

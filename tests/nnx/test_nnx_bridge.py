@@ -1,0 +1,139 @@
+"""Policies across the bridges between linen and nnx."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn, nnx
+from nnx_models import BF16_INSIDE, X, is_bfloat16, rngs
+from nnx_transforms import Block
+
+import jmp_policy as jmp
+
+BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
+
+
+class Pair(nn.Module):
+    """Two linen layers; it tells in which dtypes they return, and in which dtype its input came."""
+
+    @nn.compact
+    def __call__(self, x, position=None):
+        up = nn.Dense(4, name="up")(x)
+        down = nn.Dense(4, name="down")(up)
+        entered = None if position is None else position.dtype
+        return {"entered": x.dtype, "position": entered, "up": up.dtype, "down": down.dtype, "out": down}
+
+
+class Outer(nnx.Module):
+    """A model with a linen module and a layer of nnx in it."""
+
+    def __init__(self):
+        self.first = nnx.Linear(4, 4, rngs=rngs())
+        self.pair = nnx.bridge.ToNNX(Pair(), rngs=rngs()).lazy_init(X)
+
+    def __call__(self, x):
+        self.first(x)
+        return self.pair(x.astype(jnp.float32))
+
+
+def dtypes(out):
+    return [out[name] for name in ("entered", "up", "down")] + [out["out"].dtype]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_linen_module_in_a_bridge_has_the_policy(lazily):
+    plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs())
+    if lazily:
+        model = jmp.with_policy(plain, BF16_INSIDE).lazy_init(X)
+    else:
+        model = jmp.with_policy(plain.lazy_init(X), BF16_INSIDE)
+    out = model(X)
+    assert out.dtype == jnp.float32
+    assert is_bfloat16(out)
+    assert model.kernel.dtype == jnp.float32
+
+
+def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(X)
+
+        def __call__(self, x):
+            return str(self.dense(x).dtype)
+
+    model = jmp.with_policy(Outer(), BF16_INSIDE)
+    assert model(X) == "bfloat16"
+    assert jmp.with_policy(model, "mixed_float16")(X) == "float16"
+
+
+def test_linen_module_in_a_bridge_keeps_its_own_policy():
+    model = nnx.bridge.ToNNX(jmp.with_policy(nn.Dense(4), "mixed_float16"), rngs=rngs()).lazy_init(X)
+    assert jmp.policy_of(jmp.with_policy(model, "p=f32,c=bf16,o=none").to_nnx__module).name == "mixed_float16"
+
+
+def test_policied_module_in_a_bridge_to_linen():
+    model = nnx.bridge.to_linen(jmp.with_policy(Block, BF16_INSIDE), changes=False)
+    variables = model.init(jax.random.key(0), X)
+    out = model.apply(variables, X)
+    assert is_bfloat16(out)
+    assert variables["params"]["linear"]["kernel"].dtype == jnp.float32
+
+
+class TestInside:
+    """A linen module inside a model of nnx, which was given a policy or a map."""
+
+    def test_has_the_policy_and_leaves_its_inputs_alone(self):
+        assert dtypes(jmp.with_policy(Outer(), BF16_INSIDE)(X)) == [F32, BF16, BF16, F32]
+
+    @pytest.mark.parametrize(
+        ("rules", "expected"),
+        [
+            ({"pair/up": "float16"}, [F32, F16, BF16, BF16]),
+            ({"pair": "p=f32,c=f16,o=f32"}, [F16, F16, F16, F32]),
+            ({r".*/down": "float16"}, [F32, BF16, F16, F16]),
+            ({nn.Dense: "float16"}, [F32, F16, F16, F16]),
+            ({nnx.bridge.ToNNX: "p=f32,c=f16,o=f32"}, [F16, F16, F16, F32]),
+            ({Pair: "p=f32,c=f16,o=f32"}, [F16, F16, F16, F32]),
+            ({"pair/up": "float16", nnx.bridge.ToNNX: "float32"}, [F32, F16, F32, F32]),
+            ({nnx.bridge.ToNNX: "float32", "pair/up": "float16"}, [F32, F32, F32, F32]),
+            ({Outer: "float16"}, [F32, F16, F16, F16]),
+        ],
+    )
+    def test_rules_of_a_map_name_modules_on_both_sides_of_the_bridge(self, rules, expected):
+        policies = {key: jmp.get_policy(spec).replace(param_dtype="float32") for key, spec in rules.items()}
+        model = jmp.with_policy(Outer(), jmp.PolicyMap(policies, "p=f32,c=bf16,o=none"))
+        assert dtypes(model(X)) == expected
+
+    def test_open_dtype_is_that_of_the_models_inputs(self):
+        model = jmp.with_policy(Outer(), "params=float32,compute=none,output=none")
+        for dtype in (F16, BF16, F16):
+            assert dtypes(model(X.astype(dtype))) == [F32, dtype, dtype, dtype]
+
+
+class TestWrapper:
+    """The wrapper of a linen module that was itself given a policy."""
+
+    def make(self, policy, keep=()):
+        return jmp.with_policy(nnx.bridge.ToNNX(Pair(), rngs=rngs()).lazy_init(X), policy, keep=keep)
+
+    def test_rules_name_the_linen_modules_inside(self):
+        model = self.make(jmp.PolicyMap({"up": "p=f32,c=f16,o=f16"}, BF16_INSIDE))
+        assert dtypes(model(X)) == [BF16, F16, BF16, F32]
+
+    def test_named_argument_of_the_linen_module_enters_uncast(self):
+        model = self.make(BF16_INSIDE, keep=["position"])
+        for out in (model(X, X), model(X, position=X)):
+            assert (out["entered"], out["position"]) == (BF16, F32)
+
+    def test_name_of_no_argument_of_the_linen_module_is_an_error(self):
+        with pytest.raises(ValueError, match=r"keep names 'posture', which is no argument of Pair.__call__"):
+            self.make(BF16_INSIDE, keep=["posture"])
+
+    def test_open_dtype_is_that_of_its_inputs(self):
+        model = self.make("params=float32,compute=none,output=float32")
+        for dtype in (F16, BF16, F16):
+            assert dtypes(model(X.astype(dtype))) == [dtype, dtype, dtype, F32]
+
+    def test_copies_keep_the_policy(self):
+        graphdef, state = nnx.split(self.make(BF16_INSIDE))
+        assert dtypes(nnx.merge(graphdef, state)(X)) == [BF16, BF16, BF16, F32]
+        assert dtypes(nnx.clone(self.make(BF16_INSIDE))(X)) == [BF16, BF16, BF16, F32]
