@@ -25,7 +25,8 @@ def cache_arguments(
     if name == "__call__" and _decodes(module, kwargs) and cache is not None and cache.get_value().dtype != dtype:
         raise ValueError(
             f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
-            "Make it anew under the policy: layer.init_cache(input_shape)."
+            "Make it anew under the policy: layer.init_cache(input_shape). "
+            f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
         )
     return kwargs
 

@@ -45,6 +45,17 @@ def test_cache_of_another_dtype_is_an_error_that_says_what_to_do():
     assert model(TOKEN).dtype == jnp.float32
 
 
+def test_cache_of_a_layer_whose_dtype_its_inputs_tell_is_made_in_the_dtype_that_the_error_says():
+    def decode(*dtype):
+        model = jmp.with_policy(decoder(), "params=float32,compute=none,output=none")
+        model.init_cache((2, 3, 4), *dtype)
+        return model(TOKEN.astype(jnp.bfloat16))
+
+    with pytest.raises(ValueError, match=r"only inputs tell it: layer.init_cache\(input_shape, jnp.bfloat16\)."):
+        nnx.eval_shape(decode)
+    assert nnx.eval_shape(lambda: decode(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_caches_of_other_modules_are_never_narrowed():
     class Cached(nnx.Module):
         def __init__(self):

@@ -103,6 +103,15 @@ def test_layer_inside_a_model_is_the_layer_with_its_dtype_by_hand(name):
     assert _lowered(ours, name, variables).as_text() == _lowered(by_hand, name, variables).as_text()
 
 
+@pytest.mark.parametrize("name", ["Linear", "BatchNorm", "MultiHeadAttention", "Bidirectional", "module of modules"])
+def test_layer_that_takes_the_dtype_of_its_inputs_is_the_layer_with_it_by_hand(name):
+    cast = jmp.get_policy("mixed_bfloat16").cast_to_compute
+    model = jmp.with_policy(_made(name, None), "params=float32,compute=none,output=none")
+    ours, variables = _step(name, model, None, cast, _uncast)
+    by_hand, _ = _step(name, _made(name, jnp.bfloat16), jnp.bfloat16, cast, _uncast)
+    assert _lowered(ours, name, variables).as_text() == _lowered(by_hand, name, variables).as_text()
+
+
 @pytest.mark.parametrize("name", ["Linear", "BatchNorm", "MultiHeadAttention", "module of modules"])
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", "mixed_float16"])
 def test_policy_costs_nothing(name, spec):
