@@ -51,6 +51,12 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     The dtypes of parameters follow the same order, but for 1: a written `dtype` is that of a computation. A function
     keeps the policy it has inside a second one, as with any decorator: replace it by decorating its `__wrapped__`.
 
+    A module's policy holds while one of its methods runs. What is called past them has the policy of its caller: a
+    submodule of a bound linen module (`bound.dense(x)`, where `apply` with `method=lambda module, x: module.dense(x)`
+    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. In a scan the
+    carry keeps one dtype: attach the policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a
+    rule for what runs inside needs the carry's dtype as its output dtype.
+
     Args:
       target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
         is a decorator: `@with_policy("mixed_bfloat16")`. Static and class methods, partials, jitted functions and
