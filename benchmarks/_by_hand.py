@@ -42,11 +42,11 @@ def init_by_hand(params: Any, variables: Any, tx: optax.GradientTransformation) 
     )
 
 
-def step_by_hand(apply: Callable[..., Any], tx: optax.GradientTransformation, scaled: bool) -> Callable[..., Any]:
+def step_by_hand(loss_fn: Callable[..., Any], tx: optax.GradientTransformation, scaled: bool) -> Callable[..., Any]:
     """The step of a model.
 
     Args:
-      apply: `(params, variables, x) -> (logits, variables)`.
+      loss_fn: `(params, variables, batch) -> (loss, variables)`.
       tx: the optimizer.
       scaled: whether the loss is scaled dynamically.
 
@@ -54,15 +54,12 @@ def step_by_hand(apply: Callable[..., Any], tx: optax.GradientTransformation, sc
       `(state, batch) -> (state, loss)`.
     """
 
-    def train_step(state: HandState, batch: tuple[jax.Array, jax.Array]) -> tuple[HandState, jax.Array]:
-        x, labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, x)
-            loss = cross_entropy(logits, labels)
+    def train_step(state: HandState, batch: Any) -> tuple[HandState, jax.Array]:
+        def scaled_loss_fn(params):
+            loss, variables = loss_fn(params, state.variables, batch)
             return loss * state.scale if scaled else loss, (loss, variables)
 
-        grads, (loss, variables) = jax.grad(loss_fn, has_aux=True)(state.params)
+        grads, (loss, variables) = jax.grad(scaled_loss_fn, has_aux=True)(state.params)
         params, new_state = _update(tx, scaled, grads, state.params, state._replace(variables=None))
         variables = _select(new_state.grads_finite, variables, state.variables)
         return new_state._replace(params=params, variables=variables), loss

@@ -15,6 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 import jmp_policy as jmp
 from benchmarks import _models_linen, _models_nnx
 from benchmarks._by_hand import init_by_hand, step_by_hand, step_by_hand_nnx
+from benchmarks._loss import cross_entropy_of
 from benchmarks._ours import init_linen, step_linen, step_nnx
 from benchmarks._peers import FlaxState, init_jmp, step_with_dynamic_scale, step_with_jmp
 from jmp_policy.demo import _gpt_linen, _gpt_nnx
@@ -116,7 +117,7 @@ def by_hand(case: Case) -> Program:
         step = nnx.jit(step_by_hand_nnx(TX, case.scaled), donate_argnums=(0, 1))
         return Program(step, (module, state, case.batch()))
     model = case.functional(case.dtype)
-    step = jax.jit(step_by_hand(model.apply, TX, case.scaled), donate_argnums=0)
+    step = jax.jit(step_by_hand(cross_entropy_of(model.apply), TX, case.scaled), donate_argnums=0)
     return Program(step, (init_by_hand(model.params, model.variables, TX), case.batch()))
 
 
