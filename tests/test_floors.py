@@ -22,6 +22,7 @@ FLOORS = {
     "_policy_map": 3,
     "_get_policy": 4,
     "_boundary": 5,
+    "_carry": 5,
     "_full_precision": 5,
     "_grad": 5,
     "interpreter": 5,

@@ -6,9 +6,10 @@ from typing import Any
 from flax import nnx
 
 from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._carry import keep_carry_dtypes
 from ._bridge import linen_attributes
 from ._cache import cache_arguments
-from ._carry import carry_given, keep_carry_dtypes
+from ._carry import carry_given
 from ._infer import inferred, inferred_inside
 from ._roles import Role
 from ._shadow import call_on_shadow

@@ -1,11 +1,8 @@
-"""The carry of a recurrent cell: what one step hands to the next keeps its dtypes, as a scan requires."""
+"""Tells the step of a recurrent cell from other calls."""
 
 from typing import Any
 
-import jax
 from flax import nnx
-
-from .._tree import cast_floating, is_floating
 
 
 def carry_given(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -13,27 +10,3 @@ def carry_given(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) ->
     if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
         return None
     return args[0] if args else kwargs.get("carry")
-
-
-def keep_carry_dtypes(carry: Any, out: Any) -> Any:
-    """The result of a step, its new carry in the dtypes of the old one.
-
-    Cells make their first carry in param dtype. Most promote to it: the memory of an LSTM stays float32, and nothing
-    is cast here. `nnx.SimpleCell` returns what its layers computed, in compute dtype, which a scan refuses; widening
-    that loses nothing. Making the first carry in compute dtype instead would round the memory of the others. A first
-    carry narrower than what the cell computes in is rounded at each step: it chose the dtype to keep.
-
-    Args:
-      carry: the old carry, as the caller handed it over; `None` if there is none.
-      out: `(new carry, output)`; anything else, and a new carry of another structure, is left as it is.
-    """
-    if carry is None or not isinstance(out, tuple) or len(out) != 2:
-        return out
-    new_carry, output = out
-    if jax.tree.structure(new_carry) != jax.tree.structure(carry):
-        return out
-    return jax.tree.map(_cast_like, new_carry, carry), output
-
-
-def _cast_like(new: Any, old: Any) -> Any:
-    return cast_floating(new, old.dtype) if is_floating(old) else new
