@@ -21,6 +21,7 @@ from .._boundary import cast_arguments, cast_result, check_keep, matmul_precisio
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
+from ._carry import as_returned
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
 from ._place import PLACE, Place
@@ -148,8 +149,11 @@ def _init_subclass(cls: Any, **kwargs: Any) -> None:
 
 def _police_methods(cls: Any, names: Iterable[str]) -> None:
     """Makes public methods boundaries, and has the others run inside the frame as well."""
-    for name, method in _methods(cls, tuple(names)):
+    names = tuple(names)
+    for name, method in _methods(cls, names):
         setattr(cls, name, at_boundary(method) if _is_public(name) else inside_frame(method))
+    if issubclass(cls, nn.RNNCellBase) and "initialize_carry" in names:
+        cls.initialize_carry = as_returned(cls.initialize_carry, _root_policy)
 
 
 def _call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
