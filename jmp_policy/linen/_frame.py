@@ -35,7 +35,8 @@ class Frame:
       owner: the policied class of the attached module.
       path: where it stands in its model.
       policy: the policy it was given.
-      inferred: what stands for a compute dtype that a policy leaves open.
+      inferred: what stands for a compute dtype that a policy leaves open: that of the first floating input of the
+        attached module, or of the innermost one around that a rule matches which leaves it open.
       covering: the keys of the policy map, types, that cover the module whose method is running.
     """
 
@@ -47,8 +48,8 @@ class Frame:
 
     @functools.cached_property
     def attachment(self) -> "Frame":
-        """The frame of the attached module itself."""
-        return frame_of(self.owner, self.path, self.policy, self.inferred)
+        """What all frames inside one attached module have in common."""
+        return frame_of(self.owner, self.path, self.policy, None)
 
     @functools.cached_property
     def place(self) -> Place:
@@ -91,6 +92,10 @@ class Frame:
         if keys <= self.covering:
             return self
         return frame_of(self.owner, self.path, self.policy, self.inferred, self.covering | keys)
+
+    def inferring(self, dtype: np.dtype | None) -> "Frame":
+        """The frame in which this dtype stands for one left open."""
+        return frame_of(self.owner, self.path, self.policy, dtype, self.covering)
 
     def warnings(self, module: nn.Module) -> list[str]:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""

@@ -7,10 +7,12 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
+from .._carry import keep_carry_dtypes
 from .._policy import Policy
 from .._tree import cast_floating
 from ._cache import check_cache
+from ._carry import carry_given
 from ._fields import (
     authors_dtype,
     casts_own_params,
@@ -39,17 +41,20 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         module: nn.Module = context.module
         current: Frame = CURRENT.value
         # Another frame is in charge inside a submodule with a policy of its own.
-        if current.attachment is not frame or module.scope is None or _INSIDE in vars(module):
+        if current.attachment is not frame.attachment or module.scope is None or _INSIDE in vars(module):
             return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
         is_method = hasattr(type(module), context.method_name)
         at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)
+        if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
+            inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
+            match = inside.match(module)
         with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
             check_cache(module)
-            if at_boundary:
-                return _call_at_boundary(module, match.policy, next_fun, args, kwargs)
-            return next_fun(*args, **kwargs)
+            call = functools.partial(_call_at_boundary, module, match.policy) if at_boundary else _call
+            out = call(next_fun, args, kwargs)
+        return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
 
     return intercept
 
@@ -68,6 +73,10 @@ def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[Non
     places = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else _UNCHANGED
     with places, CURRENT(inside) if inside is not current else _UNCHANGED:
         yield
+
+
+def _call(fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    return fun(*args, **kwargs)
 
 
 def _call_at_boundary(
