@@ -52,8 +52,10 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             match = inside.match(module)
         with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
             check_cache(module)
-            call = functools.partial(_call_at_boundary, module, match.policy) if at_boundary else _call
-            out = call(next_fun, args, kwargs)
+            if at_boundary:
+                out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
+            else:
+                out = next_fun(*args, **kwargs)
         return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
 
     return intercept
@@ -73,10 +75,6 @@ def _in_charge(current: Frame, inside: Frame, module: nn.Module) -> Iterator[Non
     places = paths_in_jit_keys(module.scope) if current.has_paths and module.scope is not None else _UNCHANGED
     with places, CURRENT(inside) if inside is not current else _UNCHANGED:
         yield
-
-
-def _call(fun: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    return fun(*args, **kwargs)
 
 
 def _call_at_boundary(

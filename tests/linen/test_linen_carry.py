@@ -84,3 +84,58 @@ def test_author_of_a_cell_may_derive_it_from_one_with_a_policy():
             return super().initialize_carry(rng, input_shape).astype(jnp.float32) + 1
 
     assert dtypes(nn.RNN(Ones(3)), SEQUENCE) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [nn.SimpleCell, nn.GRUCell])
+def test_cell_inside_a_model_returns_the_dtype_of_the_carry_it_was_given(kind, dtype):
+    model = jmp.with_policy(Step(kind(3)), "p=f32,c=bf16,o=none", keep=["carry"])
+    assert dtypes(model, jnp.zeros((2, 3, 3), dtype), SEQUENCE)[0] == dtype
+
+
+def test_cell_of_a_user_scans_with_a_carry_of_several_dtypes():
+    model = jmp.with_policy(nn.RNN(Counting(), return_carry=True), BF16_INSIDE)
+    assert dtypes(model, SEQUENCE) == ["float32", "int32", "float32"]
+
+
+def test_carry_given_by_name_keeps_its_dtypes():
+    class ByName(nn.Module):
+        @nn.compact
+        def __call__(self, carry, inputs):
+            return Counting()(inputs=inputs, carry=carry)
+
+    model = jmp.with_policy(ByName(), "p=f32,c=bf16,o=none", keep=["carry"])
+    carry = Counting().initialize_carry(KEY, SEQUENCE.shape)
+    assert dtypes(model, carry, SEQUENCE) == ["float32", "int32", "bfloat16"]
+
+
+@pytest.mark.parametrize("spec", ["float32", "p=f32,c=bf16,o=bf16", "p=f32,c=bf16,o=f32"])
+@pytest.mark.parametrize("kind", [nn.SimpleCell, nn.LSTMCell])
+def test_cell_under_a_rule_of_a_map_scans_whatever_the_rule_says(kind, spec):
+    given = jmp.PolicyMap({kind: spec}, "mixed_bfloat16")
+    plain = nn.RNN(kind(3), return_carry=True)
+    assert set(dtypes(jmp.with_policy(plain, given), SEQUENCE)) == {"bfloat16"}
+    carry = kind(3).initialize_carry(KEY, (2, 4))  # enters the model as bfloat16
+    assert set(dtypes(jmp.with_policy(plain, given), SEQUENCE, initial_carry=carry)) == {"bfloat16"}
+
+
+def test_what_is_no_step_of_a_cell_is_left_alone():
+    class Odd(nn.RNNCellBase):
+        """Its step returns a carry of another structure, and its other method what looks like a step's result."""
+
+        def __call__(self, carry, inputs):
+            return (inputs,), inputs
+
+        def peek(self, carry, inputs):
+            return inputs, inputs
+
+    class Around(nn.Module):
+        cell: nn.Module
+        name_of_method: str
+
+        def __call__(self, carry, inputs):
+            return getattr(self.cell, self.name_of_method)(carry, inputs)
+
+    for name in ("__call__", "peek"):
+        model = jmp.with_policy(Around(Odd(), name), "p=f32,c=bf16,o=none", keep=["carry"])
+        assert dtypes(model, SEQUENCE, SEQUENCE) == ["bfloat16", "bfloat16"]
