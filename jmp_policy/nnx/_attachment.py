@@ -159,11 +159,19 @@ class Attachment:
         return new
 
     def _param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:
-        if id(param) in self._done or around is None or around.policy.param_dtype is None:
+        if around is None or around.policy.param_dtype is None:
             return
-        self._done[id(param)] = param, param
-        if not floating_dtypes(param) <= {around.policy.param_dtype}:
-            self._on_mismatch("/".join(path), param, around.policy)
+        here, dtype = "/".join(path), around.policy.param_dtype
+        if id(param) not in self._done:
+            self._done[id(param)] = param, (here, dtype)
+            if not floating_dtypes(param) <= {dtype}:
+                self._on_mismatch(here, param, around.policy)
+        first, stored = self._done[id(param)][1]
+        if stored != dtype:
+            raise ValueError(
+                f"The parameter {here!r} is {first!r} as well, but one policy stores it in {dtype} and the other in "
+                f"{stored}. Give both places one param dtype. For example: 'params={stored},compute={dtype}'."
+            )
 
     def _match(self, path: str) -> Match:
         if isinstance(self.given, PolicyMap):
