@@ -1,6 +1,7 @@
 """`with_policy`, `policy_of` and `explain` for linen modules."""
 
 import copy
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -58,4 +59,8 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
 def _with_class(target: nn.Module, kind: type[nn.Module]) -> Any:
     module = copy.copy(target)
     object.__setattr__(module, "__class__", kind)
+    if target.scope is not None:
+        # The copy makes its parameters under the names that the original may have taken, as at a second call of that.
+        object.__setattr__(module, "scope", target.scope.rewound())
+        object.__setattr__(module, "_state", dataclasses.replace(target._state, children={**target._state.children}))
     return module

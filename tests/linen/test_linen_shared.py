@@ -1,0 +1,106 @@
+"""Submodules of a linen model that are given several policies: each computes in its own, with the same parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jmp_policy as jmp
+
+KEY = jax.random.key(0)
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+
+
+class Body(nn.Module):
+    """Has its layer in setup."""
+
+    def setup(self):
+        self.dense = nn.Dense(4)
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+class InSetup(nn.Module):
+    kind: Any
+    specs: tuple[str, ...]
+
+    def setup(self):
+        self.body = self.kind()
+        self.views = [jmp.with_policy(self.body, spec) for spec in self.specs]
+
+    def __call__(self, x):
+        return [view(x) for view in self.views] + [self.body(x)]
+
+
+class InCompact(nn.Module):
+    kind: Any
+    specs: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        body = self.kind(name="body")
+        return [jmp.with_policy(body, spec)(x) for spec in self.specs] + [body(x)]
+
+
+class AsField(nn.Module):
+    body: nn.Module
+    specs: tuple[str, ...]
+
+    def setup(self):
+        self.views = [jmp.with_policy(self.body, spec) for spec in self.specs]
+
+    def __call__(self, x):
+        return [view(x) for view in self.views] + [self.body(x)]
+
+
+def as_field(kind, specs):
+    return AsField(kind(), specs)
+
+
+def shapes(model):
+    """What a model returns, and its parameters: their dtypes are all that is asked about."""
+    return jax.eval_shape(model.init_with_output, KEY, X)
+
+
+@pytest.mark.parametrize("kind", [Body, lambda **name: nn.Dense(4, **name)], ids=["with setup", "layer"])
+@pytest.mark.parametrize("make", [InSetup, InCompact, as_field])
+def test_submodule_given_two_policies_computes_in_each_and_keeps_one_set_of_parameters(make, kind):
+    model = make(kind, ("mixed_bfloat16", "mixed_float16"))
+    outs, variables = shapes(model)
+    assert [out.dtype for out in outs] == ["bfloat16", "float16", "float32"]
+    assert set(variables["params"]) == {"body"}
+    assert [leaf.dtype for leaf in jax.tree.leaves(variables)] == ["float32"] * 2
+    assert jax.eval_shape(model.apply, variables, X) == outs
+
+
+@pytest.mark.parametrize("make", [InSetup, InCompact, as_field])
+def test_parameters_are_stored_as_the_policy_of_the_first_call_says(make):
+    with jax.numpy_dtype_promotion("standard"):  # the submodule itself has no policy
+        _, variables = shapes(make(Body, ("bfloat16", "float16")))
+    assert [leaf.dtype for leaf in jax.tree.leaves(variables)] == ["bfloat16"] * 2
+
+
+def test_shared_parameters_are_the_same_numbers():
+    model = InCompact(lambda **name: nn.Dense(4, **name), ("params=float32", "mixed_bfloat16"))
+    (full, half, plain), _ = model.init_with_output(KEY, X)
+    np.testing.assert_array_equal(full, plain)
+    np.testing.assert_allclose(half.astype(jnp.float32), plain, atol=0.02)
+
+
+def test_two_submodules_of_two_policies_each_have_their_own():
+    class Two(nn.Module):
+        def setup(self):
+            self.low = jmp.with_policy(Body(), "bfloat16")
+            self.high = jmp.with_policy(Body(), "float16")
+
+        def __call__(self, x):
+            return self.high(self.low(x))
+
+    for model in (Two(), jmp.with_policy(Two(), "p=f32,c=f32,o=none")):
+        out, variables = shapes(model)
+        kernels = [variables["params"][name]["dense"]["kernel"].dtype for name in ("low", "high")]
+        assert (out.dtype, kernels) == ("float16", ["bfloat16", "float16"])
