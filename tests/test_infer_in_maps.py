@@ -1,4 +1,4 @@
-"""A compute dtype left open is that of the first floating input of the module that has the policy, at its first call."""
+"""A compute dtype left open is that of the first floating input of the module that has the policy, at each call."""
 
 import jax
 import jax.numpy as jnp
