@@ -105,7 +105,8 @@ class PolicyMap:
 
     def match(self, path: str, module_type: type | Mapping[str, type] | None = None) -> Match:
         """As `resolve`, with the rule that gave the policy."""
-        types = module_type if isinstance(module_type, Mapping) else {path: module_type}
+        # `dict` is a quick answer; `Mapping` alone is a slow one, and each module of a model asks.
+        types = module_type if isinstance(module_type, dict | Mapping) else {path: module_type}
         own = _rank(self, path, types.get(path))
         rank = min([own, *(_rank(self, outer, types.get(outer)) for outer in _outer_paths(path))])
         if rank == len(self.rules):

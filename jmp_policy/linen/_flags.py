@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax import linen as nn
-from flax.core import Scope, freeze
+from flax.core import FrozenDict, Scope, freeze
 
 _PATH = "jmp_policy_path"
 _RUNNING = "jmp_policy_running"
@@ -29,7 +29,8 @@ def paths_in_jit_keys(scope: Scope) -> Iterator[None]:
 
     def push_with_path(*args: Any, **kwargs: Any) -> Scope:
         inner = push(*args, **kwargs)
-        inner.flags = freeze({**inner.flags, _PATH: inner.path})
+        flags = {**inner.flags, _PATH: inner.path}  # a copy already: freezing it would copy every item again
+        inner.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
         return inner
 
     # On this one object, for the time of a call: neither Flax's class nor the author's module is touched.

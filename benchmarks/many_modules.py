@@ -1,0 +1,164 @@
+"""What a policy adds to the tracing of a model of 1,000 submodules.
+
+Run from the root of the repository:
+
+    python -m benchmarks.many_modules [--quick]
+
+Time is process time, a median over interleaved repeats with JAX's caches cleared; calls are those of Python and C
+functions at the first tracing, and the same on every run.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+from benchmarks._markdown import table
+
+SHAPES = {"flat": (1000,), "nested": (10, 10, 10)}
+QUICK_SHAPES = {"flat": (30,), "nested": (3, 3, 3)}
+POLICY = jmp.get_policy("params=float32,compute=bfloat16,output=none")
+X = jnp.ones((2, 4))
+
+
+class LinenStack(nn.Module):
+    """Layers in stacks of stacks: sizes of `(10, 10)` make a hundred."""
+
+    sizes: tuple[int, ...]
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.sizes[0]):
+            if len(self.sizes) > 1:
+                x = LinenStack(self.sizes[1:], self.dtype, name=f"stack_{i}")(x)
+            else:
+                x = nn.Dense(4, dtype=self.dtype, name=f"layer_{i}")(x)
+        return x
+
+
+class NnxStack(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, sizes: tuple[int, ...], dtype: Any = None, *, rngs: nnx.Rngs):
+        make = functools.partial(NnxStack, sizes[1:]) if len(sizes) > 1 else functools.partial(nnx.Linear, 4, 4)
+        self.stack = nnx.List([make(dtype=dtype, rngs=rngs) for _ in range(sizes[0])])
+
+    def __call__(self, x):
+        for inner in self.stack:
+            x = inner(x)
+        return x
+
+
+class Contestants(NamedTuple):
+    """Four ways to trace one thing: without a policy, with the dtypes by hand, with a policy, with a map."""
+
+    plain: Callable[[], Any]
+    by_hand: Callable[[], Any]
+    policy: Callable[[], Any]
+    map: Callable[[], Any]
+
+
+def contestants(shapes: dict[str, tuple[int, ...]]) -> dict[tuple[str, str, str], Contestants]:
+    """What is traced, by API, shape of the model, and what is done with it."""
+    found = {}
+    for shape, sizes in shapes.items():
+        init, apply = _linen(sizes)
+        found |= {("linen", shape, "init"): init, ("linen", shape, "apply"): apply}
+        make, call = _nnx(sizes)
+        found |= {("nnx", shape, "constructor, policy and call"): make, ("nnx", shape, "call"): call}
+    return found
+
+
+def _linen(sizes: tuple[int, ...]) -> tuple[Contestants, Contestants]:
+    models = _models(functools.partial(LinenStack, sizes), ten_rules(sizes, "", "stack_"))
+    variables = jax.eval_shape(LinenStack(sizes).init, jax.random.key(0), X)
+    init = [lambda model=model: jax.eval_shape(model().init, jax.random.key(0), X) for model in models]
+    apply = [lambda model=model: jax.make_jaxpr(model().apply)(variables, X) for model in models]
+    return Contestants(*init), Contestants(*apply)
+
+
+def _nnx(sizes: tuple[int, ...]) -> tuple[Contestants, Contestants]:
+    models = _models(lambda **dtype: NnxStack(sizes, **dtype, rngs=nnx.Rngs(0)), ten_rules(sizes, "stack/", "stack/"))
+    make = [lambda model=model: jax.make_jaxpr(lambda x: model()(x))(X) for model in models]
+    made = [model() for model in models]
+    call = [lambda model=model: jax.make_jaxpr(lambda x: model(x))(X) for model in made]
+    return Contestants(*make), Contestants(*call)
+
+
+def _models(make: Callable[..., Any], rules: jmp.PolicyMap) -> list[Callable[[], Any]]:
+    by_hand = functools.partial(make, dtype=POLICY.compute_dtype)
+    return [make, by_hand, lambda: jmp.with_policy(make(), POLICY), lambda: jmp.with_policy(make(), rules)]
+
+
+def ten_rules(sizes: tuple[int, ...], layer: str, stack: str) -> jmp.PolicyMap:
+    """A map that says the same as the policy: nine of its rules name a layer, and one has a pattern for all."""
+    inner = f"/{stack}0" * (len(sizes) - 2) + f"/{layer or 'layer_'}0" if len(sizes) > 1 else ""
+    outer = stack if inner else layer or "layer_"
+    count = min(9, sizes[0] - 1)
+    return jmp.PolicyMap({**{f"{outer}{i}{inner}": POLICY for i in range(count)}, f"{outer}{count}.*": POLICY}, POLICY)
+
+
+def count_calls(trace: Callable[[], Any]) -> int:
+    """The number of functions, of Python and of C, that are called."""
+    counts = {"call": 0, "c_call": 0}
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in counts:
+            counts[event] += 1
+
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()  # finalizers are functions as well, and nobody knows when they run
+    sys.setprofile(count)
+    try:
+        trace()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return sum(counts.values())
+
+
+def seconds(traces: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """The process time of each, interleaved, in an order that turns round each time."""
+    taken: list[list[float]] = [[] for _ in traces]
+    for repeat in range(repeats):
+        for i in range(len(traces)) if repeat % 2 else reversed(range(len(traces))):
+            jax.clear_caches()
+            gc.collect()
+            start = time.process_time()
+            traces[i]()
+            taken[i].append(time.process_time() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="models of 30 layers, and one repeat")
+    quick = parser.parse_args(argv).quick
+    for traces in contestants(QUICK_SHAPES).values():  # what the first tracing of all imports and fills
+        [trace() for trace in traces]
+    rows = []
+    for names, traces in contestants(QUICK_SHAPES if quick else SHAPES).items():
+        calls = Contestants(*map(count_calls, traces))
+        times = Contestants(*seconds(traces, 1 if quick else 7))
+        for name, mine in (("policy", 2), ("map of 10 rules", 3)):
+            ratios = [cost[mine] / other for cost in (calls, times) for other in (cost.plain, cost.by_hand)]
+            rows.append([*names, name, *(f"{ratio:.2f}" for ratio in ratios), f"{times.plain:.2f}"])
+            print(rows[-1], file=sys.stderr, flush=True)
+    header = ["API", "model", "traced", "with", "calls over plain", "over by hand", "time over plain", "over by hand"]
+    print(table([*header, "plain, s"], rows))
+
+
+if __name__ == "__main__":
+    main()
