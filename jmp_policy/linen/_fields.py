@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from .._dtypes import at_least_float32
+
 # Their dtype is that of the parameters they rewrite, not of a computation: they are left to the layer they wrap.
 _PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
 
@@ -38,6 +40,13 @@ def takes_dtype(module: nn.Module) -> bool:
     if dtype is None or is_filled_in(dtype):
         return True
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
+
+
+def widens_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
+    """Whether a wrapper would store a narrow weight wide: its open dtype is what the weight and float32 state give."""
+    if not isinstance(module, _PARAMETER_WRAPPERS) or module.dtype is not None or param_dtype is None:
+        return False
+    return param_dtype != at_least_float32(param_dtype)
 
 
 def written_dtype(module: nn.Module) -> Any:

@@ -1,8 +1,8 @@
 """Makes the modules inside an attached module store and compute in the dtypes of their policy."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flax import linen as nn
@@ -10,20 +10,20 @@ from flax import linen as nn
 from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
-from .._tree import cast_floating
 from ._cache import check_cache
 from ._carry import carry_given
 from ._fields import (
-    authors_dtype,
     casts_own_params,
     filled_in,
     has_dtype_field,
     has_param_dtype_field,
     takes_dtype,
+    widens_params,
     with_param_dtype,
 )
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
+from ._variables import policied_param, policied_variable, stores_params, written
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -85,9 +85,8 @@ def _call_at_boundary(
         return cast_result(policy, fun(*args, **kwargs))
 
 
-@contextlib.contextmanager
-def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> Iterator[None]:
-    """The dtype of a policy in the field of a module that has one, and parameters read and stored accordingly.
+def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
+    """The dtype of a policy in the field of a module that has one, and variables made and read accordingly.
 
     Args:
       module: a bound module.
@@ -98,47 +97,13 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
     values: dict[str, Any] = {_INSIDE: True} if until_it_returns else {}
     if takes_dtype(module):
         values["dtype"] = filled_in(policy.compute_dtype)
+    elif widens_params(module, policy.param_dtype):
+        values["dtype"] = filled_in(policy.param_dtype)
     if policy.param_dtype is not None and has_param_dtype_field(type(module)):
         values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
-    if reads_in_compute or _stores_params(module, policy):
-        values["param"] = _policied_param(module, policy, reads_in_compute)
-    written = vars(module)
-    before = {name: written[name] for name in values if name in written}
-    # Past the module's own __setattr__, which is frozen outside of setup. A clone per call would lose what the
-    # method stores on self, and its place among its parent's children.
-    written.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            written.pop(name, None)
-        written.update(before)
-
-
-def _stores_params(module: nn.Module, policy: Policy) -> bool:
-    assert module.scope is not None
-    return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
-
-
-def _policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
-    """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
-    return functools.partial(_param, module.param, policy, reads_in_compute)
-
-
-def _param(
-    param: Callable[..., Any],
-    policy: Policy,
-    reads_in_compute: bool,
-    name: str,
-    init_fn: Callable[..., Any],
-    *init_args: Any,
-    **kwargs: Any,
-) -> Any:
-    arguments = [authors_dtype(argument) for argument in init_args]
-    value = param(name, functools.partial(_stored, policy, init_fn), *arguments, **kwargs)
-    return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
-
-
-def _stored(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return policy.cast_to_param(init_fn(*args, **kwargs))
+    if reads_in_compute or stores_params(module, policy):
+        values["param"] = policied_param(module, policy, reads_in_compute)
+    if "param_dtype" in values or "dtype" in values:
+        values["variable"] = policied_variable(module)
+    return written(module, values)

@@ -1,0 +1,90 @@
+"""How a module inside declares its variables: made in the dtypes its author wrote, and parameters stored in another."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import linen as nn
+
+from .._policy import Policy
+from .._tree import cast_floating
+from ._fields import authors_dtype, is_filled_in
+
+_NEVER_NARROWED = ("params", "batch_stats")
+"""Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
+
+
+def policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
+    """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
+    return functools.partial(_param, module, module.param, policy, reads_in_compute)
+
+
+def policied_variable(module: nn.Module) -> Callable[..., Any]:
+    """The module's `variable`, which makes running statistics and other state in the author's dtype."""
+    return functools.partial(_variable, module, module.variable)
+
+
+def stores_params(module: nn.Module, policy: Policy) -> bool:
+    """Whether parameters may be made now, in the param dtype of a policy."""
+    assert module.scope is not None
+    return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
+
+
+@contextlib.contextmanager
+def written(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """A context in which these attributes are written on a module.
+
+    Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
+    self, and its place among its parent's children.
+    """
+    attributes = vars(module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def _param(
+    module: nn.Module,
+    param: Callable[..., Any],
+    policy: Policy,
+    reads_in_compute: bool,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    **kwargs: Any,
+) -> Any:
+    init = functools.partial(_stored, policy, functools.partial(_made, module, "params", init_fn))
+    value = param(name, init, *init_args, **kwargs)
+    return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
+
+
+def _variable(
+    module: nn.Module,
+    variable: Callable[..., Any],
+    collection: str,
+    name: str,
+    init_fn: Callable[..., Any] | None = None,
+    *init_args: Any,
+    **kwargs: Any,
+) -> Any:
+    init = None if init_fn is None else functools.partial(_made, module, collection, init_fn)
+    return variable(collection, name, init, *init_args, **kwargs)
+
+
+def _stored(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return policy.cast_to_param(init_fn(*args, **kwargs))
+
+
+def _made(module: nn.Module, collection: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What an initializer makes that finds the author's dtypes in its arguments, and on the module."""
+    names = ("param_dtype", "dtype") if collection in _NEVER_NARROWED else ("param_dtype",)
+    filled = {name: vars(module)[name] for name in names if is_filled_in(vars(module).get(name))}
+    as_written = lambda x: authors_dtype(x) if any(x is dtype for dtype in filled.values()) else x
+    with written(module, {name: authors_dtype(dtype) for name, dtype in filled.items()}):
+        return init_fn(*map(as_written, args), **{name: as_written(x) for name, x in kwargs.items()})
