@@ -83,8 +83,11 @@ def _stored(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: A
 
 def _made(module: nn.Module, collection: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What an initializer makes that finds the author's dtypes in its arguments, and on the module."""
-    names = ("param_dtype", "dtype") if collection in _NEVER_NARROWED else ("param_dtype",)
-    filled = {name: vars(module)[name] for name in names if is_filled_in(vars(module).get(name))}
-    as_written = lambda x: authors_dtype(x) if any(x is dtype for dtype in filled.values()) else x
+    filled = {name: dtype for name in ("dtype", "param_dtype") if is_filled_in(dtype := vars(module).get(name))}
+    if collection not in _NEVER_NARROWED:
+        filled.pop("dtype", None)
+        as_written = lambda x: authors_dtype(x) if x is filled.get("param_dtype") else x
+    else:
+        as_written = authors_dtype
     with written(module, {name: authors_dtype(dtype) for name, dtype in filled.items()}):
         return init_fn(*map(as_written, args), **{name: as_written(x) for name, x in kwargs.items()})

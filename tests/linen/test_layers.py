@@ -131,6 +131,7 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(nam
 
 def test_initializers_find_the_authors_dtypes_however_they_ask():
     class Asking(nn.Module):
+        handed_down: jnp.dtype
         dtype: jnp.dtype | None = None
         param_dtype: jnp.dtype = jnp.float32
 
@@ -142,6 +143,7 @@ def test_initializers_find_the_authors_dtypes_however_they_ask():
 
             made = lambda name: lambda *_: remember(name, self.param_dtype, self.dtype)
             self.param("weight", made("weight by self"))
+            self.param("scale", lambda _, *args: remember("scale", *args), self.handed_down, self.dtype)
             self.param("bias", lambda _, *args, **kw: remember("bias", *args, **kw), self.dtype, dtype=self.param_dtype)
             self.variable("batch_stats", "mean", made("mean by self"))
             self.variable("batch_stats", "var", remember, "var", self.dtype, dtype=self.param_dtype)
@@ -149,11 +151,18 @@ def test_initializers_find_the_authors_dtypes_however_they_ask():
             self.variable("cache", "value", remember, "value", self.dtype, dtype=self.param_dtype)
             return x
 
+    class Around(nn.Module):
+        param_dtype: jnp.dtype = jnp.float32
+
+        @nn.compact
+        def __call__(self, x):
+            return Asking(self.param_dtype)(x)
+
     asked = []
-    jmp.with_policy(Asking(), "float16").init(RNGS, X)
-    state, cache = ["float32", "float32"], {"key by self": ["float32", "float16"], "value": ["float16", "float32"]}
-    never_narrowed = dict.fromkeys(["weight by self", "bias", "mean by self", "var"], state)
-    assert dict(asked) == never_narrowed | cache
+    jmp.with_policy(Around(), "float16").init(RNGS, X)
+    never_narrowed = ["weight by self", "scale", "bias", "mean by self", "var"]
+    cache = {"key by self": ["float32", "float16"], "value": ["float16", "float32"]}
+    assert dict(asked) == {key: ["float32", "float32"] for key in never_narrowed} | cache
 
 
 @pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
