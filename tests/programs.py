@@ -32,3 +32,25 @@ def operations(lowered: Any) -> collections.Counter:
 def assert_costs_no_more(ours: Cost, by_hand: Cost) -> None:
     for name, mine, theirs in zip(Cost._fields, ours, by_hand, strict=True):
         assert mine <= theirs, f"{name}: {mine} against {theirs} by hand"
+
+
+def program_text(lowered: Any) -> str:
+    """The StableHLO of a lowered program, equal private functions being one.
+
+    JAX shares the functions of `jnp.where` and its like among their callers within one context only: a policy's is
+    another one than that in which the backward pass of a custom derivative is traced.
+    """
+    text = lowered.as_text()
+    while (merged := _without_one_repeated_function(text)) != text:
+        text = merged
+    names = {name: f"@{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"@\w+", text)))}
+    return re.sub(r"@\w+", lambda found: names[found.group()], text)
+
+
+def _without_one_repeated_function(text: str) -> str:
+    names: dict[str, str] = {}
+    for function in re.finditer(r"  func\.func private (@\w+)(.*?\n  }\n)", text, re.DOTALL):
+        name, body = function.groups()
+        if (first := names.setdefault(body, name)) != name:
+            return re.sub(rf"{name}\b", first, text.replace(function.group(), ""))
+    return text
