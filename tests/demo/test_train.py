@@ -75,6 +75,7 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     assert "step 6: validation loss" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monkeypatch, api):
     wishes = {"api": api, "policy": "mixed_float16"}
