@@ -67,25 +67,32 @@ def with_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
     return _marked(dtype, author if author is None else np.dtype(author))
 
 
-@functools.cache
-def has_param_dtype_field(kind: type[nn.Module]) -> bool:
-    """Whether a module has a field for the dtype of its parameters."""
-    return any(field.name == "param_dtype" for field in dataclasses.fields(kind))
+def takes_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
+    """Whether a module has a field for the dtype of its parameters that does not say this one already."""
+    if not _has_param_dtype_field(type(module)):
+        return False
+    found: Any = module.param_dtype  # type: ignore[attr-defined]
+    return found is None or is_filled_in(found) or np.dtype(found) != dtype
 
 
 def is_filled_in(dtype: Any) -> bool:
     """Whether a policy, and no author, wrote this value of a field."""
-    return isinstance(dtype, _SCALAR_TYPE) and hasattr(dtype, _AUTHOR)
+    return hasattr(dtype, _AUTHOR)
 
 
 def authors_dtype(dtype: Any) -> Any:
     """The dtype that the author wrote where a policy wrote this one, and anything else as it is."""
-    return getattr(dtype, _AUTHOR) if is_filled_in(dtype) else dtype
+    return getattr(dtype, _AUTHOR, dtype)
 
 
 _NO_FIELD = object()
 _AUTHOR = "_jmp_author"
 _SCALAR_TYPE = type(jnp.float32)
+
+
+@functools.cache
+def _has_param_dtype_field(kind: type[nn.Module]) -> bool:
+    return any(field.name == "param_dtype" for field in dataclasses.fields(kind))
 
 
 @functools.cache

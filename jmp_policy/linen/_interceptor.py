@@ -16,8 +16,8 @@ from ._fields import (
     casts_own_params,
     filled_in,
     has_dtype_field,
-    has_param_dtype_field,
     takes_dtype,
+    takes_param_dtype,
     widens_params,
     with_param_dtype,
 )
@@ -99,7 +99,7 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
         values["dtype"] = filled_in(policy.compute_dtype)
     elif widens_params(module, policy.param_dtype):
         values["dtype"] = filled_in(policy.param_dtype)
-    if policy.param_dtype is not None and has_param_dtype_field(type(module)):
+    if policy.param_dtype is not None and takes_param_dtype(module, policy.param_dtype):
         values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
     if reads_in_compute or stores_params(module, policy):
