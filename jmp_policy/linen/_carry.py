@@ -33,4 +33,4 @@ def as_returned(initialize_carry: Callable[..., Any], policy_of_cell: Callable[[
         dtype = policy.compute_dtype if policy.output_dtype is None else policy.output_dtype
         return cast_floating(initialize_carry(self, *args, **kwargs), dtype)
 
-    return nn.nowrap(policied)
+    return policied
