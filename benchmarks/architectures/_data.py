@@ -7,7 +7,7 @@ import numpy as np
 Batches = dict[str, Any]
 
 
-def gratings(rng: np.random.Generator, steps: int, batch: int, classes: int = 8, size: int = 32) -> Batches:
+def gratings(rng: np.random.Generator, steps: int, batch: int, classes: int, size: int = 32) -> Batches:
     """Noisy colour images of waves; their direction is the class."""
     label = rng.integers(0, classes, (steps, batch))
     angle = np.pi * label / classes

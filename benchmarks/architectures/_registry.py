@@ -21,10 +21,10 @@ make_transformer = functools.partial(
 ARCHITECTURES = {
     "ResNet-50": Architecture(
         "linen",
-        functools.partial(_resnet.ResNet50, num_classes=8, num_filters=8),
+        functools.partial(_resnet.ResNet50, num_classes=4, num_filters=8),
         _resnet.loss_fn,
-        _data.gratings(np.random.default_rng(0), STEPS, 16),
-        optax.sgd(0.05, momentum=0.9, nesterov=True),
+        _data.gratings(np.random.default_rng(0), STEPS, 16, classes=4),
+        optax.sgd(0.005, momentum=0.9, nesterov=True),
         inputs=("image",),
     ),
     "transformer": Architecture(
