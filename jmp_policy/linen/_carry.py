@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from flax import linen as nn
 
 from .._policy import Policy
@@ -15,6 +16,16 @@ def carry_given(module: nn.Module, method_name: str, args: tuple, kwargs: dict[s
     if not isinstance(module, nn.RNNCellBase) or method_name != "__call__":
         return None
     return args[0] if args else kwargs.get("carry")
+
+
+def first_carry_dtype(policy: Policy) -> np.dtype | None:
+    """The dtype in which a cell makes its first carry: the param dtype, as by hand, unless it computes in a wider one.
+
+    A carry narrower than what the cell computes would be rounded at each step.
+    """
+    if policy.param_dtype is None or policy.compute_dtype is None:
+        return policy.param_dtype
+    return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
 
 
 def as_returned(initialize_carry: Callable[..., Any], policy_of_cell: Callable[[Any], Policy]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
 from ._cache import check_cache
-from ._carry import carry_given
+from ._carry import carry_given, first_carry_dtype
 from ._fields import (
     casts_own_params,
     filled_in,
@@ -106,4 +106,16 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
         values["param"] = policied_param(module, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = policied_variable(module)
-    return written(module, values)
+    filled = written(module, values)
+    return _and_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
+
+
+@contextlib.contextmanager
+def _and_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> Iterator[None]:
+    """The context of an `nn.RNN`, which asks its cell for the first carry while it is not yet the cell's turn."""
+    dtype = None if cell.scope is None else first_carry_dtype(CURRENT.value.match(cell).policy)
+    fields = {}
+    if dtype is not None and takes_param_dtype(cell, dtype):
+        fields["param_dtype"] = with_param_dtype(cell, dtype)
+    with filled, written(cell, fields):
+        yield

@@ -23,13 +23,18 @@ class SteadyCell(nn.SimpleCell):
         return new_carry.astype(carry.dtype), output
 
 
-def simple_cell(dtype, **options):
+def simple_cell(dtype=None, **options):
     """A SimpleCell; by hand, with a dtype."""
     return (nn.SimpleCell if dtype is None else SteadyCell)(3, dtype=dtype, **options)
 
 
+def wrapped(wrapper, layer):
+    """A wrapper that stores the weights of a layer as that does; its own `dtype` is not for a computation."""
+    return wrapper(layer, param_dtype=layer.param_dtype)
+
+
 class Layer(NamedTuple):
-    make: Callable[..., nn.Module]  # (dtype) -> module; dtype is None for a policy, and else written by hand
+    make: Callable[..., nn.Module]  # (dtype=, param_dtype=) -> module; without any for a policy, or by hand
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any] = {}  # noqa: RUF012 - never changed
     method: Any = None
@@ -46,42 +51,42 @@ KERNEL = jnp.linspace(-1.0, 1.0, 20).reshape(4, 5)
 LAST_BY_FIRST = (((2,), (0,)), ((), ()))
 
 _LINEAR = {
-    "Dense": Layer(lambda dtype: nn.Dense(5, dtype=dtype), (X,)),
+    "Dense": Layer(lambda **dtypes: nn.Dense(5, **dtypes), (X,)),
     "Dense in float8": Layer(
-        lambda dtype: nn.Dense(5, dtype=dtype, dot_general_cls=nn.Fp8DirectDotGeneralOp), (X,)
+        lambda **dtypes: nn.Dense(5, dot_general_cls=nn.Fp8DirectDotGeneralOp, **dtypes), (X,)
     ),
-    "DenseGeneral": Layer(lambda dtype: nn.DenseGeneral((2, 3), axis=(-2, -1), dtype=dtype), (X,)),
-    "Einsum": Layer(lambda dtype: nn.Einsum((4, 5), "...a,ab->...b", dtype=dtype), (X,)),
-    "Conv": Layer(lambda dtype: nn.Conv(3, (3, 3), dtype=dtype), (IMAGE,)),
-    "ConvLocal": Layer(lambda dtype: nn.ConvLocal(3, (3, 3), dtype=dtype), (IMAGE,)),
-    "ConvTranspose": Layer(lambda dtype: nn.ConvTranspose(3, (2, 2), dtype=dtype), (IMAGE,)),
-    "Embed": Layer(lambda dtype: nn.Embed(7, 4, dtype=dtype), (TOKENS,)),
+    "DenseGeneral": Layer(lambda **dtypes: nn.DenseGeneral((2, 3), axis=(-2, -1), **dtypes), (X,)),
+    "Einsum": Layer(lambda **dtypes: nn.Einsum((4, 5), "...a,ab->...b", **dtypes), (X,)),
+    "Conv": Layer(lambda **dtypes: nn.Conv(3, (3, 3), **dtypes), (IMAGE,)),
+    "ConvLocal": Layer(lambda **dtypes: nn.ConvLocal(3, (3, 3), **dtypes), (IMAGE,)),
+    "ConvTranspose": Layer(lambda **dtypes: nn.ConvTranspose(3, (2, 2), **dtypes), (IMAGE,)),
+    "Embed": Layer(lambda **dtypes: nn.Embed(7, 4, **dtypes), (TOKENS,)),
     "Embed, attended to": Layer(
-        lambda dtype: nn.Embed(7, 4, dtype=dtype), (X,), method="attend", init_inputs=(TOKENS,)
+        lambda **dtypes: nn.Embed(7, 4, **dtypes), (X,), method="attend", init_inputs=(TOKENS,)
     ),
-    "PReLU": Layer(lambda dtype: nn.PReLU(), (X,)),
-    "Dropout": Layer(lambda dtype: nn.Dropout(0.5), (X,), {"deterministic": False}),
+    "PReLU": Layer(lambda dtype=None, **dtypes: nn.PReLU(**dtypes), (X,)),
+    "Dropout": Layer(lambda **dtypes: nn.Dropout(0.5), (X,), {"deterministic": False}),
     "Sequential": Layer(
-        lambda dtype: nn.Sequential([nn.Dense(3, dtype=dtype), nn.relu, nn.Dense(2, dtype=dtype)]), (X,)
+        lambda **dtypes: nn.Sequential([nn.Dense(3, **dtypes), nn.relu, nn.Dense(2, **dtypes)]), (X,)
     ),
 }
 
 _NORMS = {
-    "LayerNorm": Layer(lambda dtype: nn.LayerNorm(dtype=dtype), (X,)),
-    "RMSNorm": Layer(lambda dtype: nn.RMSNorm(dtype=dtype), (X,)),
-    "GroupNorm": Layer(lambda dtype: nn.GroupNorm(num_groups=2, dtype=dtype), (X,)),
-    "InstanceNorm": Layer(lambda dtype: nn.InstanceNorm(dtype=dtype), (IMAGE,)),
-    "BatchNorm": Layer(lambda dtype: nn.BatchNorm(use_running_average=False, dtype=dtype), (X,)),
-    "BatchNorm in evaluation": Layer(lambda dtype: nn.BatchNorm(use_running_average=True, dtype=dtype), (X,)),
+    "LayerNorm": Layer(lambda **dtypes: nn.LayerNorm(**dtypes), (X,)),
+    "RMSNorm": Layer(lambda **dtypes: nn.RMSNorm(**dtypes), (X,)),
+    "GroupNorm": Layer(lambda **dtypes: nn.GroupNorm(num_groups=2, **dtypes), (X,)),
+    "InstanceNorm": Layer(lambda **dtypes: nn.InstanceNorm(**dtypes), (IMAGE,)),
+    "BatchNorm": Layer(lambda **dtypes: nn.BatchNorm(use_running_average=False, **dtypes), (X,)),
+    "BatchNorm in evaluation": Layer(lambda **dtypes: nn.BatchNorm(use_running_average=True, **dtypes), (X,)),
     "BatchNorm reducing in half": Layer(
-        lambda dtype: nn.BatchNorm(use_running_average=False, dtype=dtype, force_float32_reductions=False), (X,)
+        lambda **dtypes: nn.BatchNorm(use_running_average=False, force_float32_reductions=False, **dtypes), (X,)
     ),
-    "WeightNorm": Layer(lambda dtype: nn.WeightNorm(nn.Dense(5, dtype=dtype)), (X,)),
+    "WeightNorm": Layer(lambda **dtypes: wrapped(nn.WeightNorm, nn.Dense(5, **dtypes)), (X,)),
     "SpectralNorm": Layer(
-        lambda dtype: nn.SpectralNorm(nn.Dense(5, dtype=dtype)), (X,), {"update_stats": True}
+        lambda **dtypes: wrapped(nn.SpectralNorm, nn.Dense(5, **dtypes)), (X,), {"update_stats": True}
     ),
     "SpectralNorm in evaluation": Layer(
-        lambda dtype: nn.SpectralNorm(nn.Conv(3, (2, 2), dtype=dtype)), (IMAGE,), {"update_stats": False}
+        lambda **dtypes: wrapped(nn.SpectralNorm, nn.Conv(3, (2, 2), **dtypes)), (IMAGE,), {"update_stats": False}
     ),
 }
 
@@ -90,11 +95,11 @@ _ATTENTION = {
     for kind, queries in [(nn.MultiHeadDotProductAttention, 2), (nn.MultiHeadAttention, 2), (nn.SelfAttention, 1)]
     for ending, layer in {
         "": Layer(
-            lambda dtype, kind=kind: kind(num_heads=2, dtype=dtype, attention_fn=attend, normalize_qk=True),
+            lambda kind=kind, **dtypes: kind(num_heads=2, attention_fn=attend, normalize_qk=True, **dtypes),
             (X,) * queries,
         ),
         " with a cache": Layer(
-            lambda dtype, kind=kind: kind(num_heads=2, dtype=dtype, decode=True),
+            lambda kind=kind, **dtypes: kind(num_heads=2, decode=True, **dtypes),
             (X[:, :1],) * queries,
             init_inputs=(X,) * queries,
         ),
@@ -103,39 +108,39 @@ _ATTENTION = {
 
 _RECURRENT = {
     "SimpleCell": Layer(simple_cell, (CARRY, X)),
-    "LSTMCell": Layer(lambda dtype: nn.LSTMCell(3, dtype=dtype), ((CARRY, CARRY), X)),
-    "OptimizedLSTMCell": Layer(lambda dtype: nn.OptimizedLSTMCell(3, dtype=dtype), ((CARRY, CARRY), X)),
-    "GRUCell": Layer(lambda dtype: nn.GRUCell(3, dtype=dtype), (CARRY, X)),
-    "MGUCell": Layer(lambda dtype: nn.MGUCell(3, dtype=dtype), (CARRY, X)),
-    "ConvLSTMCell": Layer(lambda dtype: nn.ConvLSTMCell(3, (2, 2), dtype=dtype), ((FRAMES, FRAMES), IMAGE)),
-    "RNN of simple cells": Layer(lambda dtype: nn.RNN(simple_cell(dtype), return_carry=True), (X,)),
+    "LSTMCell": Layer(lambda **dtypes: nn.LSTMCell(3, **dtypes), ((CARRY, CARRY), X)),
+    "OptimizedLSTMCell": Layer(lambda **dtypes: nn.OptimizedLSTMCell(3, **dtypes), ((CARRY, CARRY), X)),
+    "GRUCell": Layer(lambda **dtypes: nn.GRUCell(3, **dtypes), (CARRY, X)),
+    "MGUCell": Layer(lambda **dtypes: nn.MGUCell(3, **dtypes), (CARRY, X)),
+    "ConvLSTMCell": Layer(lambda **dtypes: nn.ConvLSTMCell(3, (2, 2), **dtypes), ((FRAMES, FRAMES), IMAGE)),
+    "RNN of simple cells": Layer(lambda **dtypes: nn.RNN(simple_cell(**dtypes), return_carry=True), (X,)),
     "RNN of residual simple cells": Layer(
-        lambda dtype: nn.RNN(simple_cell(dtype, residual=True), reverse=True, keep_order=True), (X,)
+        lambda **dtypes: nn.RNN(simple_cell(residual=True, **dtypes), reverse=True, keep_order=True), (X,)
     ),
-    "RNN of LSTM cells": Layer(lambda dtype: nn.RNN(nn.LSTMCell(3, dtype=dtype), return_carry=True), (X,)),
-    "RNN of optimized LSTM cells": Layer(lambda dtype: nn.RNN(nn.OptimizedLSTMCell(3, dtype=dtype)), (X,)),
-    "RNN of GRU cells": Layer(lambda dtype: nn.RNN(nn.GRUCell(3, dtype=dtype)), (X,)),
-    "RNN of MGU cells": Layer(lambda dtype: nn.RNN(nn.MGUCell(3, dtype=dtype), time_major=True), (X,)),
-    "RNN of ConvLSTM cells": Layer(lambda dtype: nn.RNN(nn.ConvLSTMCell(3, (2, 2), dtype=dtype)), (VIDEO,)),
+    "RNN of LSTM cells": Layer(lambda **dtypes: nn.RNN(nn.LSTMCell(3, **dtypes), return_carry=True), (X,)),
+    "RNN of optimized LSTM cells": Layer(lambda **dtypes: nn.RNN(nn.OptimizedLSTMCell(3, **dtypes)), (X,)),
+    "RNN of GRU cells": Layer(lambda **dtypes: nn.RNN(nn.GRUCell(3, **dtypes)), (X,)),
+    "RNN of MGU cells": Layer(lambda **dtypes: nn.RNN(nn.MGUCell(3, **dtypes), time_major=True), (X,)),
+    "RNN of ConvLSTM cells": Layer(lambda **dtypes: nn.RNN(nn.ConvLSTMCell(3, (2, 2), **dtypes)), (VIDEO,)),
     "RNN with lengths": Layer(
-        lambda dtype: nn.RNN(simple_cell(dtype), return_carry=True), (X,), {"seq_lengths": LENGTHS}
+        lambda **dtypes: nn.RNN(simple_cell(**dtypes), return_carry=True), (X,), {"seq_lengths": LENGTHS}
     ),
     "RNN with a carry": Layer(
-        lambda dtype: nn.RNN(simple_cell(dtype)), (X,), {"initial_carry": CARRY[:, 0]}
+        lambda **dtypes: nn.RNN(simple_cell(**dtypes)), (X,), {"initial_carry": CARRY[:, 0]}
     ),
     "Bidirectional": Layer(
-        lambda dtype: nn.Bidirectional(nn.RNN(nn.GRUCell(3, dtype=dtype)), nn.RNN(simple_cell(dtype))), (X,)
+        lambda **dtypes: nn.Bidirectional(nn.RNN(nn.GRUCell(3, **dtypes)), nn.RNN(simple_cell(**dtypes))), (X,)
     ),
 }
 
 _FLOAT8 = {
     kind.__name__: Layer(
-        lambda dtype, kind=kind: kind(), (X, KERNEL), method=lambda op, x, kernel: op(x, kernel, LAST_BY_FIRST)
+        lambda kind=kind, **dtypes: kind(), (X, KERNEL), method=lambda op, x, kernel: op(x, kernel, LAST_BY_FIRST)
     )
     for kind in (nn.Fp8DirectDotGeneralOp, nn.NANOOFp8DotGeneralOp)
 }
 _FLOAT8["Fp8Einsum"] = Layer(
-    lambda dtype: nn.Fp8Einsum(), (X, KERNEL), method=lambda op, x, kernel: op("bta,ac->btc", x, kernel)
+    lambda **dtypes: nn.Fp8Einsum(), (X, KERNEL), method=lambda op, x, kernel: op("bta,ac->btc", x, kernel)
 )
 
 LAYERS = _LINEAR | _NORMS | _ATTENTION | _RECURRENT | _FLOAT8

@@ -13,7 +13,7 @@ from programs import program_text
 import jmp_policy as jmp
 
 OTHER_DEFAULT = "mixed_float16"  # holds while the programs are made: a policy that was given must win over it
-POLICIES = ["mixed_bfloat16", "mixed_float16", "float32", "params=float32,compute=bfloat16,output=float32"]
+POLICIES = ["mixed_bfloat16", "mixed_float16", "float32", "bfloat16", "params=float32,compute=bfloat16,output=float32"]
 RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 TRAINED = ("params", "_overwrite_with_gradient")  # the latter is float8's, with its new values for gradients
 UPDATED = ["batch_stats", "cache"]
@@ -35,14 +35,14 @@ def _init(name, module):
 
 
 @functools.cache
-def _variables_without_a_policy(name, dtype=None):
-    return jax.eval_shape(lambda: _init(name, LAYERS[name].make(dtype)))
+def _variables_without_a_policy(name, **dtypes):
+    return jax.eval_shape(lambda: _init(name, LAYERS[name].make(**dtypes)))
 
 
 def _expected_variables(name, policy):
     """Those of the layer without a policy, with parameters in param dtype, and the cache that it has by hand."""
     plain = _variables_without_a_policy(name)
-    by_hand = _variables_without_a_policy(name, policy.compute_dtype)
+    by_hand = _variables_without_a_policy(name, dtype=policy.compute_dtype)
     policied = {
         "params": lambda tree: jmp.cast_floating(tree, policy.param_dtype),
         "cache": lambda tree: by_hand["cache"],
@@ -77,11 +77,12 @@ def _step(name, module, cast_inputs, cast_output):
 
 
 def _ours(name, policy):
-    return _step(name, jmp.with_policy(LAYERS[name].make(None), policy), _uncast, _uncast)
+    return _step(name, jmp.with_policy(LAYERS[name].make(), policy), _uncast, _uncast)
 
 
 def _by_hand(name, policy):
-    return _step(name, LAYERS[name].make(policy.compute_dtype), policy.cast_to_compute, policy.cast_to_output)
+    layer = LAYERS[name].make(dtype=policy.compute_dtype, param_dtype=policy.param_dtype)
+    return _step(name, layer, policy.cast_to_compute, policy.cast_to_output)
 
 
 def _dtypes(tree):
@@ -108,7 +109,7 @@ def test_layer_is_the_program_by_hand(name, spec):
 def test_variables_are_those_of_the_layer_without_a_policy(name, spec):
     """Their tree, names, shapes and dtypes: parameters in param dtype, running statistics and counts untouched."""
     policy = jmp.get_policy(spec)
-    model = jmp.with_policy(LAYERS[name].make(None), policy)
+    model = jmp.with_policy(LAYERS[name].make(), policy)
     assert jax.eval_shape(lambda: _init(name, model)) == _expected_variables(name, policy)
 
 
@@ -125,7 +126,7 @@ DRAWN = [name for name in LAYERS if not name.startswith(("WeightNorm", "Spectral
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
-    plain, half = LAYERS[name].make(None), jmp.with_policy(LAYERS[name].make(None), "bfloat16")
+    plain, half = LAYERS[name].make(), jmp.with_policy(LAYERS[name].make(), "bfloat16")
     drawn = _programs_of_leaves(lambda: jmp.cast_floating(_init(name, plain).get("params", {}), "bfloat16"))
     assert _programs_of_leaves(lambda: _init(name, half).get("params", {})) == drawn
 
@@ -168,7 +169,7 @@ def test_initializers_find_the_authors_dtypes_however_they_ask():
 
 @pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
 def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name):
-    model = jmp.with_policy(LAYERS[name].make(None), "bfloat16")
+    model = jmp.with_policy(LAYERS[name].make(), "bfloat16")
     variables = _expected_variables(name, jmp.policy_of(model))
     _, updated = jax.eval_shape(lambda v: model.apply(v, X, **LAYERS[name].kwargs, mutable=True), variables)
     assert updated == variables
@@ -176,7 +177,7 @@ def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name):
 
 def _uncovered_modules():
     """The names of Flax's modules that have no entry, by the class that it makes, and no exemption."""
-    made = {type(layer.make(None)) for layer in LAYERS.values()}
+    made = {type(layer.make()) for layer in LAYERS.values()}
     modules = {name: x for name, x in vars(nn).items() if isinstance(x, type) and issubclass(x, nn.Module)}
     return {name for name, kind in modules.items() if kind not in made and not name.startswith("_")} - EXEMPT.keys()
 

@@ -139,3 +139,26 @@ def test_what_is_no_step_of_a_cell_is_left_alone():
     for name in ("__call__", "peek"):
         model = jmp.with_policy(Around(Odd(), name), "p=f32,c=bf16,o=none", keep=["carry"])
         assert dtypes(model, SEQUENCE, SEQUENCE) == ["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        ("p=bf16,c=bf16,o=none", "bfloat16"),
+        ("p=f32,c=bf16,o=none", "float32"),
+        ("p=bf16,c=f32,o=none", "float32"),
+        ("p=none,c=bf16,o=none", "float32"),
+        ("p=bf16,c=none,o=none", "bfloat16"),
+        (jmp.PolicyMap({"cell": "p=f32,c=f32,o=none"}, "p=bf16,c=bf16,o=none"), "float32"),
+    ],
+)
+def test_first_carry_is_in_param_dtype_or_as_wide_as_what_the_cell_computes_in(spec, dtype):
+    model = jmp.with_policy(nn.RNN(nn.SimpleCell(3), return_carry=True), spec)
+    assert dtypes(model, SEQUENCE.astype(jnp.bfloat16))[0] == dtype
+
+
+def test_cell_without_a_param_dtype_makes_its_carry_as_its_author_wrote():
+    model = jmp.with_policy(nn.RNN(Counting(), return_carry=True), "bfloat16")
+    assert dtypes(model, SEQUENCE) == ["bfloat16", "int32", "bfloat16"]  # at the boundary
+    model = jmp.with_policy(nn.RNN(Counting(), return_carry=True), "p=bf16,c=bf16,o=none")
+    assert dtypes(model, SEQUENCE) == ["float32", "int32", "bfloat16"]
