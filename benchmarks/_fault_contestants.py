@@ -3,21 +3,28 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jmp as deepmind_jmp
 import optax
 from flax import linen as nn
-from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
 from benchmarks._faults import with_faults
-from benchmarks._loss import cross_entropy
 from benchmarks._ours import LinenState, step_linen
-from benchmarks._peers import FlaxState, init_jmp, step_with_dynamic_scale, step_with_jmp
+from benchmarks._peers import (
+    FlaxState,
+    PlainState,
+    init_jmp,
+    init_mpx,
+    step_unscaled,
+    step_with_dynamic_scale,
+    step_with_jmp,
+    step_with_mpx,
+)
 
 SCALE, PERIOD = 2.0**10, 50
 TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 2000))
@@ -100,61 +107,23 @@ def _dynamic_scale(params: Any, variables: Any) -> Contestant:
     return Contestant("flax DynamicScale", state, step, scale_of)
 
 
-class _MpxState(NamedTuple):
-    params: Any
-    opt_state: Any
-    variables: Any
-    step: jax.Array
-    scale: Any
-
-
 def _mpx(params: Any, variables: Any) -> Contestant:
-    import mpx
-
-    apply = _apply_of(Net(jnp.float16))
-
-    def train_step(state: _MpxState, batch: Any) -> tuple[_MpxState, jax.Array]:
-        (x, faults), labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, (x, faults))
-            return cross_entropy(logits, labels), variables
-
-        value_and_grad = mpx.filter_value_and_grad(loss_fn, state.scale, has_aux=True)
-        (loss, variables), scale, finite, grads = value_and_grad(state.params)
-        params, opt_state = mpx.optimizer_update(state.params, TX, state.opt_state, grads, finite)
-        return _MpxState(params, opt_state, variables, state.step + 1, scale), loss
-
-    scale = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0), period=PERIOD)
-    state = _MpxState(params, TX.init(params), variables, jnp.zeros((), jnp.int32), scale)
+    step = step_with_mpx(_apply_of(Net(jnp.float16)), TX)
+    state = init_mpx(params, variables, TX, SCALE, PERIOD)
     scale_of = lambda before, after: before._replace(scale=after.scale)
-    return Contestant("mixed-precision-for-jax", state, jax.jit(train_step), scale_of)
-
-
-class _PlainState(train_state.TrainState):
-    variables: Any
+    return Contestant("mixed-precision-for-jax", state, jax.jit(step), scale_of)
 
 
 def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
-    apply = _apply_of(Net(jnp.float16))
     tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
-    state = _PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
-
-    def train_step(state: _PlainState, batch: Any) -> tuple[_PlainState, jax.Array]:
-        x_and_faults, labels = batch
-
-        def loss_fn(params):
-            logits, variables = apply(params, state.variables, x_and_faults)
-            return cross_entropy(logits, labels), variables
-
-        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, variables=variables), loss
+    state = PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+    step = step_unscaled(_apply_of(Net(jnp.float16)))
 
     def scale_of(before, after):
         return before.replace(opt_state=after.opt_state._replace(inner_state=before.opt_state.inner_state))
 
-    return Contestant("optax.apply_if_finite", state, jax.jit(train_step), scale_of)
+    return Contestant("optax.apply_if_finite", state, jax.jit(step), scale_of)
 
 
 def _apply_of(model: nn.Module) -> Callable[..., Any]:

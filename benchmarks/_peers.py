@@ -1,4 +1,4 @@
-"""The same train step with the two libraries that offer a loss scale for any JAX model, as their examples use them."""
+"""The same train step with the libraries that offer a loss scale for any JAX model, as their examples use them."""
 
 import functools
 from collections.abc import Callable
@@ -105,5 +105,84 @@ def step_with_dynamic_scale(apply: Callable[..., Any]) -> Callable[..., Any]:
             dynamic_scale=scale,
         )
         return new_state, loss
+
+    return train_step
+
+
+class MpxState(NamedTuple):
+    """What a loop around mixed-precision-for-JAX carries."""
+
+    params: Any
+    opt_state: Any
+    variables: Any
+    step: jax.Array
+    scale: Any
+
+
+def init_mpx(
+    params: Any, variables: Any, tx: optax.GradientTransformation, scale: float, period: int = 2000
+) -> MpxState:
+    """The state before the first step. Raises ImportError where mixed-precision-for-JAX is not installed."""
+    import mpx
+
+    scaling = mpx.DynamicLossScaling(jnp.float32(scale), jnp.float32(1.0), period=period)
+    return MpxState(params, tx.init(params), variables, jnp.zeros((), jnp.int32), scaling)
+
+
+def step_with_mpx(apply: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """The step of the README of mixed-precision-for-JAX; batch statistics and the step advance whatever happens.
+
+    Args:
+      apply: `(params, variables, x) -> (logits, variables)`; mpx casts the parameters.
+      tx: the optimizer.
+
+    Returns:
+      `(state, batch) -> (state, loss)`, of an `MpxState`.
+
+    Raises:
+      ImportError: mixed-precision-for-JAX is not installed.
+    """
+    import mpx
+
+    def train_step(state: MpxState, batch: Any) -> tuple[MpxState, jax.Array]:
+        x, labels = batch
+
+        def loss_fn(params):
+            logits, variables = apply(params, state.variables, x)
+            return cross_entropy(logits, labels), variables
+
+        value_and_grad = mpx.filter_value_and_grad(loss_fn, state.scale, has_aux=True)
+        (loss, variables), scale, finite, grads = value_and_grad(state.params)
+        params, opt_state = mpx.optimizer_update(state.params, tx, state.opt_state, grads, finite)
+        return MpxState(params, opt_state, variables, state.step + 1, scale), loss
+
+    return train_step
+
+
+class PlainState(train_state.TrainState):
+    """A train state of Flax with the variables of the model that are no parameters."""
+
+    variables: Any
+
+
+def step_unscaled(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """The step without a loss scale, which skips what its optimizer skips: nothing, but for `optax.apply_if_finite`.
+
+    Args:
+      apply: `(params, variables, x) -> (logits, variables)`, with its dtypes written by hand.
+
+    Returns:
+      `(state, batch) -> (state, loss)`, of a `PlainState`.
+    """
+
+    def train_step(state: PlainState, batch: Any) -> tuple[PlainState, jax.Array]:
+        x, labels = batch
+
+        def loss_fn(params):
+            logits, variables = apply(params, state.variables, x)
+            return cross_entropy(logits, labels), variables
+
+        (loss, variables), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, variables=variables), loss
 
     return train_step
