@@ -13,6 +13,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_tree": 0,
+    "_rounding": 0,
     "_loss_scale": 1,
     "_formats": 1,
     "_policy": 2,
@@ -25,6 +26,7 @@ FLOORS = {
     "_carry": 5,
     "_full_precision": 5,
     "_grad": 5,
+    "_param_casts": 5,
     "interpreter": 5,
     "optim": 6,
     "autocast": 6,
@@ -42,8 +44,8 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
-              ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
+SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_policy_map", "_grammar"), ("_policy_map", "_default"),
+              ("_default", "_grammar"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -1,0 +1,111 @@
+"""Rounding float32 to half precision by hand: to nearest, at random, and with the remainder kept.
+
+XLA may drop a conversion to half precision that is converted back at once (`xla_allow_excess_precision`), and keeps
+`reduce_precision`, so that what must be rounded inside a program is rounded by it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._dtypes import DTypeLike, is_floating_dtype
+
+_SMALLEST_NORMAL_F16 = 2.0**-14
+_SMALLEST_F16 = 2.0**-24
+
+
+def is_half(leaf: Any) -> bool:
+    """Whether a leaf is an array of 16-bit floating numbers.
+
+    >>> is_half(jnp.ones(2, jnp.bfloat16)), is_half(jnp.ones(2)), is_half(3)
+    (True, False, False)
+    """
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and is_floating_dtype(dtype) and np.dtype(dtype).itemsize == 2
+
+
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The nearest numbers of a half-precision dtype, ties to even, as float32.
+
+    Args:
+      x: a float32 array.
+      dtype: bfloat16 or float16.
+
+    >>> rounded(jnp.float32([1.001, 1e-8]), "float16").tolist()
+    [1.0009765625, 0.0]
+    """
+    if np.dtype(dtype) == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    # reduce_precision flushes what is subnormal in float16, where numbers are multiples of the smallest one.
+    subnormal = lax.round(x / _SMALLEST_F16, lax.RoundingMethod.TO_NEAREST_EVEN) * _SMALLEST_F16
+    normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL_F16, subnormal, normal)
+
+
+def round_to_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`rounded` as an array of the half-precision dtype.
+
+    >>> round_to_half(jnp.float32([1.001]), "bfloat16")
+    Array([1], dtype=bfloat16)
+    """
+    return rounded(x, dtype).astype(dtype)
+
+
+def stochastically_rounded(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
+    """One of the two neighbours in a half-precision dtype, the nearer the likelier: right on average.
+
+    Args:
+      x: a float32 array.
+      dtype: bfloat16 or float16.
+      bits: uniformly random uint16, of the shape of `x`.
+
+    Returns:
+      An array of that dtype. What it holds already comes back whatever the bits are, and so do infinities and nan.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
+    BFloat16 Training, 2020.
+
+    >>> bits = jnp.array([0, 2**15, 2**16 - 1], jnp.uint16)
+    >>> stochastically_rounded(jnp.full(3, 1.004, jnp.float32), "bfloat16", bits).tolist()
+    [1.0, 1.0078125, 1.0078125]
+    """
+    if np.dtype(dtype) == jnp.bfloat16:
+        # A carry out of the 16 bits that bfloat16 lacks is a step to the next number away from zero.
+        words = (lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
+        return lax.bitcast_convert_type(words, jnp.float32).astype(dtype)
+    # The distance between neighbours is a power of two, so that all but the sum is exact; and that has 24 bits, 11 of
+    # them in front of the point.
+    power = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000), jnp.float32)
+    spacing = jnp.maximum(power, _SMALLEST_NORMAL_F16) * 2.0**-10
+    chance = (bits >> 3).astype(jnp.float32) * 2.0**-13
+    neighbour = jnp.copysign(jnp.floor(jnp.abs(x) / spacing + chance) * spacing, x)
+    return jnp.where(jnp.isfinite(x), neighbour, x).astype(dtype)
+
+
+def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits float32 into bfloat16 and the 16 bits that it lacks; `join_float32` puts them together again, exactly.
+
+    The bfloat16 half is rounded to nearest, ties away from zero: the 16 bits then say on which side of it the number
+    lies, which they cannot where ties go to even. Any nan becomes the one of JAX.
+
+    >>> high, low = split_float32(jnp.float32([1.0, 1.00390625, -1.001]))
+    >>> high.tolist(), low.tolist()
+    ([1.0, 1.0078125, -1.0], [0, 32768, 8389])
+    """
+    words = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
+    high = ((words + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16)
+    return lax.bitcast_convert_type(high, jnp.bfloat16), words.astype(jnp.uint16)
+
+
+def join_float32(high: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 numbers that `split_float32` split into `high`, bfloat16, and `low`, uint16.
+
+    >>> join_float32(*split_float32(jnp.float32([1.0, 1.00390625, -1.001]))).tolist()
+    [1.0, 1.00390625, -1.0010000467300415]
+    """
+    words = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
+    rounded_up = (low >> 15).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(words + low.astype(jnp.uint32) - rounded_up, jnp.float32)
