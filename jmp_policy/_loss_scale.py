@@ -18,6 +18,8 @@ from ._tree import Uncast, is_floating
 
 T = TypeVar("T")
 
+_LARGEST_WITH_RECIPROCAL = 2.0**126  # beyond it the reciprocal is subnormal, which XLA may flush to zero
+
 
 class LossScale(Uncast):
     """What `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale` have in common; `isinstance` knows all three.
@@ -182,6 +184,16 @@ class DynamicLossScale(LossScale):
             credits = hysteresis - 1
         leaves = (_scalar(loss_scale, jnp.float32), _scalar(counter, jnp.int32), _scalar(credits, jnp.int32))
         self._assign(tuple(settings.items()), leaves)
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating and complex numbers of a tree by the scale; half-precision ones become float32.
+
+        By way of the reciprocal: the result is exact for powers of two, and within 1.5 units in the last place for
+        other scales. XLA repeats a multiplication wherever its result is read, and would write a quotient to memory.
+        """
+        if self.max_loss_scale > _LARGEST_WITH_RECIPROCAL:
+            return super().unscale(tree)
+        return _map_numbers(operator.mul, tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: jax.Array) -> "DynamicLossScale":
         """The loss scale of the next step.
