@@ -1,11 +1,27 @@
-"""One step of an optimizer, skipped in the cheapest way when it overflowed."""
+"""One step of an optimizer, from gradients to new parameters, by the shortest way that the optimizer offers."""
 
+import abc
 from typing import Any
 
 import optax
 
 from .._tree import PyTree
-from ._loss_scaled import LossScaledUpdate, with_extra_args
+
+
+class ParameterUpdate(abc.ABC):
+    """The `update` of a transformation that can also make the new parameters itself, which `optim.step` then takes.
+
+    It has its reasons: `loss_scaled` puts update and application into one branch, and a half-precision parameter
+    that is rounded in a way of its own cannot always be reached by adding an update.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        """The updates and the next state; `updates` are gradients, as optax calls them."""
+
+    @abc.abstractmethod
+    def step(self, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
+        """The updated parameters and the next state."""
 
 
 def step(
@@ -14,8 +30,9 @@ def step(
     """Updates the parameters.
 
     Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are one branch: an overflowed step
-    keeps every bit, and a good one writes no array of updates. For any other transformation this is `tx.update`
-    followed by `optax.apply_updates`.
+    keeps every bit, and a good one writes no array of updates. The transformations for half-precision parameters
+    round them here, and bit for bit. For any other transformation this is `tx.update` followed by
+    `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.
@@ -33,7 +50,14 @@ def step(
     >>> params["w"].tolist(), bool(opt_state.grads_finite)
     ([1.0, 1.0], False)
     """
-    if isinstance(tx.update, LossScaledUpdate):
+    if isinstance(tx.update, ParameterUpdate):
         return tx.update.step(grads, opt_state, params, extra)
     updates, opt_state = with_extra_args(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
+
+
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
+    return optax.with_extra_args_support(tx)

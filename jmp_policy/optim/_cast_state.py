@@ -1,0 +1,123 @@
+"""The dtypes in which an optimizer stores its moments, by what they are moments of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._dtypes import DTypeLike, parse_dtype
+from .._rounding import is_half
+from .._tree import PyTree, cast_floating
+from ._inner import check_not_outermost, check_transformation, with_dtypes_of
+from ._step import with_extra_args
+
+_MU, _NU = "mu_dtype", "nu_dtype"
+
+# The names of fields that mean the same in every state of optax that has them ...
+_ROLES = {
+    "mu": _MU, "trace": _MU, "ema": _MU, "exp_avg": _MU,
+    "nu": _NU, "nu_max": _NU, "exp_avg_sq": _NU, "sum_of_squares": _NU, "v_row": _NU, "v_col": _NU,
+}  # fmt: skip
+# ... and the states whose names mean something of their own.
+_ROLES_OF = {
+    "FactoredState": {"v_row": _NU, "v_col": _NU, "v": _NU},
+    "ScaleByAdaDeltaState": {"e_g": _NU, "e_x": _NU},
+    "ScaleByAdanState": {"m": _MU, "v": _MU, "n": _NU},
+    "ScaleByAdemamixState": {"m1": _MU, "m2": _MU, "nu": _NU},
+    "ScaleBySM3State": {"mu": _NU, "nu": _MU},
+    "ScaleBySimplifiedAdEMAMixState": {"m": _MU, "n": _NU},
+}
+
+
+def cast_state(
+    inner: optax.GradientTransformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the moments of any optimizer in dtypes of their own.
+
+    Adam's second moments in float32 under bfloat16 parameters, or momentum in bfloat16 under float32 parameters. The
+    optimizer computes with float32 moments, gradients and parameters whatever they are stored in, its updates are
+    float32, and every dtype is the same after each step.
+
+    Second moments in bfloat16 stand still once they should change by less than 1/512 a step, which an average over
+    500 steps or more (`b2=0.998`) always does: keep those in float32.
+
+    Its state is that of `inner`. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
+
+    Args:
+      inner: the transformation to wrap.
+      mu_dtype: a floating dtype for averages of gradients: `mu` of adam and lion, the trace of momentum. `None` leaves
+        them as they are.
+      nu_dtype: a floating dtype for averages of squares: `nu` of adam, the factors of adafactor.
+
+    Raises:
+      TypeError: `inner` is no optax transformation.
+      ValueError: no dtype is given, or names no floating dtype; `inner` is one of `jmp_policy.optim` that goes
+        outside; at `init`, `inner` has no such moments.
+
+    >>> tx = cast_state(optax.adamw(1e-3), mu_dtype="bfloat16", nu_dtype="float32")
+    >>> state = tx.init({"w": jnp.ones(2, jnp.float16)})
+    >>> state[0].mu["w"].dtype, state[0].nu["w"].dtype
+    (dtype(bfloat16), dtype('float32'))
+    """
+    check_transformation(inner)
+    check_not_outermost(inner, "cast_state")
+    given = {_MU: mu_dtype, _NU: nu_dtype}
+    dtypes = {role: parse_dtype(dtype, where=f" for {role}") for role, dtype in given.items() if dtype is not None}
+    if not dtypes:
+        raise ValueError("cast_state needs a dtype. For example: cast_state(optax.adamw(1e-3), nu_dtype='float32').")
+    update_inner = with_extra_args(inner).update
+
+    def init(params: PyTree) -> Any:
+        state = inner.init(params)
+        _check_roles(state, dtypes)
+        return _cast_moments(state, dtypes)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        wide = _cast_moments(state, {_MU: None, _NU: None})
+        updates, new_state = update_inner(_widened(updates), wide, _widened(params), **extra)
+        return updates, with_dtypes_of(state, new_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTree:
+    """A state with its moments in the dtype of their role; `None` widens half precision to float32."""
+
+    def cast(node: Any) -> Any:
+        if not _is_moments(node):
+            return node
+        moments = {name: (getattr(node, name), role) for name, role in _roles(node).items() if role in dtypes}
+        return node._replace(**{name: _cast(moment, dtypes[role]) for name, (moment, role) in moments.items()})
+
+    return jax.tree.map(cast, state, is_leaf=_is_moments)
+
+
+def _cast(moment: PyTree, dtype: np.dtype | None) -> PyTree:
+    return _widened(moment) if dtype is None else cast_floating(moment, dtype)
+
+
+def _widened(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
+
+
+def _is_moments(node: Any) -> bool:
+    return isinstance(node, tuple) and bool(_roles(node))
+
+
+def _roles(node: Any) -> dict[str, str]:
+    fields = getattr(node, "_fields", ())
+    return _ROLES_OF.get(type(node).__name__) or {name: _ROLES[name] for name in fields if name in _ROLES}
+
+
+def _check_roles(state: PyTree, dtypes: dict[str, np.dtype]) -> None:
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_moments) if _is_moments(node)]
+    found = sorted({f"{type(node).__name__}.{name} ({role})" for node in nodes for name, role in _roles(node).items()})
+    for role in dtypes:
+        if not any(role in _roles(node).values() for node in nodes):
+            raise ValueError(
+                f"{role} is for moments that this optimizer does not have. It has {', '.join(found) or 'none'}. "
+                "For example: cast_state(optax.adamw(1e-3), nu_dtype='float32')."
+            )

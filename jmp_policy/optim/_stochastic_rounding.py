@@ -1,0 +1,106 @@
+"""Stochastic rounding: updates too small for a half-precision parameter move it as often as they should."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._rounding import stochastically_rounded
+from .._tree import PyTree
+from ._half_parameters import Storage, half_parameters, map_half, widened
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of `stochastic_rounding`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      key: the data of the random key for the next step, uint32.
+    """
+
+    inner_state: Any
+    key: jax.Array
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
+
+    The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,
+    without a byte of memory beside the parameters; what remains is noise of about one unit in the last place. `inner`
+    sees parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in
+    fewer bytes.
+
+    The result is a function of the key alone. Parameters that are replicated over devices are rounded alike on all of
+    them, and shards each for itself: under `jit` with sharded arrays, and in `jax.shard_map` (but with its
+    `check_vma=False`, JAX does not know which is which, and shards of equal values are rounded alike).
+
+    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
+    would alone.
+
+    Args:
+      inner: the transformation to wrap.
+      key: a random key, `jax.random.key(seed)`.
+
+    Returns:
+      A transformation whose state is a `StochasticRoundingState`.
+
+    Raises:
+      TypeError: `inner` is no optax transformation, or `key` is not one random key.
+      ValueError: `inner` holds a `loss_scaled`.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
+    BFloat16 Training, 2020.
+
+    >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    >>> params = {"w": jnp.ones(10_000, jnp.bfloat16)}
+    >>> params, _ = jmp.optim.step(tx, {"w": jnp.full(10_000, 1e-3)}, tx.init(params), params)
+    >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
+    ([0.99609375, 1.0], True)
+    """
+    return half_parameters(inner, _Random(_typed(key)))
+
+
+class _Random(Storage):
+    name = "stochastic_rounding"
+    state_type = StochasticRoundingState
+
+    def __init__(self, key: jax.Array):
+        self._data = jax.random.key_data(key)
+        self._implementation = jax.random.key_impl(key)
+
+    def init(self, params: PyTree) -> Any:
+        del params
+        return jnp.array(self._data)  # an array of its own: a state may be donated, and another one be made
+
+    def widen(self, params: PyTree, memory: Any) -> PyTree:
+        del memory
+        return map_half(widened, params, otherwise=lambda p: p)
+
+    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+        key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
+        leaves, structure = jax.tree.flatten(params)
+        keys = structure.unflatten(list(jax.random.split(of_step, len(leaves)))) if leaves else params
+        narrowed = map_half(_rounded, params, wide, keys, otherwise=lambda p, w, k: w)
+        return narrowed, jax.random.key_data(key)
+
+
+def _rounded(param: jax.Array, wide: jax.Array, key: jax.Array) -> jax.Array:
+    # Inside shard_map, JAX knows along which axes of the mesh a parameter varies: its shards there are different.
+    for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return stochastically_rounded(wide, param.dtype, jax.random.bits(key, wide.shape, jnp.uint16))
+
+
+def _typed(key: Any) -> jax.Array:
+    """The key as one of `jax.random.key`; those of the older `jax.random.PRNGKey` are arrays of uint32."""
+    is_array = isinstance(key, jax.Array)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        return key
+    if is_array and key.dtype == jnp.uint32 and key.ndim == 1:
+        return jax.random.wrap_key_data(key)
+    got = f"{jax.typeof(key)}" if is_array else repr(key)
+    raise TypeError(f"key must be one random key, got {got}. For example: jax.random.key(0).")

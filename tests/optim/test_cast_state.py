@@ -1,0 +1,76 @@
+"""Moments are stored in the dtype of their role, whatever the optimizer calls them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizer_registry import WAYS, grads_of, params_of, types
+
+import jmp_policy as jmp
+from jmp_policy import optim
+
+BOTH = {"mu_dtype": "bfloat16", "nu_dtype": "float16"}  # two dtypes that no optimizer makes of float32 parameters
+MOMENTS = {
+    "adamw": (lambda: optax.adamw(1e-2), "mu", "nu"),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), "mu", "nu_max"),
+    "adabelief": (lambda: optax.adabelief(1e-2), "mu", "nu"),
+    "rmsprop": (lambda: optax.rmsprop(1e-2, momentum=0.9), "trace", "nu"),
+    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9), "ema", "v_row"),
+    "adan": (lambda: optax.adan(1e-2), "m", "n"),
+    "sm3": (lambda: optax.sm3(1e-2), "nu", "mu"),
+    "chained": (lambda: optax.chain(optax.clip(1.0), optax.adam(1e-2), optax.ema(0.9)), "ema", "nu"),
+    "MultiSteps": (lambda: optax.MultiSteps(optax.adam(1e-2), 2), "mu", "nu"),
+}
+
+
+def _dtypes(state, field):
+    found = optax.tree_utils.tree_get_all_with_path(state, field)
+    return {leaf.dtype.name for _, tree in found for leaf in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_are_stored_by_role_and_stay_so(name):
+    make, mu, nu = MOMENTS[name]
+    tx = optim.cast_state(make(), **BOTH)
+    state = tx.init(params_of())
+    assert (_dtypes(state, mu), _dtypes(state, nu)) == ({"bfloat16"}, {"float16"})
+    assert jax.tree.structure(state) == jax.tree.structure(make().init(params_of()))
+    updates, new_state = tx.update(grads_of(0), state, params_of())
+    assert types(new_state) == types(state)
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float32_moments_of_half_parameters_are_those_of_float32_gradients(way):
+    """Adam under bfloat16 parameters squares bfloat16 gradients, and stores the result in bfloat16."""
+    tx = optim.skip_nonfinite(optim.cast_state(optax.adam(1e-2), mu_dtype="float32", nu_dtype="float32"))
+    params, grads = params_of("bfloat16"), grads_of(0, dtype="bfloat16")
+    _, state = WAYS[way](tx, grads, tx.init(params), params)
+    expected = 1e-3 * np.float64(grads["w"]) ** 2
+    np.testing.assert_allclose(state.inner_state[0].nu["w"], expected, rtol=1e-6)
+
+
+def test_it_goes_inside_the_others_and_makes_them_smaller():
+    tx = optim.loss_scaled(optim.kahan(optim.cast_state(optax.adamw(1e-2), mu_dtype="bfloat16")), jmp.NoOpLossScale())
+    state = tx.init(params_of("bfloat16"))
+    assert (_dtypes(state, "mu"), _dtypes(state, "nu")) == ({"bfloat16"}, {"float32"})
+    with pytest.raises(ValueError, match=r"cast_state goes inside of loss_scaled, .* For example: loss_scaled\(kahan"):
+        optim.cast_state(optim.kahan(optax.adam(1e-2)), mu_dtype="bfloat16")
+
+
+def test_second_moments_in_bfloat16_stand_still():
+    tx = optim.cast_state(optax.adam(1e-3), nu_dtype="bfloat16")
+    params = jnp.ones(1)
+    state = optax.tree_utils.tree_set(tx.init(params), nu=jnp.ones(1, jnp.bfloat16))
+    _, state = tx.update(jnp.zeros(1), state, params)
+    assert optax.tree_utils.tree_get(state, "nu").tolist() == [1.0]  # and not 0.999
+
+
+def test_errors_say_what_the_optimizer_has():
+    with pytest.raises(ValueError, match=r"cast_state needs a dtype\. For example: cast_state\(optax.adamw"):
+        optim.cast_state(optax.adam(1e-2))
+    with pytest.raises(ValueError, match=r"nu_dtype is for moments that this .* It has TraceState.trace \(mu_dtype\)"):
+        optim.cast_state(optax.sgd(1e-2, momentum=0.9), nu_dtype="float32").init(params_of())
+    with pytest.raises(ValueError, match=r"Unknown dtype 'bf61' for mu_dtype"):
+        optim.cast_state(optax.adam(1e-2), mu_dtype="bf61")
