@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import NoOpLossScale
+from ._loss_scale import LossScale, NoOpLossScale
 from ._scaled_state import get_loss_scale
 from ._tree import PyTree
 
@@ -83,16 +83,7 @@ def scaled_value_and_grad(
     if isinstance(scale, NoOpLossScale):
         return differentiate(fun, argnums=argnums, has_aux=has_aux)
 
-    @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        out = fun(*args, **kwargs)
-        if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # of which JAX takes both
-            return out  # and JAX says what is wrong
-        loss, *aux = out if has_aux else (out,)
-        _warn_of_half(loss)
-        return scale.scale(loss), (loss, *aux)
-
-    scaled_grad = differentiate(scaled, argnums=argnums, has_aux=True)
+    scaled_grad = differentiate(with_scaled_loss(fun, has_aux, scale), argnums=argnums, has_aux=True)
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
@@ -100,6 +91,22 @@ def scaled_value_and_grad(
         return (loss, *aux) if has_aux else loss, scale.unscale(grads)
 
     return true_value_and_grad
+
+
+def with_scaled_loss(fun: Callable[..., Any], has_aux: bool, scale: LossScale) -> Callable[..., Any]:
+    """The function that returns the scaled loss, and as its auxiliary data the true loss and that of `fun`."""
+
+    @functools.wraps(fun)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # of which JAX takes both
+            return out  # and JAX says what is wrong
+        loss, *aux = out if has_aux else (out,)
+        if not isinstance(scale, NoOpLossScale):
+            _warn_of_half(loss)
+        return scale.scale(loss), (loss, *aux)
+
+    return scaled
 
 
 def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

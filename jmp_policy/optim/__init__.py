@@ -1,6 +1,18 @@
 """Optimizers in mixed precision: skipping what overflowed, and saying so when nothing else happens."""
 
 from .._scaled_state import LossScaledState as LossScaledState
+from ._cast_state import cast_state as cast_state
 from ._check import check as check
+from ._kahan import KahanState as KahanState, kahan as kahan
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
+from ._master_weights import (
+    MasterWeightsState as MasterWeightsState,
+    SplitWeightsState as SplitWeightsState,
+    master_weights as master_weights,
+)
+from ._minimize import minimize as minimize
 from ._step import step as step
+from ._stochastic_rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+    stochastic_rounding as stochastic_rounding,
+)

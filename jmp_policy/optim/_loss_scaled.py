@@ -10,8 +10,11 @@ import optax
 from jax import lax
 
 from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
+from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._tree import PyTree, all_finite
+from ._inner import check_transformation, with_dtypes_of
+from ._step import ParameterUpdate, step, with_extra_args
 
 AxisName = Any
 
@@ -50,8 +53,7 @@ def loss_scaled(
     >>> updates["w"].tolist(), float(state.loss_scale.loss_scale), int(state.skipped_steps)
     ([-0.0, -0.0], 2.0, 1)
     """
-    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
-        raise TypeError(f"inner must be an optax transformation, got {inner!r}. For example: optax.adamw(1e-3).")
+    check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
         raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}. For example: policy.loss_scale().")
     if isinstance(inner.update, LossScaledUpdate):
@@ -84,48 +86,44 @@ def skip_nonfinite(
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
 
 
-def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
-    if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
-    return optax.with_extra_args_support(tx)
-
-
 class _Operands(NamedTuple):
     grads: PyTree
+    scale: LossScale  # that the gradients are still scaled by
     inner_state: PyTree
     params: PyTree
     extra: dict[str, Any]
 
 
-class LossScaledUpdate:
-    """The `update` of `loss_scaled`; `optim.step` recognises it, and applies the updates inside the branch."""
+class LossScaledUpdate(ParameterUpdate):
+    """The `update` of `loss_scaled`; the updates are -0.0 on a skipped step."""
 
     def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
-        self._inner = with_extra_args(inner)
+        self._inner = inner
         self._axis_name = axis_name
         # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
-        self._update = self._bind(_update, {})
-        self._update_and_apply = self._bind(_update_and_apply, {})
+        self._update = _update(inner, {})
+        self._update_and_apply = _update_and_apply(inner, {})
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        """The updates, -0.0 on a skipped step, and the next state; `updates` are gradients, as optax calls them."""
         _check_state(state)
         arrays, others = _split(extra)
-        update = self._bind(_update, others) if others else self._update
-        return self._unless_nonfinite(update, _Operands(updates, state.inner_state, params, arrays), state)
+        update = _update(self._inner, others) if others else self._update
+        operands = _Operands(updates, NoOpLossScale(), state.inner_state, params, arrays)
+        return self._unless_nonfinite(update, operands, state)
 
     def step(
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, LossScaledState]:
-        """The updated parameters and the next state."""
+        return self.step_scaled(grads, NoOpLossScale(), state, params, extra)
+
+    def step_scaled(
+        self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, LossScaledState]:
+        """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
         _check_state(state)
         arrays, others = _split(extra)
-        update = self._bind(_update_and_apply, others) if others else self._update_and_apply
-        return self._unless_nonfinite(update, _Operands(grads, state.inner_state, params, arrays), state)
-
-    def _bind(self, branches: "Callable[..., _Branches]", others: dict[str, Any]) -> "_Branches":
-        return branches(functools.partial(self._inner.update, **others))
+        update = _update_and_apply(self._inner, others) if others else self._update_and_apply
+        return self._unless_nonfinite(update, _Operands(grads, scale, state.inner_state, params, arrays), state)
 
     def _unless_nonfinite(
         self, branches: "_Branches", operands: _Operands, state: LossScaledState
@@ -159,11 +157,14 @@ class _Branches(NamedTuple):
     skip: Callable[[_Operands], tuple[PyTree, PyTree]]
 
 
-def _update(update: Callable[..., Any]) -> _Branches:
+def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
+    update = with_extra_args(inner).update
+
     @functools.partial(jax.jit, inline=True)  # jit, so that skip, which asks for its shapes, does not trace it again
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra)
-        return updates, _with_dtypes_of(operands.inner_state, inner_state)
+        extra = operands.extra | others
+        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
+        return updates, with_dtypes_of(operands.inner_state, inner_state)
 
     def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
         updates, _ = jax.eval_shape(take, operands)
@@ -172,11 +173,12 @@ def _update(update: Callable[..., Any]) -> _Branches:
     return _Branches(take, skip)
 
 
-def _update_and_apply(update: Callable[..., Any]) -> _Branches:
+def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **operands.extra)
-        params = optax.apply_updates(operands.params, updates)
-        return params, _with_dtypes_of(operands.inner_state, inner_state)
+        extra = operands.extra | others
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), operands.params)
+        params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
+        return params, with_dtypes_of(operands.inner_state, inner_state)
 
     def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
         return operands.params, operands.inner_state
@@ -184,14 +186,9 @@ def _update_and_apply(update: Callable[..., Any]) -> _Branches:
     return _Branches(take, skip)
 
 
-def _with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state."""
-
-    def like(old_leaf: Any, new_leaf: Any) -> Any:
-        same = getattr(new_leaf, "dtype", None) == old_leaf.dtype
-        return new_leaf if same else lax.convert_element_type(new_leaf, old_leaf.dtype)
-
-    return jax.tree.map(like, old, new)
+def _as_wide(grad: Any, param: Any) -> Any:
+    """A half-precision gradient in the dtype of a parameter that is wider."""
+    return lax.convert_element_type(grad, param.dtype) if is_half(grad) and not is_half(param) else grad
 
 
 def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,0 +1,74 @@
+"""A whole training step, from the loss function to new parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from .._grad import with_scaled_loss
+from .._param_casts import of_copies
+from .._scaled_state import get_loss_scale
+from .._tree import PyTree
+from ._loss_scaled import LossScaledUpdate
+from ._step import step
+
+
+def minimize(
+    fun: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """Makes the training step of a loss function, in the fewest bytes.
+
+    It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
+    they need not be true before the optimizer gets them: those of parameters that the model casts to half precision
+    stay half, and scaled, until the branch that takes the step, where they become float32 without being written to
+    memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
+    optax.adamw(1e-3))`), or takes the two functions.
+
+    Args:
+      fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
+        float32.
+      tx: an optax transformation; what is said of half precision is true of `loss_scaled` and `skip_nonfinite`.
+      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+
+    Returns:
+      A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary
+      data as a fourth with `has_aux`. The loss is as `fun` computed it, at the parameters before the step.
+
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
+    >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32) ** 2)
+    >>> params = jnp.ones(2)
+    >>> train_step = jax.jit(minimize(loss_fn, tx))
+    >>> params, opt_state, loss = train_step(params, tx.init(params), jnp.float16([1.0, 0.5]))
+    >>> params.tolist(), float(loss)
+    ([0.0, 0.75], 1.25)
+    """
+    take_step = _scaled_step if isinstance(tx.update, LossScaledUpdate) else _plain_step
+
+    @functools.wraps(fun)
+    def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def of_params(params: PyTree) -> Any:
+            return fun(params, *args, **kwargs)
+
+        params, opt_state, out = take_step(of_params, tx, has_aux, params, opt_state)
+        return (params, opt_state, *out) if has_aux else (params, opt_state, out)
+
+    return minimizing_step
+
+
+def _plain_step(
+    fun: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool, params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree, Any]:
+    out, grads = jax.value_and_grad(fun, has_aux=has_aux)(params)
+    return *step(tx, grads, opt_state, params), out
+
+
+def _scaled_step(
+    fun: Callable[..., Any], tx: Any, has_aux: bool, params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree, Any]:
+    scale = get_loss_scale(opt_state)
+    copies, fun_of_copies = of_copies(with_scaled_loss(fun, has_aux, scale), params)
+    (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
+    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
+    return params, opt_state, out if has_aux else out[0]
