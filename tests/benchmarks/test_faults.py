@@ -12,6 +12,8 @@ from benchmarks import faults
 from benchmarks._fault_contestants import contestants
 from benchmarks._faults import BURST, Fault, fault_tree, plan_faults, with_faults
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():

@@ -18,6 +18,8 @@ CASES = [
     for api, policy in zip(_programs.APIS, reversed(_programs.POLICIES), strict=True)
 ]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():

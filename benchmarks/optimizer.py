@@ -1,0 +1,150 @@
+"""What an optimizer's step costs in memory traffic, in mixed precision and with half-precision parameters.
+
+Run from the root of the repository:
+
+    python -m benchmarks.optimizer [--json PATH] [--quick]
+
+Three tables: from given gradients, a whole training step, and half-precision parameters. Bytes accessed, temporaries
+and bytes updated in place are what XLA says of the compiled step, the same on every run and however busy the machine
+is. Programs are compiled for the shapes of 10 and 100 million parameters, and never run: no such array is made.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import optax
+
+import jmp_policy as jmp
+from benchmarks._markdown import table
+from benchmarks._optimizer_cost import Traffic, count_bytes, count_parameters, traffic
+from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
+from benchmarks._optimizer_updates import ADAMW, Update, float32_updates, half_optimizers, half_updates
+from benchmarks._programs import Program
+
+SIZES = {"10 M": 10**7, "100 M": 10**8}
+QUICK_SIZES = {"1 M": 10**6}
+HALF_POLICY = "params=bfloat16,compute=bfloat16,output=float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured of a step.
+
+    Attributes:
+      name: what to call it.
+      by_size: its traffic for each size.
+      floor: the bytes to access if each array is read once and written once.
+      state: bytes of optimizer state per parameter, where it is reported.
+    """
+
+    name: str
+    by_size: dict[str, Traffic]
+    floor: float
+    state: float | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="PATH", help="also write what was measured to this file")
+    parser.add_argument("--quick", action="store_true", help="a million parameters only")
+    options = parser.parse_args(argv)
+    sizes = QUICK_SIZES if options.quick else SIZES
+    tables = {title: list(_announced(rows(sizes))) for title, rows in TABLES.items()}
+    print(f"jax {jax.__version__}, {jax.default_backend()} ({jax.devices()[0].device_kind})")
+    for title, rows in tables.items():
+        print(f"\n{title}:\n\n{report(rows)}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({title: [dataclasses.asdict(row) for row in rows] for title, rows in tables.items()}, file)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A table, in Markdown."""
+    sizes = list(rows[0].by_size)
+    measured = [f"{figure}, {size}" for figure in ("accessed", "temporaries", "in place") for size in sizes]
+    has_state = rows[0].state is not None
+    header = ["step", *measured, "floor", *(["state, bytes per parameter"] if has_state else [])]
+    return table(header, [_cells(row) for row in rows])
+
+
+def from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
+    """Steps from given gradients, over float32 parameters, in multiples of the bytes of the parameters."""
+    for update in float32_updates():
+        yield _update_row(update, sizes, unit=4)
+
+
+def half_from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
+    """Steps from given gradients, over bfloat16 parameters, in bytes per parameter."""
+    for update in half_updates():
+        yield _update_row(update, sizes, unit=1)
+
+
+def whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
+    """Steps from a batch, over float32 parameters, in multiples of the bytes of the parameters."""
+    for policy, programs in {"mixed_float16": float16_steps(), "mixed_bfloat16": bfloat16_steps()}.items():
+        steps = {name: Steps(size, policy) for name, size in sizes.items()}
+        for name, program in programs.items():
+            try:
+                yield _step_row(f"{policy.removeprefix('mixed_')}: {name}", steps, program, ADAMW, unit=4)
+            except ImportError:
+                print(f"left out, because it is not installed: {name}")
+
+
+def half_whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
+    """Steps from a batch, over bfloat16 parameters, in bytes per parameter."""
+    steps = {name: Steps(size, HALF_POLICY) for name, size in sizes.items()}
+    for name, tx in half_optimizers().items():
+        yield _step_row(name, steps, lambda s, tx=tx: s.minimized(tx), tx, unit=1)
+        tx = jmp.optim.skip_nonfinite(tx)
+        yield _step_row(f"{name}, skip_nonfinite", steps, lambda s, tx=tx: s.minimized(tx), tx, unit=1)
+
+
+TABLES: dict[str, Callable[[dict[str, int]], Iterator[Row]]] = {
+    "From given gradients, float32 parameters, in multiples of their bytes": from_gradients,
+    "A whole step, float32 parameters, in multiples of their bytes": whole_steps,
+    "From given gradients, bfloat16 parameters, in bytes per parameter": half_from_gradients,
+    "A whole step by `optim.minimize`, bfloat16 parameters, in bytes per parameter": half_whole_steps,
+}
+
+
+def _update_row(update: Update, sizes: dict[str, int], unit: int) -> Row:
+    """The figures of an update, in multiples of `unit` bytes per parameter."""
+    by_size = {}
+    for name, size in sizes.items():
+        by_size[name] = traffic(update.program(size)).per(unit * count_parameters(update.params(size)))
+    size = max(sizes.values())
+    count = count_parameters(update.params(size))
+    return Row(update.name, by_size, update.floor(size) / (unit * count), update.state_bytes(size) / count)
+
+
+def _step_row(
+    name: str,
+    steps: dict[str, Steps],
+    program: Callable[[Steps], Program],
+    tx: optax.GradientTransformation,
+    unit: int,
+) -> Row:
+    """The figures of a whole step, in multiples of `unit` bytes per parameter; `tx` is for its state."""
+    by_size = {size: traffic(program(s)).per(unit * count_parameters(s.params)) for size, s in steps.items()}
+    largest = max(steps.values(), key=lambda s: count_bytes(s.params))
+    return Row(name, by_size, largest.floor(tx) / (unit * count_parameters(largest.params)))
+
+
+def _announced(rows: Iterator[Row]) -> Iterator[Row]:
+    for row in rows:
+        print(f"measured {row.name}", flush=True)
+        yield row
+
+
+def _cells(row: Row) -> list[str]:
+    figures = zip(*(dataclasses.astuple(figures) for figures in row.by_size.values()), strict=True)
+    measured = [f"{figure:.2f}" for of_sizes in figures for figure in of_sizes]
+    return [row.name, *measured, f"{row.floor:.2f}", *([] if row.state is None else [f"{row.state:.2f}"])]
+
+
+if __name__ == "__main__":
+    main()
