@@ -47,10 +47,11 @@ class LinenStack(nn.Module):
 
 
 class NnxStack(nnx.Module):
-    """The same in nnx."""
+    """The same in nnx; its kernels are zeros, because drawing them would take most of the time."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: Any = None, *, rngs: nnx.Rngs):
-        make = functools.partial(NnxStack, sizes[1:]) if len(sizes) > 1 else functools.partial(nnx.Linear, 4, 4)
+        layer = functools.partial(nnx.Linear, 4, 4, kernel_init=nnx.initializers.zeros)
+        make = functools.partial(NnxStack, sizes[1:]) if len(sizes) > 1 else layer
         self.stack = nnx.List([make(dtype=dtype, rngs=rngs) for _ in range(sizes[0])])
 
     def __call__(self, x):
