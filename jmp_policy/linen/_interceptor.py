@@ -102,7 +102,8 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
     if policy.param_dtype is not None and takes_param_dtype(module, policy.param_dtype):
         values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
-    if reads_in_compute or stores_params(module, policy):
+    # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
+    if reads_in_compute or "param_dtype" in values or stores_params(module, policy):
         values["param"] = policied_param(module, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = policied_variable(module)

@@ -1,5 +1,6 @@
 """The registry of linen layers: each is made with a dtype, and takes these inputs. A law holds for every entry."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,9 +24,15 @@ class SteadyCell(nn.SimpleCell):
         return new_carry.astype(carry.dtype), output
 
 
-def simple_cell(dtype=None, **options):
-    """A SimpleCell; by hand, with a dtype."""
-    return (nn.SimpleCell if dtype is None else SteadyCell)(3, dtype=dtype, **options)
+def cell(kind, **dtypes):
+    """A recurrent cell; by hand, its initializer is one that can draw in half precision, unlike the orthogonal one."""
+    drawn_in_half = {"recurrent_kernel_init": nn.initializers.lecun_normal()} if "param_dtype" in dtypes else {}
+    return kind(3, **drawn_in_half, **dtypes)
+
+
+def simple_cell(*, residual=False, **dtypes):
+    """A SimpleCell, and by hand the one of an expert."""
+    return cell(functools.partial(SteadyCell if dtypes else nn.SimpleCell, residual=residual), **dtypes)
 
 
 def wrapped(wrapper, layer):
@@ -108,19 +115,19 @@ _ATTENTION = {
 
 _RECURRENT = {
     "SimpleCell": Layer(simple_cell, (CARRY, X)),
-    "LSTMCell": Layer(lambda **dtypes: nn.LSTMCell(3, **dtypes), ((CARRY, CARRY), X)),
-    "OptimizedLSTMCell": Layer(lambda **dtypes: nn.OptimizedLSTMCell(3, **dtypes), ((CARRY, CARRY), X)),
-    "GRUCell": Layer(lambda **dtypes: nn.GRUCell(3, **dtypes), (CARRY, X)),
-    "MGUCell": Layer(lambda **dtypes: nn.MGUCell(3, **dtypes), (CARRY, X)),
+    "LSTMCell": Layer(lambda **dtypes: cell(nn.LSTMCell, **dtypes), ((CARRY, CARRY), X)),
+    "OptimizedLSTMCell": Layer(lambda **dtypes: cell(nn.OptimizedLSTMCell, **dtypes), ((CARRY, CARRY), X)),
+    "GRUCell": Layer(lambda **dtypes: cell(nn.GRUCell, **dtypes), (CARRY, X)),
+    "MGUCell": Layer(lambda **dtypes: cell(nn.MGUCell, **dtypes), (CARRY, X)),
     "ConvLSTMCell": Layer(lambda **dtypes: nn.ConvLSTMCell(3, (2, 2), **dtypes), ((FRAMES, FRAMES), IMAGE)),
     "RNN of simple cells": Layer(lambda **dtypes: nn.RNN(simple_cell(**dtypes), return_carry=True), (X,)),
     "RNN of residual simple cells": Layer(
         lambda **dtypes: nn.RNN(simple_cell(residual=True, **dtypes), reverse=True, keep_order=True), (X,)
     ),
-    "RNN of LSTM cells": Layer(lambda **dtypes: nn.RNN(nn.LSTMCell(3, **dtypes), return_carry=True), (X,)),
-    "RNN of optimized LSTM cells": Layer(lambda **dtypes: nn.RNN(nn.OptimizedLSTMCell(3, **dtypes)), (X,)),
-    "RNN of GRU cells": Layer(lambda **dtypes: nn.RNN(nn.GRUCell(3, **dtypes)), (X,)),
-    "RNN of MGU cells": Layer(lambda **dtypes: nn.RNN(nn.MGUCell(3, **dtypes), time_major=True), (X,)),
+    "RNN of LSTM cells": Layer(lambda **dtypes: nn.RNN(cell(nn.LSTMCell, **dtypes), return_carry=True), (X,)),
+    "RNN of optimized LSTM cells": Layer(lambda **dtypes: nn.RNN(cell(nn.OptimizedLSTMCell, **dtypes)), (X,)),
+    "RNN of GRU cells": Layer(lambda **dtypes: nn.RNN(cell(nn.GRUCell, **dtypes)), (X,)),
+    "RNN of MGU cells": Layer(lambda **dtypes: nn.RNN(cell(nn.MGUCell, **dtypes), time_major=True), (X,)),
     "RNN of ConvLSTM cells": Layer(lambda **dtypes: nn.RNN(nn.ConvLSTMCell(3, (2, 2), **dtypes)), (VIDEO,)),
     "RNN with lengths": Layer(
         lambda **dtypes: nn.RNN(simple_cell(**dtypes), return_carry=True), (X,), {"seq_lengths": LENGTHS}
@@ -129,7 +136,7 @@ _RECURRENT = {
         lambda **dtypes: nn.RNN(simple_cell(**dtypes)), (X,), {"initial_carry": CARRY[:, 0]}
     ),
     "Bidirectional": Layer(
-        lambda **dtypes: nn.Bidirectional(nn.RNN(nn.GRUCell(3, **dtypes)), nn.RNN(simple_cell(**dtypes))), (X,)
+        lambda **dtypes: nn.Bidirectional(nn.RNN(cell(nn.GRUCell, **dtypes)), nn.RNN(simple_cell(**dtypes))), (X,)
     ),
 }
 

@@ -161,10 +161,15 @@ def test_initializers_find_the_authors_dtypes_however_they_ask():
             return Asking(self.param_dtype)(x)
 
     asked = []
-    jmp.with_policy(Around(), "float16").init(RNGS, X)
-    never_narrowed = ["weight by self", "scale", "bias", "mean by self", "var"]
+    model = jmp.with_policy(Around(), "float16")
+    variables = model.init(RNGS, X)
+    parameters = {key: ["float32", "float32"] for key in ("weight by self", "scale", "bias")}
+    statistics = {key: ["float32", "float32"] for key in ("mean by self", "var")}
     cache = {"key by self": ["float32", "float16"], "value": ["float16", "float32"]}
-    assert dict(asked) == {key: ["float32", "float32"] for key in never_narrowed} | cache
+    assert dict(asked) == parameters | statistics | cache
+    asked.clear()
+    model.apply(variables, X)  # Flax asks for the shapes of parameters again
+    assert dict(asked) == parameters
 
 
 @pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
