@@ -112,6 +112,7 @@ def test_layer_that_takes_the_dtype_of_its_inputs_is_the_layer_with_it_by_hand(n
     assert _lowered(ours, name, variables).as_text() == _lowered(by_hand, name, variables).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Linear", "BatchNorm", "MultiHeadAttention", "module of modules"])
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", "mixed_float16"])
 def test_policy_costs_nothing(name, spec):
