@@ -18,6 +18,15 @@ def test_the_first_signal_is_a_request(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.fixture
+def _interruptible():
+    """As in a terminal: a process that was started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_the_second_ctrl_c_interrupts():
     with StopRequest():
         signal.raise_signal(signal.SIGINT)
