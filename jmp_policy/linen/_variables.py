@@ -89,5 +89,9 @@ def _made(module: nn.Module, collection: str, init_fn: Callable[..., Any], *args
         as_written = lambda x: authors_dtype(x) if x is filled.get("param_dtype") else x
     else:
         as_written = authors_dtype
-    with written(module, {name: authors_dtype(dtype) for name, dtype in filled.items()}):
+    attributes = vars(module)
+    attributes.update({name: authors_dtype(dtype) for name, dtype in filled.items()})
+    try:  # not in a context manager: every parameter of a model comes through here
         return init_fn(*map(as_written, args), **{name: as_written(x) for name, x in kwargs.items()})
+    finally:
+        attributes.update(filled)
