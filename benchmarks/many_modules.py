@@ -90,7 +90,7 @@ def _linen(sizes: tuple[int, ...]) -> tuple[Contestants, Contestants]:
 
 def _nnx(sizes: tuple[int, ...]) -> tuple[Contestants, Contestants]:
     models = _models(lambda **dtype: NnxStack(sizes, **dtype, rngs=nnx.Rngs(0)), ten_rules(sizes, "stack/", "stack/"))
-    make = [lambda model=model: jax.make_jaxpr(lambda x: model()(x))(X) for model in models]
+    make = [lambda model=model: jax.make_jaxpr(model())(X) for model in models]
     made = [model() for model in models]
     call = [lambda model=model: jax.make_jaxpr(lambda x: model(x))(X) for model in made]
     return Contestants(*make), Contestants(*call)
