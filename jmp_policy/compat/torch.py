@@ -1,0 +1,133 @@
+"""The numbers of PyTorch's gradient scaler: with them, a run moves from torch to JAX or back and keeps its loss scale.
+
+PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but numbers.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .._dtypes import did_you_mean
+from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from .._scaled_state import get_loss_scale
+from .._tree import PyTree
+
+
+class _Entry(NamedTuple):
+    """What a number of a state dict must be."""
+
+    holds: Callable[[float], bool]
+    must_be: str
+
+
+_ENTRIES = {
+    "scale": _Entry(lambda x: 0 < x < float("inf"), "a positive number"),
+    "growth_factor": _Entry(lambda x: 1 < x < float("inf"), "a number above one"),
+    "backoff_factor": _Entry(lambda x: 0 < x < 1, "a number between zero and one"),
+    "growth_interval": _Entry(lambda x: x >= 1 and x.is_integer(), "a whole number of at least one"),
+    "_growth_tracker": _Entry(lambda x: x >= 0 and x.is_integer(), "a whole number of at least zero"),
+}
+_EXAMPLE = {
+    "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0
+}  # fmt: skip
+
+
+def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
+    """Makes the loss scale that goes on where a `torch.amp.GradScaler` stopped.
+
+    It moves as torch's does from there on: it grows on the `growth_interval`-th finite step in a row, of which
+    `_growth_tracker` are over, and backs off on every step that is not finite. What torch does not have are our floor
+    of 1 and ceiling of 2**24; a saved scale that lies beyond one moves it there.
+
+    Args:
+      state_dict: what `GradScaler.state_dict()` returns, empty for a scaler that was not enabled. The values are
+        numbers, or arrays or tensors of shape `()`.
+
+    Returns:
+      A `DynamicLossScale`; a `NoOpLossScale` for an empty dict.
+
+    Raises:
+      TypeError: `state_dict` is no mapping, or a value no number.
+      ValueError: a key is missing or unknown, or a value out of its range.
+
+    Source: the documentation of `torch.amp.GradScaler`, its methods `state_dict` and `update`.
+
+    >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
+    >>> scale = loss_scale_from_state_dict(saved | {"_growth_tracker": 8})
+    >>> float(scale.adjust(jnp.array(True)).loss_scale)
+    2048.0
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected the state dict of a GradScaler, got {state_dict!r}. For example: {_EXAMPLE}.")
+    if not state_dict:
+        return NoOpLossScale()
+    _check_keys(state_dict)
+    numbers = {key: _number(key, state_dict[key]) for key in _ENTRIES}
+    scale = numbers["scale"]
+    return DynamicLossScale(
+        scale,
+        int(numbers["_growth_tracker"]),
+        int(numbers["growth_interval"]),
+        numbers["growth_factor"],
+        min(1.0, scale),
+        backoff_factor=numbers["backoff_factor"],
+        max_loss_scale=max(2.0**24, scale),
+    )
+
+
+def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
+    """Makes the state dict with which a `torch.amp.GradScaler` goes on: `scaler.load_state_dict(...)`.
+
+    Floor and ceiling are left out, because torch has neither. Reading the numbers waits for the device.
+
+    Args:
+      state: a loss scale, or any state that holds exactly one (an optax state, a TrainState, an nnx optimizer).
+
+    Returns:
+      A dict of Python numbers; an empty one for a `NoOpLossScale`, which stands for `GradScaler(enabled=False)`.
+
+    Raises:
+      ValueError: `state` holds no loss scale, or several, or one that torch does not have: a static one, or one with
+        hysteresis.
+
+    Source: the documentation of `torch.amp.GradScaler.state_dict`.
+
+    >>> grad_scaler_state_dict(jmp.DynamicLossScale(1024.0, counter=7))["_growth_tracker"]
+    7
+    """
+    scale = get_loss_scale(state)
+    if isinstance(scale, NoOpLossScale):
+        return {}
+    if not isinstance(scale, DynamicLossScale) or scale.hysteresis > 1:
+        raise ValueError(
+            f"torch's GradScaler has neither a static scale nor hysteresis, got {scale!r}. "
+            "For example: DynamicLossScale(1024.0)."
+        )
+    return {
+        "scale": float(scale.loss_scale),
+        "growth_factor": scale.factor,
+        "backoff_factor": scale.backoff_factor,
+        "growth_interval": scale.period,
+        "_growth_tracker": int(scale.counter),
+    }
+
+
+def _check_keys(state_dict: Mapping[str, Any]) -> None:
+    for key in state_dict:
+        if key not in _ENTRIES:
+            raise ValueError(f"Unknown key {key!r} in the state dict of a GradScaler. {did_you_mean(key, _ENTRIES)}")
+    missing = [key for key in _ENTRIES if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"The state dict of a GradScaler lacks {', '.join(map(repr, missing))}: it has {sorted(state_dict)}. "
+            f"For example: {_EXAMPLE}."
+        )
+
+
+def _number(key: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and getattr(value, "shape", None) != ():
+        raise TypeError(f"{key!r} must be {_ENTRIES[key].must_be}, got {value!r}. For example: {_EXAMPLE[key]}.")
+    number = float(value)
+    if not _ENTRIES[key].holds(number):
+        raise ValueError(f"{key!r} must be {_ENTRIES[key].must_be}, got {value!r}. For example: {_EXAMPLE[key]}.")
+    return number
