@@ -1,0 +1,98 @@
+"""The states of half-precision parameters are saved, restored, reshaped and sharded as any state of optax."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from half_parameter_registry import METHODS
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optimizer_registry import bits, grads_of, types
+
+import jmp_policy as jmp
+from jmp_policy import optim
+
+MAKE = METHODS | {"cast_state": lambda inner: optim.cast_state(inner, mu_dtype="bfloat16", nu_dtype="float32")}
+TXS = {name: optim.loss_scaled(make(optax.adamw(1e-2)), jmp.DynamicLossScale(2.0**10)) for name, make in MAKE.items()}
+MEMORY = {"masters": "master", "split": "remainder", "kahan": "compensation", "stochastic": "key"}
+
+
+def params_of_both_kinds():
+    half = jnp.bfloat16([[1.0, -0.0, 2.0], [-1.5, 0.0, 0.25]])
+    return {"w": half, "b": jnp.float32([0.5, -1.0, 3.0]), "frozen": None}
+
+
+def fresh():
+    """Parameters and state of every transformation."""
+    params = params_of_both_kinds()
+    return {name: (params, tx.init(params)) for name, tx in TXS.items()}
+
+
+@jax.jit  # one program for all of them, compiled once
+def step(trainings, grads):
+    return {name: optim.step(TXS[name], grads, state, params) for name, (params, state) in trainings.items()}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Every training after a good and a skipped step."""
+    with jax.numpy_dtype_promotion("standard"):
+        trainings = fresh()
+        for seed, bad in enumerate([None, np.nan]):
+            trainings = step(trainings, grads_of(seed, bad))
+    return trainings
+
+
+def by_orbax(trainings, path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", trainings)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state", jax.eval_shape(fresh))
+
+
+def by_flax_bytes(trainings, path):
+    del path
+    return flax.serialization.from_bytes(fresh(), flax.serialization.to_bytes(trainings))
+
+
+def by_flax_state_dict(trainings, path):
+    del path
+    return flax.serialization.from_state_dict(fresh(), flax.serialization.to_state_dict(trainings))
+
+
+@pytest.mark.filterwarnings("default")  # those of orbax
+@pytest.mark.parametrize("saved", [by_orbax, by_flax_bytes, by_flax_state_dict])
+def test_a_restored_state_has_every_bit_and_goes_on_as_if_nothing_had_happened(saved, trained, tmp_path):
+    restored = jax.tree.map(np.asarray, saved(trained, tmp_path))
+    assert jax.tree.structure(restored) == jax.tree.structure(trained)
+    assert types(restored) == types(trained)
+    assert bits(restored) == bits(trained)
+    assert bits(step(restored, grads_of(2))) == bits(step(trained, grads_of(2)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_saved_state_is_made_of_names_and_arrays(method, trained):
+    _, state = trained[method]
+    saved = flax.serialization.to_state_dict(state.inner_state)
+    assert set(saved) == {"inner_state", MEMORY[method]}
+    assert not any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(saved))
+
+
+@pytest.mark.parametrize("leaf", [jax.ShapeDtypeStruct((2,), jnp.int8), object(), "text", None, PartitionSpec("d"), 3])
+def test_trees_of_other_leaves_are_states_too(leaf, trained):
+    """JAX and checkpoint libraries rebuild states with shapes, shardings and names in place of arrays."""
+    other = jax.tree.map(lambda _: leaf, trained)
+    assert jax.tree.leaves(other, is_leaf=lambda x: x is None).count(leaf) >= len(jax.tree.leaves(trained))
+    assert {name: type(state.inner_state) for name, (_, state) in other.items()} == {
+        name: type(state.inner_state) for name, (_, state) in trained.items()
+    }
+
+
+def test_states_are_made_and_steps_lowered_from_shapes_alone(trained):
+    abstract = jax.eval_shape(fresh)
+    assert jax.tree.structure(abstract) == jax.tree.structure(trained)
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(abstract)] == types(trained)
+    lowered = step.lower(abstract, jax.eval_shape(lambda: grads_of(0)))
+    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(trained)
