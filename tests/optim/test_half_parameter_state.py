@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from half_parameter_registry import METHODS
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from optimizer_registry import bits, grads_of, types
 
 import jmp_policy as jmp
