@@ -10,6 +10,25 @@ from ._tree import PyTree
 
 T = TypeVar("T")
 
+# What goes on where a `loss_scaled` inside of it skips a step: transformations of optax by the type of their state,
+# by name because this module does without optax, and how each goes inside of `loss_scaled` instead.
+_NEVER_OUTSIDE = {
+    "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # which does what loss_scaled does, and gives in
+    "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
+    "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
+    "optax.MultiStepsState": "optax.MultiSteps(optax.adamw(1e-3), 4)",
+    "optax.ScheduleFreeState": "optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3)",
+}
+# What does so unless its other parts happen to have no memory. These states are also mere containers (a tuple of the
+# states of two optimizers), so that only who applies a transformation can tell.
+_NOT_OUTSIDE_IN_A_STEP = {
+    "builtins.tuple": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
+    "collections.OrderedDict": "optax.named_chain(('clip', optax.clip(1.0)), ('adamw', optax.adamw(1e-3)))",
+    "optax.InjectStatefulHyperparamsState": "optax.inject_hyperparams(optax.adamw)(schedule)",
+    "optax.MaskedState": "optax.masked(optax.adamw(1e-3), mask)",
+    "optax.PartitionState": "optax.partition({'matrix': optax.adamw(1e-3), 'vector': optax.sgd(1e-2)}, labels)",
+}
+
 
 class LossScaledState(NamedTuple):
     """The state of `optim.loss_scaled`.
@@ -40,12 +59,14 @@ def get_loss_scale(state: PyTree) -> LossScale:
       state: a `LossScale`, or any tree that holds exactly one: an optax state, a `TrainState`, an `nnx.Optimizer`.
 
     Raises:
-      ValueError: it holds none, or several.
+      ValueError: it holds none, or several; or it is inside the state of a transformation that goes on where
+        `optim.loss_scaled` skips a step, such as `optax.MultiSteps`.
 
     >>> get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
     StaticLossScale(loss_scale=8.0)
     """
     register_with_flax()
+    _check_not_inside(_NEVER_OUTSIDE, state)
     found = _nodes(state, LossScale)
     if len(found) != 1:
         raise ValueError(
@@ -76,6 +97,18 @@ def has_scaled_state(state: PyTree) -> bool:
     return bool(_nodes(state, LossScaledState))
 
 
+def check_outermost(state: PyTree) -> None:
+    """Checks that `loss_scaled` is not inside the transformation of optax whose state this is.
+
+    `optax.inject_hyperparams` of numbers may be outside: it has no memory but a count that nobody reads. Of a type
+    that is not optax's nothing is known.
+
+    Raises:
+      ValueError: it is inside.
+    """
+    _check_not_inside(_NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
+
+
 def metrics(state: PyTree) -> dict[str, Any]:
     """The figures of loss scaling as a flat dictionary of scalars, for any logger.
 
@@ -103,6 +136,24 @@ def metrics(state: PyTree) -> dict[str, Any]:
         for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
             figures[name] = getattr(of_optimizer, name)
     return figures
+
+
+def _check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
+    def is_outside(node: Any) -> bool:
+        return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
+
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LossScaledState) or is_outside(node))
+    for node in nodes:
+        if is_outside(node) and has_scaled_state(node):
+            raise ValueError(
+                f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation whose state is "
+                f"{type(node).__name__}, and which goes on where they skip a step. For example: "
+                f"loss_scaled({right_nestings[_type_name(node)]}, policy.loss_scale())."
+            )
+
+
+def _type_name(node: Any) -> str:
+    return f"{type(node).__module__.partition('.')[0]}.{type(node).__name__}"
 
 
 def _nodes(tree: PyTree, kind: type[T]) -> list[T]:

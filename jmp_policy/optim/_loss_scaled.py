@@ -28,9 +28,22 @@ def loss_scaled(
     parameters and of the inner state, `update` followed by `optax.apply_updates` does as well (the updates are -0.0),
     subnormal parameters excepted where the backend flushes them. The decision is made on the device.
 
-    It goes outermost, around `optax.chain`, `optax.MultiSteps` (whose bad microbatches are then dropped, the rest
-    kept) and everything else: what stands beside it in a chain would still advance on a skipped step, and a `clip`
-    before it would hide an infinity.
+    It goes outermost, once, around everything else. Elsewhere something goes on where it skips a step, or hides from it
+    that it should; `init`, `optim.step` and `value_and_grad` raise where they can tell.
+
+    ======================================================  ======================================================
+    this                                                    and not
+    ======================================================  ======================================================
+    `loss_scaled(chain(clip, adamw, add_decayed_weights))`  `chain(clip, loss_scaled(adamw), add_decayed_weights)`
+    `loss_scaled(MultiSteps(adamw, k))`                     `MultiSteps(loss_scaled(adamw), k)`
+    `loss_scaled(partition({"a": adamw, "b": sgd}, f))`     `partition({"a": loss_scaled(adamw), "b": sgd}, f)`
+    `loss_scaled(inject_hyperparams(adamw)(schedule))`      `inject_hyperparams(scaled_adamw)(schedule)`
+    `loss_scaled(adamw)`                                    `apply_if_finite(loss_scaled(adamw), n)`
+    ======================================================  ======================================================
+
+    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. An
+    outer `clip` makes a nan of every gradient where one is infinite, or a finite number of an infinity.
+    `inject_hyperparams` of numbers may be outside.
 
     Args:
       inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.
@@ -43,7 +56,7 @@ def loss_scaled(
 
     Raises:
       TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
-      ValueError: `inner` is, or holds, a `loss_scaled` itself.
+      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init` finds.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -79,9 +92,19 @@ def skip_nonfinite(
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only.
 
-    >>> tx = skip_nonfinite(optax.adam(1e-3))
-    >>> tx.init({"w": jnp.ones(2)}).loss_scale
-    NoOpLossScale()
+    It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
+    infinities lower, and share a step that is skipped where one of them overflows:
+
+    >>> tx, losses = skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
+    >>> params, scales = jnp.float32(2.0), {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**8)}
+    >>> grads = {name: jmp.grad(losses[name], loss_scale=scales[name])(params) for name in losses}
+    >>> scales = {name: scale.adjust(jmp.all_finite(grads[name])) for name, scale in scales.items()}
+    >>> params, opt_state = jmp.optim.step(tx, jax.tree.map(jnp.add, *grads.values()), tx.init(params), params)
+    >>> float(params)
+    -1.0
+
+    Several optimizers (those of a GAN) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
+    is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
 

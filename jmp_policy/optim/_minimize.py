@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import optax
 
-from .._grad import with_scaled_loss
+from .._grad import value_and_grad, with_scaled_loss
+from .._loss_scale import NoOpLossScale
 from .._param_casts import of_copies
-from .._scaled_state import get_loss_scale
+from .._scaled_state import get_loss_scale, has_scaled_state
 from .._tree import PyTree
 from ._loss_scaled import LossScaledUpdate
 from ._step import step
@@ -60,7 +61,9 @@ def minimize(
 def _plain_step(
     fun: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
-    out, grads = jax.value_and_grad(fun, has_aux=has_aux)(params)
+    # Not outermost it may stand in optax.inject_hyperparams, which makes it anew in each step.
+    scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
+    out, grads = value_and_grad(fun, has_aux=has_aux, loss_scale=scale)(params)
     return *step(tx, grads, opt_state, params), out
 
 

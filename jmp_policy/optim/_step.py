@@ -5,6 +5,7 @@ from typing import Any
 
 import optax
 
+from .._scaled_state import check_outermost
 from .._tree import PyTree
 
 
@@ -44,6 +45,10 @@ def step(
     Returns:
       `(params, opt_state)`.
 
+    Raises:
+      ValueError: `tx` is a transformation of optax with a `loss_scaled` inside. `optax.inject_hyperparams` of numbers
+        may be outside of it, and nothing else.
+
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
     >>> params = {"w": jnp.ones(2)}
     >>> params, opt_state = step(tx, {"w": jnp.array([1.0, jnp.nan])}, tx.init(params), params)
@@ -52,6 +57,7 @@ def step(
     """
     if isinstance(tx.update, ParameterUpdate):
         return tx.update.step(grads, opt_state, params, extra)
+    check_outermost(opt_state)
     updates, opt_state = with_extra_args(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
 

@@ -1,0 +1,116 @@
+"""`loss_scaled` goes outermost: what can be told of another nesting is an error that shows the right one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optimizer_registry import bits, grads_of, params_of
+
+import jmp_policy as jmp
+
+SCALED = jmp.optim.loss_scaled(optax.sgd(1e-2), jmp.DynamicLossScale())
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+def _labels(params):
+    return {name: "matrix" if name == "w" else "vector" for name in params}
+
+
+# The wrong nesting, and what the error must say in place of it.
+NEVER = {
+    "apply_if_finite": (optax.apply_if_finite(SCALED, 3), "ApplyIfFiniteState", "adamw"),
+    "mechanize": (optax.contrib.mechanize(SCALED), "MechanicState", "contrib.mechanize"),
+    "MultiSteps": (optax.MultiSteps(SCALED, 2), "MultiStepsState", "MultiSteps"),
+    "schedule_free": (optax.contrib.schedule_free(SCALED, 1e-2), "ScheduleFreeState", "contrib.schedule_free"),
+    "chain in MultiSteps": (optax.MultiSteps(optax.chain(CLIP, SCALED), 2), "MultiStepsState", "MultiSteps"),
+}
+NOT_IN_A_STEP = {
+    "after clip": (optax.chain(CLIP, SCALED), "tuple", "chain"),
+    "before weight decay": (optax.chain(SCALED, optax.add_decayed_weights(1e-4)), "tuple", "chain"),
+    "named_chain": (optax.named_chain(("clip", CLIP), ("scaled", SCALED)), "OrderedDict", "named_chain"),
+    "masked": (optax.masked(SCALED, {"w": True, "b": False, "frozen": None}), "MaskedState", "masked"),
+    "partition": (optax.partition({"matrix": SCALED, "vector": CLIP}, _labels), "PartitionState", "partition"),
+    "injected schedule": (
+        optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), jmp.DynamicLossScale()))(
+            optax.constant_schedule(0.1)
+        ),
+        "InjectStatefulHyperparamsState",
+        "inject_hyperparams",
+    ),
+    "injected numbers around a chain": (
+        optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), SCALED))(1.0), "tuple", "chain",
+    ),
+}  # fmt: skip
+
+
+def _error(state, nesting):
+    return pytest.raises(
+        ValueError,
+        match=r"^loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation whose state is "
+        rf"{state}, and which goes on where they skip a step\. For example: loss_scaled\(optax\.{nesting}\(",
+    )
+
+
+def _shown(error):
+    """The transformation that an error shows."""
+    names = {
+        "loss_scaled": jmp.optim.loss_scaled, "optax": optax, "policy": jmp.get_policy("mixed_float16"),
+        "labels": _labels, "mask": {"w": True, "b": False, "frozen": None}, "schedule": optax.constant_schedule(0.1),
+    }  # fmt: skip
+    return eval(str(error.value).partition("For example: ")[2].removesuffix("."), names)
+
+
+def _init(tx):
+    return jax.eval_shape(tx.init, params_of())
+
+
+@pytest.mark.parametrize(("tx", "state", "nesting"), [*NEVER.values(), *NOT_IN_A_STEP.values()])
+def test_a_step_of_another_nesting_is_an_error_that_shows_one_that_works(tx, state, nesting):
+    with _error(state, nesting) as error:
+        jmp.optim.step(tx, grads_of(0), _init(tx), params_of())
+    right = _shown(error)
+    params = optax.LookaheadParams.init_synced(params_of()) if nesting == "lookahead" else params_of()
+    step = lambda grads, state, params: jmp.optim.step(right, grads, state, params)
+    _, state = jax.eval_shape(step, grads_of(0), jax.eval_shape(right.init, params), params)
+    assert isinstance(jmp.get_loss_scale(state), jmp.DynamicLossScale)
+
+
+@pytest.mark.parametrize(("tx", "state", "nesting"), NEVER.values(), ids=NEVER)
+def test_gradients_for_a_nesting_that_can_never_work_are_an_error(tx, state, nesting):
+    with _error(state, nesting):
+        jmp.grad(lambda w: w**2, loss_scale={"opt_state": _init(tx)})
+
+
+@pytest.mark.parametrize(("tx", "state", "nesting"), NOT_IN_A_STEP.values(), ids=NOT_IN_A_STEP)
+def test_what_may_be_a_container_of_states_holds_a_loss_scale(tx, state, nesting):
+    assert isinstance(jmp.get_loss_scale(_init(tx)), jmp.DynamicLossScale)
+
+
+def test_the_states_of_several_optimizers_are_containers():
+    plain = optax.MultiSteps(optax.adam(1e-2), 2).init(params_of())
+    scaled = SCALED.init(params_of())
+    for state in ((plain, scaled), {"generator": scaled, "critic": plain}, [optax.EmptyState(), scaled]):
+        assert isinstance(jmp.get_loss_scale(state), jmp.DynamicLossScale)
+        assert int(jmp.metrics(state)["skipped_steps"]) == 0
+
+
+def test_a_transformation_of_ones_own_may_be_outside():
+    """Nothing is known of its state: it may well skip when it should."""
+
+    def update(grads, state, params=None):
+        updates, scaled = SCALED.update(grads, state["scaled"], params)
+        return updates, {"scaled": scaled}
+
+    tx = optax.GradientTransformation(lambda params: {"scaled": SCALED.init(params)}, update)
+    params, state = jmp.optim.step(tx, grads_of(0, jnp.inf), tx.init(params_of()), params_of())
+    assert bits(params) == bits(params_of())
+    assert int(state["scaled"].skipped_steps) == 1
+
+
+def test_minimize_scales_the_loss_for_an_injected_loss_scaled():
+    """It takes two functions there, and the gradients of a loss that was not scaled would be lost in silence."""
+    tx = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), jmp.DynamicLossScale()))(1.0)
+    loss_fn = lambda w: jnp.sum(w.astype(jnp.float16).astype(jnp.float32)) * 1e-8
+    params, state, _ = jmp.optim.minimize(loss_fn, tx)(jnp.zeros(2), tx.init(jnp.zeros(2)))
+    assert params.tolist() == pytest.approx([-1e-8, -1e-8], rel=1e-3)
+    assert bool(state.inner_state.grads_finite)
