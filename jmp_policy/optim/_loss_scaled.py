@@ -13,6 +13,7 @@ from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._tree import PyTree, all_finite
+from ._float0 import has_float0, unless_float0, without_float0
 from ._inner import check_transformation, with_dtypes_of
 from ._step import ParameterUpdate, step, with_extra_args
 
@@ -129,6 +130,10 @@ class LossScaledUpdate(ParameterUpdate):
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         _check_state(state)
+        if has_float0(updates):
+            zeros = without_float0(updates)
+            new_updates, state = self(zeros, state, params, **extra)
+            return unless_float0(updates, new_updates, zeros), state
         arrays, others = _split(extra)
         update = _update(self._inner, others) if others else self._update
         operands = _Operands(updates, NoOpLossScale(), state.inner_state, params, arrays)
@@ -199,7 +204,7 @@ def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Bra
 def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
         extra = operands.extra | others
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), operands.params)
+        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
         params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
         return params, with_dtypes_of(operands.inner_state, inner_state)
 
@@ -207,6 +212,11 @@ def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any
         return operands.params, operands.inner_state
 
     return _Branches(take, skip)
+
+
+def _differentiated(params: PyTree) -> PyTree:
+    """The parameters that gradients are like: of the two trees that `optax.lookahead` trains, one."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _as_wide(grad: Any, param: Any) -> Any:

@@ -7,6 +7,7 @@ import optax
 
 from .._scaled_state import check_outermost
 from .._tree import PyTree
+from ._float0 import has_float0, unless_float0, without_float0
 
 
 class ParameterUpdate(abc.ABC):
@@ -37,7 +38,8 @@ def step(
 
     Args:
       tx: an optax transformation.
-      grads: true gradients, a tree like `params`.
+      grads: true gradients, a tree like `params`. Where they are `float0`, as those of integers are, the parameter
+        stays as it is.
       opt_state: the state of `tx`.
       params: the parameters; their dtypes are kept.
       **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes.
@@ -55,6 +57,9 @@ def step(
     >>> params["w"].tolist(), bool(opt_state.grads_finite)
     ([1.0, 1.0], False)
     """
+    if has_float0(grads):
+        new_params, opt_state = step(tx, without_float0(grads), opt_state, params, **extra)
+        return unless_float0(grads, new_params, params), opt_state
     if isinstance(tx.update, ParameterUpdate):
         return tx.update.step(grads, opt_state, params, extra)
     check_outermost(opt_state)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optimizer_registry import WAYS, bits, by_step, by_update, grads_of, params_of
+from optimizer_registry import WAYS, bits, by_step, by_update, grads_of, params_of, types
 
 import jmp_policy as jmp
 
@@ -121,7 +121,53 @@ class TestPlacement:
             jmp.optim.loss_scaled(optax.sgd(1.0), 1024.0)
 
 
+class TestTrees:
+    def test_gradients_of_integers_are_float0_and_leave_their_parameters_alone(self, way):
+        """Weight decay would turn the 5 into a 4."""
+        tx = jmp.optim.loss_scaled(optax.adamw(1e-2, weight_decay=0.1), jmp.DynamicLossScale())
+        params = {"w": jnp.ones(2), "n": jnp.array([5, -5])}
+        none = np.zeros(2, jax.dtypes.float0)
+        step = jax.jit(lambda w, state, params: way(tx, {"w": w, "n": none}, state, params))
+        start = tx.init(params)
+        for w, skipped in ([1.0, 2.0], 0), ([1.0, np.inf], 1):
+            new, state = step(jnp.array(w), start, params)
+            assert bits(new["n"]) == bits(params["n"])
+            assert (bits(new["w"]) == bits(params["w"])) == bool(skipped)
+            assert int(state.skipped_steps) == skipped
+            assert types(state) == types(start)
+
+    def test_float0_passes_through_scales_and_finite_checks(self):
+        grads = {"n": np.zeros(2, jax.dtypes.float0)}
+        scale = jmp.DynamicLossScale()
+        assert scale.scale(grads)["n"] is grads["n"]
+        assert scale.unscale(grads)["n"] is grads["n"]
+        assert bool(jmp.all_finite(grads))
+
+    def test_any_optimizer_may_step_over_integers(self):
+        params, grads = {"w": jnp.ones(1), "n": jnp.arange(2)}, {"w": jnp.ones(1), "n": np.zeros(2, jax.dtypes.float0)}
+        params, _ = jmp.optim.step(optax.sgd(1.0), grads, optax.sgd(1.0).init(params), params)
+        assert (params["w"].tolist(), params["n"].tolist()) == ([0.0], [0, 1])
+
+    @pytest.mark.parametrize("params", [{}, {"frozen": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
+    def test_trees_without_numbers_are_finite(self, way, params):
+        tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale())
+        grads = jax.tree.map(np.zeros_like, params)
+        new, state = way(tx, grads, tx.init(params), params)
+        assert jax.tree.structure(new) == jax.tree.structure(params)
+        assert (bool(state.grads_finite), int(state.loss_scale.counter)) == (True, 1)
+
+
 class TestSkipNonfinite:
+    def test_one_infinity_would_poison_the_moments_for_good(self, way):
+        inner = optax.adam(1e-2)
+        history = [grads_of(seed, np.inf if seed == 1 else None, jnp.bfloat16) for seed in range(6)]
+        history = jax.tree.map(lambda *x: jnp.stack(x), *history)
+        for tx, lives in (inner, False), (jmp.optim.skip_nonfinite(inner), True):
+            body = lambda carry, grads, tx=tx: (way(tx, jmp.cast_to_full(grads), carry[1], carry[0]), None)
+            train = jax.jit(functools.partial(jax.lax.scan, body))
+            trained, _ = train((params_of(), tx.init(params_of())), history)
+            assert bool(jmp.all_finite(trained)) == lives
+
     def test_it_is_loss_scaled_without_a_scale(self, way):
         tx = jmp.optim.skip_nonfinite(optax.adam(1e-2))
         step = jax.jit(functools.partial(way, tx))

@@ -19,6 +19,7 @@ def _labels(params):
 # The wrong nesting, and what the error must say in place of it.
 NEVER = {
     "apply_if_finite": (optax.apply_if_finite(SCALED, 3), "ApplyIfFiniteState", "adamw"),
+    "lookahead": (optax.lookahead(SCALED, 5, 0.5), "LookaheadState", "lookahead"),
     "mechanize": (optax.contrib.mechanize(SCALED), "MechanicState", "contrib.mechanize"),
     "MultiSteps": (optax.MultiSteps(SCALED, 2), "MultiStepsState", "MultiSteps"),
     "schedule_free": (optax.contrib.schedule_free(SCALED, 1e-2), "ScheduleFreeState", "contrib.schedule_free"),
