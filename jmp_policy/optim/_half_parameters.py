@@ -90,7 +90,11 @@ class _HalfParametersUpdate(ParameterUpdate):
         if params is None:
             raise ValueError(f"{name} needs the parameters: tx.update(grads, opt_state, params).")
         if not isinstance(state, self._storage.state_type):
-            raise TypeError(f"Expected the state of {name}, got {type(state).__name__}. Make one: tx.init(params).")
+            raise TypeError(
+                f"Expected the state of {name}, got {type(state).__name__}. Make one: tx.init(params). Where the "
+                f"optimizer inside was trained already, without {name} or inside another transformation, its state goes "
+                "on: tx.init(params)._replace(inner_state=restored), with moments in float32."
+            )
         check_fits(params, grads, "gradients")
         wide = self._storage.widen(params, state[1])
         return wide, jax.tree.map(lambda g: widened(g) if is_half(g) else g, grads)
@@ -109,6 +113,11 @@ def no_memory(*_: Any) -> Any:
 def widened(x: Any) -> jax.Array:
     """A half-precision array as float32."""
     return lax.convert_element_type(x, jnp.float32)
+
+
+def widened_alone(params: PyTree) -> PyTree:
+    """Half-precision parameters as float32, of which there is no memory."""
+    return map_half(widened, params, otherwise=lambda p: p)
 
 
 def check_fits(params: PyTree, tree: PyTree, what: str) -> None:

@@ -54,7 +54,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
     >>> params["w"].tolist()
     [0.99609375, 1.0]
     """
-    return half_parameters(inner, _Compensated())
+    return half_parameters(inner, COMPENSATED)
 
 
 class _Compensated(Storage):
@@ -77,3 +77,6 @@ class _Compensated(Storage):
 def _compensation(param: jax.Array, wide: jax.Array) -> jax.Array:
     lost = wide - rounded(wide, param.dtype)
     return jnp.where(jnp.isfinite(lost), lost, 0.0).astype(param.dtype)
+
+
+COMPENSATED: Storage = _Compensated()

@@ -119,4 +119,6 @@ class _Split(Storage):
         return narrowed, map_half(lambda p, w: split_float32(w)[1], params, wide, otherwise=no_memory)
 
 
-_STORAGES: dict[str, Storage] = {"float32": _Copies(), "split": _Split()}
+COPIES: Storage = _Copies()
+SPLIT: Storage = _Split()
+_STORAGES = {"float32": COPIES, "split": SPLIT}

@@ -9,7 +9,7 @@ from jax import lax
 
 from .._rounding import stochastically_rounded
 from .._tree import PyTree
-from ._half_parameters import Storage, half_parameters, map_half, widened
+from ._half_parameters import Storage, half_parameters, map_half, widened_alone
 
 
 class StochasticRoundingState(NamedTuple):
@@ -78,7 +78,7 @@ class _Random(Storage):
 
     def widen(self, params: PyTree, memory: Any) -> PyTree:
         del memory
-        return map_half(widened, params, otherwise=lambda p: p)
+        return widened_alone(params)
 
     def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))

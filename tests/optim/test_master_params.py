@@ -1,0 +1,91 @@
+"""The float32 value of half-precision parameters is read from any state that holds what makes it up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from half_parameter_registry import METHODS
+
+import jmp_policy as jmp
+from jmp_policy import optim
+
+PARAMS = {"w": jnp.bfloat16([1.0, -0.0, 2.0]), "b": jnp.ones(2), "frozen": None}
+GRADS = {"w": jnp.float32([1e-4, 1e-6, 0.3]), "b": jnp.full(2, 0.5), "frozen": None}
+WIDE = {"w": [np.float32(1.0) - np.float32(1e-4), np.float32(-1e-6), np.float32(2.0) - np.float32(0.3)]}
+
+
+def _trained(method):
+    """Parameters and state after a step of one, and the float32 number that each parameter stands for."""
+    tx = optim.skip_nonfinite(METHODS[method](optax.sgd(1.0)))
+    return optim.step(tx, GRADS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_what_the_optimizer_works_on(method):
+    params, state = _trained(method)
+    master = optim.master_params(state, params)
+    assert jax.tree.structure(master) == jax.tree.structure(params)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(master)} == {"float32"}
+    assert master["b"] is params["b"]
+    if method == "stochastic":  # which remembers nothing
+        np.testing.assert_array_equal(master["w"], params["w"].astype(jnp.float32))
+    else:
+        within = 2.0**-16 if method == "kahan" else 0.0  # of a float32 number; two bfloat16 have about 16 bits
+        np.testing.assert_allclose(master["w"], WIDE["w"], rtol=within, atol=0.0)
+        assert (master["w"] != params["w"].astype(jnp.float32)).all()
+
+
+def test_it_is_found_inside_jit_and_as_shapes():
+    params, state = _trained("split")
+    eager = optim.master_params(state, params)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(optim.master_params)(state, params), eager)
+    abstract = jax.eval_shape(optim.master_params, state, params)
+    assert abstract["w"] == jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+@pytest.mark.parametrize("mask", [{"w": True, "b": True, "frozen": None}, {"w": False, "b": True, "frozen": None}])
+def test_parameters_that_the_optimizer_does_not_train_have_their_own_value(mask):
+    tx = optax.masked(optim.master_weights(optax.sgd(1.0)), mask)
+    state = tx.init(PARAMS)
+    master = optim.master_params(state, PARAMS)
+    np.testing.assert_array_equal(master["w"], PARAMS["w"].astype(jnp.float32))
+    assert jax.tree.structure(master) == jax.tree.structure(PARAMS)
+
+
+def test_a_whole_train_state_will_do():
+    tx = optim.master_weights(optax.sgd(1.0))
+    state = jmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx).apply_gradients(grads=GRADS)
+    np.testing.assert_array_equal(optim.master_params(state, state.params)["w"], WIDE["w"])
+
+
+@pytest.mark.parametrize("method", ["split", "stochastic"])
+def test_an_nnx_optimizer_gives_params_that_a_model_can_be_updated_with(method):
+    model = jmp.nnx.cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "bfloat16")
+    optimizer = jmp.nnx.Optimizer(model, METHODS[method](optax.sgd(1.0)), wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    master = optim.master_params(optimizer, params)
+    assert jax.tree.structure(master) == jax.tree.structure(params)
+    wide = nnx.clone(model)
+    nnx.update(wide, master)
+    assert wide.kernel.dtype == wide.bias.dtype == jnp.float32
+    np.testing.assert_array_equal(wide.kernel[...], model.kernel[...].astype(jnp.float32))
+
+
+def test_states_without_one_or_with_several_are_errors():
+    text = r"holds exactly one of master_weights, kahan and stochastic_rounding, got {} with {}\. .*cast_to_full\(para"
+    with pytest.raises(ValueError, match=text.format("tuple", 0)):
+        optim.master_params(optax.adam(1e-3).init(PARAMS), PARAMS)
+    _, state = _trained("kahan")
+    with pytest.raises(ValueError, match=text.format("list", 2)):
+        optim.master_params([state, state], PARAMS)
+
+
+@pytest.mark.parametrize("method", ["masters", "split", "kahan"])
+def test_parameters_of_another_model_are_an_error(method):
+    _, state = _trained(method)
+    with pytest.raises(ValueError, match=r"^The parameters do not fit the \w+State that was given with them\.$"):
+        optim.master_params(state, {"v": PARAMS["w"]})
+    with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(3,\), where the parame"):
+        optim.master_params(state, PARAMS | {"w": jnp.ones(4, jnp.bfloat16)})
