@@ -17,6 +17,7 @@ _NEVER_OUTSIDE = {
     "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
     "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
     "optax.MultiStepsState": "optax.MultiSteps(optax.adamw(1e-3), 4)",
+    "optax.SAMState": "optax.contrib.sam(optax.adamw(1e-3), adv_optimizer)",
     "optax.ScheduleFreeState": "optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3)",
 }
 # What does so unless its other parts happen to have no memory. These states are also mere containers (a tuple of the
@@ -24,6 +25,8 @@ _NEVER_OUTSIDE = {
 _NOT_OUTSIDE_IN_A_STEP = {
     "builtins.tuple": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
     "collections.OrderedDict": "optax.named_chain(('clip', optax.clip(1.0)), ('adamw', optax.adamw(1e-3)))",
+    "optax.ConditionallyMaskState": "optax.conditionally_mask(optax.adamw(1e-3), should_transform_fn)",
+    "optax.ConditionallyTransformState": "optax.conditionally_transform(optax.adamw(1e-3), should_transform_fn)",
     "optax.InjectStatefulHyperparamsState": "optax.inject_hyperparams(optax.adamw)(schedule)",
     "optax.MaskedState": "optax.masked(optax.adamw(1e-3), mask)",
     "optax.PartitionState": "optax.partition({'matrix': optax.adamw(1e-3), 'vector': optax.sgd(1e-2)}, labels)",
@@ -73,7 +76,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
             f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
             "Pass the loss scale itself, or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
         )
-    return _without_variables(found[0])
+    return without_variables(found[0])
 
 
 def scaled_state(state: PyTree) -> LossScaledState:
@@ -89,7 +92,7 @@ def scaled_state(state: PyTree) -> LossScaledState:
             "For example: jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale()).init(params)."
         )
     found = found[0]._replace(inner_state=None)  # which may be large, and nobody asks for
-    return _without_variables(found)
+    return without_variables(found)
 
 
 def has_scaled_state(state: PyTree) -> bool:
@@ -138,6 +141,15 @@ def metrics(state: PyTree) -> dict[str, Any]:
     return figures
 
 
+def without_variables(tree: T) -> T:
+    """The arrays themselves, where an nnx optimizer keeps each in a Variable; those are known by their `get_value`."""
+
+    def is_variable(node: Any) -> bool:
+        return hasattr(node, "get_value")
+
+    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
+
+
 def _check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
     def is_outside(node: Any) -> bool:
         return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
@@ -159,12 +171,3 @@ def _type_name(node: Any) -> str:
 def _nodes(tree: PyTree, kind: type[T]) -> list[T]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
-
-
-def _without_variables(tree: T) -> T:
-    """The arrays themselves, where an nnx optimizer keeps each in a Variable; those are known by their `get_value`."""
-
-    def is_variable(node: Any) -> bool:
-        return hasattr(node, "get_value")
-
-    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)

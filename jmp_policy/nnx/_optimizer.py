@@ -1,19 +1,22 @@
-"""An optimizer of nnx modules that skips a step as a whole."""
+"""An optimizer of nnx modules that skips a step as a whole, and rounds half-precision parameters in its own way."""
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
 from .._scaled_state import has_scaled_state, scaled_state
+from ..optim._step import ParameterUpdate
 
 
 class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer`, where a step that overflowed advances neither the parameters, the moments nor `step`.
 
     It is made and called as Flax's. With a `tx` of `jmp_policy.optim.loss_scaled` or `skip_nonfinite` it holds the
-    loss scale, and is what `value_and_grad`, `get_loss_scale` and `metrics` take as their state. With any other
-    transformation it does what Flax's does.
+    loss scale, and is what `value_and_grad`, `get_loss_scale` and `metrics` take as their state. Half-precision
+    parameters (`nnx.cast_params`) are updated bit for bit as by `jmp_policy.optim.step`. With any other transformation
+    it does what Flax's does.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -37,10 +40,10 @@ class Optimizer(nnx.Optimizer):
           **extra: extra arguments of the transformation, such as `value`.
 
         Returns:
-          Under `loss_scaled` nothing: a good step writes no array of updates, which is what makes it cheap. With any
-          other transformation the updates, as Flax.
+          Under `loss_scaled`, and with a transformation for half-precision parameters, nothing: a step writes no
+          array of updates, which is what makes it cheap and exact. With any other transformation the updates, as Flax.
         """
-        if not has_scaled_state(self.opt_state):
+        if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
             return super().update(model, grads, **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
@@ -48,5 +51,9 @@ class Optimizer(nnx.Optimizer):
         params, opt_state = optim.step(self.tx, true_grads, opt_state, params, **nnx.as_pure(extra))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        self.step[...] += scaled_state(opt_state).grads_finite.astype(self.step.dtype)
+        self.step[...] += _steps_taken(opt_state)
         return None
+
+
+def _steps_taken(opt_state: Any) -> Any:
+    return scaled_state(opt_state).grads_finite.astype(jnp.uint32) if has_scaled_state(opt_state) else jnp.uint32(1)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from .._scaled_state import _without_variables
+from .._scaled_state import without_variables
 from .._tree import PyTree
 from ._half_parameters import widened_alone
 from ._kahan import COMPENSATED, KahanState
@@ -18,9 +18,9 @@ _STORAGES = {MasterWeightsState: COPIES, SplitWeightsState: SPLIT, KahanState: C
 def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """The float32 values of parameters that are trained in half precision, to evaluate or to export.
 
-    They are what the optimizer inside works on: the copies of `master_weights`, the two halves of `mode="split"` joined,
-    parameter plus compensation of `kahan`. Under `stochastic_rounding` the parameters are all there is, and become
-    float32. Those of other dtypes, and those that the optimizer does not train (`optax.masked`), have no more either.
+    They are what the optimizer inside works on: the copies of `master_weights`, its two halves joined with
+    `mode="split"`, parameter plus compensation of `kahan`. Under `stochastic_rounding`, and where the optimizer does
+    not train a parameter (`optax.masked`), the parameter is all there is, and becomes float32.
 
     Args:
       opt_state: a tree that holds exactly one state of these transformations: an optax state, a `TrainState`, an
@@ -40,8 +40,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> params["w"].tolist(), master_params(opt_state, params)["w"].tolist()
     ([1.0, 1.0], [0.9990234375, 1.0])
     """
-    state = _without_variables(_only_state(opt_state))
-    plain = _without_variables(params)
+    state = without_variables(_only_state(opt_state))
+    plain = without_variables(params)
     if isinstance(state, StochasticRoundingState):
         wide = widened_alone(plain)
     else:
