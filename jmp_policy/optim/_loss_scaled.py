@@ -33,7 +33,7 @@ def loss_scaled(
     that it should; `init`, `optim.step` and `value_and_grad` raise where they can tell.
 
     ======================================================  ======================================================
-    this                                                    and not
+    works                                                   does not
     ======================================================  ======================================================
     `loss_scaled(chain(clip, adamw, add_decayed_weights))`  `chain(clip, loss_scaled(adamw), add_decayed_weights)`
     `loss_scaled(MultiSteps(adamw, k))`                     `MultiSteps(loss_scaled(adamw), k)`
@@ -42,9 +42,9 @@ def loss_scaled(
     `loss_scaled(adamw)`                                    `apply_if_finite(loss_scaled(adamw), n)`
     ======================================================  ======================================================
 
-    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. An
-    outer `clip` makes a nan of every gradient where one is infinite, or a finite number of an infinity.
-    `inject_hyperparams` of numbers may be outside.
+    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. A
+    clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
+    outside.
 
     Args:
       inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.

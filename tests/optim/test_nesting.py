@@ -22,12 +22,21 @@ NEVER = {
     "lookahead": (optax.lookahead(SCALED, 5, 0.5), "LookaheadState", "lookahead"),
     "mechanize": (optax.contrib.mechanize(SCALED), "MechanicState", "contrib.mechanize"),
     "MultiSteps": (optax.MultiSteps(SCALED, 2), "MultiStepsState", "MultiSteps"),
+    "sam": (optax.contrib.sam(SCALED, optax.sgd(1e-2)), "SAMState", "contrib.sam"),
     "schedule_free": (optax.contrib.schedule_free(SCALED, 1e-2), "ScheduleFreeState", "contrib.schedule_free"),
     "chain in MultiSteps": (optax.MultiSteps(optax.chain(CLIP, SCALED), 2), "MultiStepsState", "MultiSteps"),
 }
 NOT_IN_A_STEP = {
     "after clip": (optax.chain(CLIP, SCALED), "tuple", "chain"),
     "before weight decay": (optax.chain(SCALED, optax.add_decayed_weights(1e-4)), "tuple", "chain"),
+    "conditionally_mask": (
+        optax.conditionally_mask(SCALED, lambda step: step > 2), "ConditionallyMaskState", "conditionally_mask",
+    ),
+    "conditionally_transform": (
+        optax.conditionally_transform(SCALED, lambda step: step > 2),
+        "ConditionallyTransformState",
+        "conditionally_transform",
+    ),
     "named_chain": (optax.named_chain(("clip", CLIP), ("scaled", SCALED)), "OrderedDict", "named_chain"),
     "masked": (optax.masked(SCALED, {"w": True, "b": False, "frozen": None}), "MaskedState", "masked"),
     "partition": (optax.partition({"matrix": SCALED, "vector": CLIP}, _labels), "PartitionState", "partition"),
@@ -57,6 +66,7 @@ def _shown(error):
     names = {
         "loss_scaled": jmp.optim.loss_scaled, "optax": optax, "policy": jmp.get_policy("mixed_float16"),
         "labels": _labels, "mask": {"w": True, "b": False, "frozen": None}, "schedule": optax.constant_schedule(0.1),
+        "should_transform_fn": lambda step: step > 2, "adv_optimizer": optax.sgd(1e-2),
     }  # fmt: skip
     return eval(str(error.value).partition("For example: ")[2].removesuffix("."), names)
 
