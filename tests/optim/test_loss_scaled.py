@@ -148,7 +148,7 @@ class TestTrees:
         params, _ = jmp.optim.step(optax.sgd(1.0), grads, optax.sgd(1.0).init(params), params)
         assert (params["w"].tolist(), params["n"].tolist()) == ([0.0], [0, 1])
 
-    @pytest.mark.parametrize("params", [{}, {"frozen": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
+    @pytest.mark.parametrize("params", [{}, {"none": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
     def test_trees_without_numbers_are_finite(self, way, params):
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale())
         grads = jax.tree.map(np.zeros_like, params)

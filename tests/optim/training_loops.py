@@ -180,19 +180,18 @@ def _synced(params):
 
 LOOPS: dict[str, Callable[[], Loop]] = {
     "adamw": lambda: _one_optimizer(ADAMW),
-    "adamw, update and apply": lambda: _one_optimizer(ADAMW, way=by_update),
     "accumulated by MultiSteps": lambda: _one_optimizer(optax.MultiSteps(ADAMW, 2)),
     "accumulated by MultiSteps, update and apply": lambda: _one_optimizer(optax.MultiSteps(ADAMW, 2), way=by_update),
     "accumulated in a scan": _accumulated_in_a_scan,
-    "clipped": lambda: _one_optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))),
+    "clipped": lambda: _one_optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1, eps=1.0))),
+    "clipped, update and apply": lambda: _one_optimizer(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)), way=by_update
+    ),
     "scheduled": lambda: _one_optimizer(optax.sgd(optax.linear_schedule(0.1, 0.0, 4))),
     "several losses, a scale each": _several_losses,
     "several optimizers on one scale": several_optimizers,
-    "multi_transform": lambda: _one_optimizer(
-        optax.multi_transform({"matrix": ADAMW, "vector": optax.sgd(0.1)}, _labels)
-    ),
-    "partition, frozen": lambda: _one_optimizer(
-        optax.partition({"matrix": ADAMW, "vector": optax.set_to_zero()}, _labels)
+    "partition": lambda: _one_optimizer(
+        optax.partition({"matrix": ADAMW, "vector": optax.sgd(0.1)}, _labels)
     ),
     "inject_hyperparams": lambda: _one_optimizer(
         optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 4)), way=by_update
