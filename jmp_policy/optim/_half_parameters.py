@@ -91,9 +91,9 @@ class _HalfParametersUpdate(ParameterUpdate):
             raise ValueError(f"{name} needs the parameters: tx.update(grads, opt_state, params).")
         if not isinstance(state, self._storage.state_type):
             raise TypeError(
-                f"Expected the state of {name}, got {type(state).__name__}. Make one: tx.init(params). If the optimizer "
-                "inside was trained alone, or in another transformation, its state goes on in there, with float32 "
-                "moments: tx.init(params)._replace(inner_state=restored)."
+                f"Expected the state of {name}, got {type(state).__name__}. Make one: tx.init(params). If the "
+                "optimizer inside was trained alone, or in another transformation, its state goes on in there, with "
+                "float32 moments: tx.init(params)._replace(inner_state=restored)."
             )
         check_fits(params, grads, "gradients")
         wide = self._storage.widen(params, state[1])
