@@ -1,13 +1,15 @@
-"""Reading the float32 value of parameters that are stored in half precision."""
+"""Reading and writing the float32 values of parameters that are stored in half precision."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from .._rounding import round_to_half
 from .._scaled_state import without_variables
-from .._tree import PyTree
-from ._half_parameters import widened_alone
+from .._tree import PyTree, cast_floating
+from ._half_parameters import check_fits, map_half, widened_alone
 from ._kahan import COMPENSATED, KahanState
 from ._master_weights import COPIES, SPLIT, MasterWeightsState, SplitWeightsState
 from ._stochastic_rounding import StochasticRoundingState
@@ -40,13 +42,51 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> params["w"].tolist(), master_params(opt_state, params)["w"].tolist()
     ([1.0, 1.0], [0.9990234375, 1.0])
     """
-    state = without_variables(_only_state(opt_state))
-    plain = without_variables(params)
+    state, plain = without_variables((_only_state(opt_state), params))
     if isinstance(state, StochasticRoundingState):
         wide = widened_alone(plain)
     else:
-        wide = _widened(state, plain)
+        trained = _trained(state, plain)
+        wide = _or_else(_STORAGES[type(state)].widen(trained, state[1]), widened_alone(plain))
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(wide))
+
+
+def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tuple[PyTree, PyTree]:
+    """Half-precision parameters, and the state that goes with them, of given float32 values.
+
+    The inverse of `master_params`: a run with float32 parameters, or with another of these transformations, goes on in
+    half precision. `master_weights` keeps every bit of its parameters, `kahan` what two half-precision numbers can
+    hold; under `stochastic_rounding` they are rounded to nearest. With nnx, give the results of `nnx.as_pure`.
+
+    Args:
+      opt_state: a tree that holds exactly one state of these transformations, for example `tx.init(params)`.
+      params: parameters in the dtypes that the results are to have.
+      master: a tree like `params` of the values, float32 where those are half precision.
+
+    Returns:
+      `(params, opt_state)`.
+
+    Raises:
+      ValueError: `opt_state` holds none of the states, or several; `params` or `master` do not fit it.
+
+    >>> tx = jmp.optim.master_weights(optax.sgd(1.0), mode="split")
+    >>> wide = {"w": jnp.float32([0.1])}
+    >>> params = jmp.cast_floating(wide, "bfloat16")
+    >>> params, opt_state = with_master_params(tx.init(params), params, wide)
+    >>> params["w"].tolist(), master_params(opt_state, params)["w"] == wide["w"]
+    ([0.10009765625], Array([ True], dtype=bool))
+    """
+    state = _only_state(opt_state)
+    check_fits(params, master, "float32 values")
+    master = map_half(lambda p, m: cast_floating(m, jnp.float32), params, master, otherwise=lambda p, m: m)
+    rounded = map_half(lambda p, m: round_to_half(m, p.dtype), params, master, otherwise=lambda p, m: m)
+    if isinstance(state, StochasticRoundingState):
+        return rounded, opt_state
+    narrow = _STORAGES[type(state)].narrow
+    narrowed, memory = narrow(_trained(state, master), _trained(state, params), state[1])
+    new_state = type(state)(state[0], memory)
+    replaced = jax.tree.map(lambda node: new_state if node is state else node, opt_state, is_leaf=lambda x: x is state)
+    return _or_else(narrowed, rounded), replaced
 
 
 def _only_state(tree: PyTree) -> Any:
@@ -61,14 +101,16 @@ def _only_state(tree: PyTree) -> Any:
     return found[0]
 
 
-def _widened(state: Any, params: PyTree) -> PyTree:
-    memory = state[1]
+def _trained(state: Any, params: PyTree) -> PyTree:
+    """The parameters without those that the optimizer of this state leaves alone, as `optax.masked` does."""
     try:
-        trained = jax.tree.map(lambda m, p: m if _is_masked(m) else p, memory, params, is_leaf=_is_masked)
+        return jax.tree.map(lambda m, p: m if _is_masked(m) else p, state[1], params, is_leaf=_is_masked)
     except ValueError as error:
         raise ValueError(f"The parameters do not fit the {type(state).__name__} that was given with them.") from error
-    wide = _STORAGES[type(state)].widen(trained, memory)
-    return jax.tree.map(lambda w, p: widened_alone(p) if _is_masked(w) else w, wide, params, is_leaf=_is_masked)
+
+
+def _or_else(trained: PyTree, others: PyTree) -> PyTree:
+    return jax.tree.map(lambda t, other: other if _is_masked(t) else t, trained, others, is_leaf=_is_masked)
 
 
 def _is_masked(node: Any) -> bool:

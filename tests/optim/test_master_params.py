@@ -1,4 +1,4 @@
-"""The float32 value of half-precision parameters is read from any state that holds what makes it up."""
+"""The float32 values of half-precision parameters are read from any state that has them, and written into another."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from half_parameter_registry import METHODS
+from optimizer_registry import types
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -71,6 +72,36 @@ def test_an_nnx_optimizer_gives_params_that_a_model_can_be_updated_with(method):
     nnx.update(wide, master)
     assert wide.kernel.dtype == wide.bias.dtype == jnp.float32
     np.testing.assert_array_equal(wide.kernel[...], model.kernel[...].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("after", METHODS)
+@pytest.mark.parametrize("before", ["masters", "kahan"])
+def test_training_goes_on_with_another_way_to_keep_float32(before, after):
+    """From one to the other, no float32 value changes by more than the new one cannot hold."""
+    params, state = _trained(before)
+    tx = METHODS[after](optax.sgd(1.0))
+    wide = optim.master_params(state, params)
+    new_params, new_state = optim.with_master_params(tx.init(params), params, wide)
+    assert types((new_params, new_state)) == types((params, tx.init(params)))
+    assert jax.tree.structure(new_state) == jax.tree.structure(tx.init(params))
+    within = {"masters": 0.0, "split": 0.0, "kahan": 2.0**-16, "stochastic": 2.0**-8}[after]
+    np.testing.assert_allclose(optim.master_params(new_state, new_params)["w"], wide["w"], rtol=within, atol=0.0)
+    np.testing.assert_array_equal(new_params["w"], wide["w"].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(new_params["b"], wide["b"])
+
+
+def test_float32_parameters_that_are_not_trained_are_rounded():
+    tx = optim.skip_nonfinite(optax.masked(METHODS["split"](optax.sgd(1.0)), {"w": False, "b": True, "frozen": None}))
+    wide = PARAMS | {"w": jnp.float32(WIDE["w"])}
+    params, state = optim.with_master_params(tx.init(PARAMS), PARAMS, wide)
+    np.testing.assert_array_equal(params["w"], wide["w"].astype(jnp.bfloat16))
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
+
+
+def test_float32_values_of_another_model_are_an_error():
+    params, state = _trained("split")
+    with pytest.raises(ValueError, match=r"The float32 values do not fit the parameters: \['w'\] is missing, where"):
+        optim.with_master_params(state, params, {"v": params["w"]})
 
 
 def test_states_without_one_or_with_several_are_errors():
