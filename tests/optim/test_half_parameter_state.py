@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from half_parameter_registry import METHODS
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizer_registry import bits, grads_of, types
 
 import jmp_policy as jmp
@@ -96,3 +96,67 @@ def test_states_are_made_and_steps_lowered_from_shapes_alone(trained):
     assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(abstract)] == types(trained)
     lowered = step.lower(abstract, jax.eval_shape(lambda: grads_of(0)))
     assert jax.tree.structure(lowered.out_info) == jax.tree.structure(trained)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_training_goes_on_in_half_precision_and_comes_back(method):
+    """A float32 step, one in half precision and one in float32 again are three float32 steps where no bit is lost."""
+    inner = optax.sgd(0.5, momentum=0.5)  # whose products are exact, so that no fusion of XLA's rounds them differently
+    tx = METHODS[method](inner)
+    params = {"w": jnp.float32([1.0, 0.3]), "b": jnp.float32([0.1])}
+    grads = jax.tree.map(lambda p: p / 3, params)
+    expected, expected_state = one = optim.step(inner, grads, inner.init(params), params)
+    for _ in range(2):
+        expected, expected_state = optim.step(inner, grads, expected_state, expected)
+
+    wide, restored = one
+    half = jmp.cast_floating(wide, "bfloat16")
+    half, state = optim.with_master_params(tx.init(half)._replace(inner_state=restored), half, wide)
+    half, state = optim.step(tx, grads, state, half)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(half)} == {"bfloat16"}
+    wide, restored = optim.master_params(state, half), state.inner_state
+    got, got_state = optim.step(inner, grads, restored, wide)
+    assert bits(got_state) == bits(expected_state)
+    if method in ("masters", "split"):
+        assert bits(got) == bits(expected)
+    else:
+        within = 2.0**-14 if method == "kahan" else 2.0**-6  # two roundings
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=within), got, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_state_that_was_saved_without_the_wrapper_is_an_error_that_says_where_it_goes(method):
+    inner, params = optax.sgd(0.5, momentum=0.5), {"w": jnp.bfloat16([1.0, 0.25])}
+    tx, grads = METHODS[method](inner), {"w": jnp.float32([0.5, 0.5])}
+    scaled = optim.skip_nonfinite(tx).init(params)
+    for restored in (inner.init(params), scaled):
+        text = rf"of \w+, got {type(restored).__name__}\. Make .* tx.init\(params\)\._replace\(inner_state=restored"
+        with pytest.raises(TypeError, match=text):
+            optim.step(tx, grads, restored, params)
+        with pytest.raises(TypeError, match=text):
+            tx.update(grads, restored, params)
+    with_float32_moments = tx.init(params)._replace(inner_state=inner.init(jmp.cast_to_full(params)))
+    assert types(optim.step(tx, grads, with_float32_moments, params)[1]) == types(tx.init(params))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_shards_stay_where_they_are(explicit):
+    """What is remembered of a parameter lies where the parameter lies, at first and after a step."""
+    axis_type = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,))
+    rows, everywhere = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
+    params = {"w": jax.device_put(jnp.ones((8, 2), jnp.bfloat16), rows), "b": jax.device_put(jnp.ones(8), everywhere)}
+    txs = {name: METHODS[name](optax.sgd(0.5, momentum=0.5)) for name in METHODS}
+    states = {name: tx.init(params) for name, tx in txs.items()}
+
+    @jax.jit
+    def train_step(states, params):
+        return {name: optim.step(tx, params, states[name], params) for name, tx in txs.items()}
+
+    after = train_step(states, params)
+    for name in METHODS:
+        new_params, new_state = after[name]
+        for state in (states[name], new_state):
+            remembered = [] if name == "stochastic" else [state[1]["w"]]
+            for leaf in (new_params["w"], state.inner_state[0].trace["w"], *remembered):
+                assert leaf.sharding.is_equivalent_to(rows, 2), name
