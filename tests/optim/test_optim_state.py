@@ -75,6 +75,36 @@ def test_another_kind_of_scale_is_refused(trained):
         flax.serialization.from_state_dict(target, saved)
 
 
+INNER = optax.sgd(0.5, momentum=0.5)  # whose products are exact, so that no fusion of XLA's rounds them differently
+DYNAMIC, SKIP = jmp.optim.loss_scaled(INNER, jmp.DynamicLossScale()), jmp.optim.skip_nonfinite(INNER)
+RECIPES = {
+    "no scale, then dynamic": (INNER, DYNAMIC, lambda saved, new: new._replace(inner_state=saved)),
+    "dynamic, then no scale": (DYNAMIC, INNER, lambda saved, new: saved.inner_state),
+    "skip_nonfinite, then dynamic": (SKIP, DYNAMIC, lambda saved, new: saved._replace(loss_scale=new.loss_scale)),
+    "dynamic, then skip_nonfinite": (DYNAMIC, SKIP, lambda saved, new: saved._replace(loss_scale=new.loss_scale)),
+}
+
+
+def test_training_goes_on_with_another_kind_of_loss_scale():
+    params, grads = params_of(), [grads_of(seed) for seed in range(2)]
+
+    @jax.jit
+    def train(params, grads):
+        expected, out = (params, INNER.init(params)), {}
+        for grad in grads:
+            expected = by_step(INNER, grad, *expected[::-1])
+        for name, (before, after, restore) in RECIPES.items():
+            middle, saved = by_step(before, grads[0], before.init(params), params)
+            out[name] = by_step(after, grads[1], restore(saved, after.init(params)), middle)
+        return expected, out
+
+    expected, out = train(params, grads)
+    for name, (_, after, _) in RECIPES.items():
+        got_params, state = out[name]
+        assert jax.tree.structure(state) == jax.tree.structure(after.init(params)), name
+        assert bits((got_params, getattr(state, "inner_state", state))) == bits(expected), name
+
+
 @pytest.mark.parametrize("first", ["flax.serialization", "jmp_policy"])
 def test_flax_may_be_loaded_before_or_after(first):
     program = f"""
