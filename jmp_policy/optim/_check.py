@@ -12,8 +12,10 @@ def check(state: PyTree, *, patience: int = 10) -> None:
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
-      patience: how many skips in a row are too many for a scale that does not change. A dynamic scale is stuck once
-        it has reached its floor and the last two steps were skipped, of which at least one was taken at the floor.
+      patience: how many skips in a row are too many for a scale that does not change; where the loop keeps dynamic
+        scales itself, beside `skip_nonfinite`, more than their way down takes, 24 from the highest. A dynamic scale is
+        stuck once it has reached its floor and the last two steps were skipped, of which at least one was taken at
+        the floor.
 
     Raises:
       FloatingPointError: training is stuck.
