@@ -81,7 +81,8 @@ def test_training_goes_on_with_another_way_to_keep_float32(before, after):
     params, state = _trained(before)
     tx = METHODS[after](optax.sgd(1.0))
     wide = optim.master_params(state, params)
-    new_params, new_state = optim.with_master_params(tx.init(params), params, wide)
+    zeros = jax.tree.map(jnp.zeros_like, params)  # of which only the dtypes matter
+    new_params, new_state = optim.with_master_params(tx.init(zeros), zeros, wide)
     assert types((new_params, new_state)) == types((params, tx.init(params)))
     assert jax.tree.structure(new_state) == jax.tree.structure(tx.init(params))
     within = {"masters": 0.0, "split": 0.0, "kahan": 2.0**-16, "stochastic": 2.0**-8}[after]
