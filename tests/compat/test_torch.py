@@ -98,6 +98,11 @@ def test_a_scale_above_our_ceiling_comes_back_to_where_it_was():
     assert float(scale.loss_scale) == 2.0**25
 
 
+def test_a_count_that_has_passed_its_interval_is_complete():
+    scale = loss_scale_from_state_dict(STATE_DICT | {"_growth_tracker": 9}).adjust(jnp.array(True))
+    assert (float(scale.loss_scale), int(scale.counter)) == (8192.0, 0)
+
+
 @pytest.mark.parametrize(
     ("state_dict", "error", "text"),
     [
