@@ -112,6 +112,11 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is an array, or stands for one."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
 def is_floating(leaf: object) -> bool:
     """Whether a leaf is one that `cast_floating` casts.
 

@@ -1,0 +1,116 @@
+"""The one place that walks a program: a rule says what becomes of each equation, bodies are rewritten in turn."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from ._body import Body
+from ._control_flow import CONTROL_FLOW
+from ._custom_rules import custom_jvp, custom_vjp
+from ._jaxpr import Program, with_body
+from ._kind import Kind, Value, float_dtype
+from ._rule import Context, Rule
+
+
+class Rewritten(NamedTuple):
+    """A program and the kinds of its results."""
+
+    program: Program
+    kinds: tuple[Kind, ...]
+
+
+class Rewriter:
+    """Rewrites programs by a rule."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+
+    def rewrite(
+        self,
+        program: Program,
+        kinds: Sequence[Kind],
+        context: Context,
+        out_dtypes: Sequence[np.dtype | None] | None = None,
+    ) -> Rewritten:
+        """Rewrites a program for arguments of the given kinds.
+
+        Args:
+          program: a `Jaxpr` or `ClosedJaxpr`.
+          kinds: one for each of its arguments.
+          context: that of the equation it belongs to.
+          out_dtypes: the dtypes that its results must have; `None` where they may be what they become.
+
+        Returns:
+          The program and the kinds of its results. The same object for the same arguments, so that JAX, too, traces
+          and compiles one body once.
+        """
+        wanted = None if out_dtypes is None else tuple(out_dtypes)
+        key = (self.rule, tuple(kinds), context, wanted)
+        found = _REWRITTEN.setdefault(program, {})
+        if key not in found:
+            found[key] = self._rewrite(program, kinds, context, wanted)
+        return found[key]
+
+    def _rewrite(
+        self, program: Program, kinds: Sequence[Kind], context: Context, out_dtypes: tuple[np.dtype | None, ...] | None
+    ) -> Rewritten:
+        old = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+        rule, body = self.rule, Body()
+        arguments = [_argument(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
+        environment: dict[Any, Value] = dict(zip(old.invars, arguments, strict=True))
+        for var in old.constvars:
+            environment[var] = Value(var, rule.argument(float_dtype(var)))
+
+        def read(atom: Any) -> Value:
+            return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
+
+        def arrive(value: Value, eqn: JaxprEqn, place: Context) -> Value:
+            return value if value.kind.dtype is None else rule.arriving(value, eqn, body, place)
+
+        for eqn in old.eqns:
+            place = rule.context(context, eqn)
+            values = [arrive(read(atom), eqn, place) for atom in eqn.invars]
+            write = WRITERS.get(eqn.primitive.name)
+            results = None if write is None else write(self, eqn, values, body, place)
+            if results is None:
+                results = rule.equation(eqn, values, body, place)
+            for var, result in zip(eqn.outvars, results, strict=True):
+                environment[var] = result if result.kind.dtype is None else result._replace(origin=place)
+
+        end = _end_of(old)
+        results = [arrive(read(atom), end, context) for atom in old.outvars]
+        if out_dtypes is not None:
+            results = [_in(result, dtype, body, end) for result, dtype in zip(results, out_dtypes, strict=True)]
+        invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
+        new = with_body(program, invars, body.equations, outvars)
+        return Rewritten(new, tuple(result.kind for result in results))
+
+
+WRITERS = CONTROL_FLOW | {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
+
+_REWRITTEN: weakref.WeakKeyDictionary[Program, dict[Any, Rewritten]] = weakref.WeakKeyDictionary()
+
+
+def _end_of(body: Any) -> JaxprEqn:
+    """An equation in whose place casts of results are written; a body may have none."""
+    return body.eqns[-1] if body.eqns else _NOWHERE
+
+
+_NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
+
+
+def _argument(var: Any, kind: Kind) -> Value:
+    if kind.dtype is None or var.aval.dtype == kind.dtype:
+        return Value(var, kind)
+    return Value(type(var)(var.aval.update(dtype=kind.dtype)), kind)
+
+
+def _in(value: Value, dtype: np.dtype | None, body: Body, eqn: JaxprEqn) -> Value:
+    if dtype is None or value.kind.dtype is None or value.kind.dtype == dtype:
+        return value
+    return Value(body.cast(value.atom, dtype, eqn), value.kind._replace(dtype=dtype))

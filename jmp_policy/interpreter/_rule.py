@@ -1,0 +1,54 @@
+"""What a rule has to say about a program."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from ._body import Body
+from ._kind import Kind, Value
+
+Context = Any
+"""What a rule knows of the place of an equation; hashable."""
+
+
+class Rule(abc.ABC):
+    """What becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten."""
+
+    @abc.abstractmethod
+    def context(self, outer: Context, eqn: JaxprEqn) -> Context:
+        """What is known of the place of `eqn` in a body that was entered with the context `outer`."""
+
+    @abc.abstractmethod
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+        """Writes what becomes of an equation without a body of its own, and returns its results."""
+
+    @abc.abstractmethod
+    def arriving(self, value: Value, eqn: JaxprEqn, body: Body, context: Context) -> Value:
+        """A floating value as it is seen by `eqn`, which may stand in another place than what made it."""
+
+    @abc.abstractmethod
+    def argument(self, dtype: np.dtype | None) -> Kind:
+        """The kind of an argument or constant that is as it was traced."""
+
+    @abc.abstractmethod
+    def literal(self, literal: Literal) -> Kind:
+        """The kind of a literal."""
+
+    @abc.abstractmethod
+    def join(self, kinds: Sequence[Kind]) -> Kind:
+        """The kind of a value that is now one and now another: of branches, or around a loop."""
+
+    @abc.abstractmethod
+    def accumulated(self, kind: Kind) -> Kind:
+        """The kind of the carry of a loop that is only added to, where it starts with `kind`."""
+
+    @abc.abstractmethod
+    def opens(self, eqn: JaxprEqn, context: Context) -> bool:
+        """Whether a function with custom derivatives is rewritten inside, its derivative too."""
+
+    @abc.abstractmethod
+    def opens_inside(self, eqn: JaxprEqn, context: Context) -> bool:
+        """Whether a function with custom derivatives is rewritten inside, where its derivative stays."""
