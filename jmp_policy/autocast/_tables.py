@@ -22,8 +22,7 @@ class Precision(enum.Enum):
 LOW = {
     "dot_general": "the matmul units that half precision is for",
     "conv_general_dilated": "the same",
-    "ragged_dot": "the same, for mixtures of experts",
-    "ragged_dot_general": "the same",
+    "ragged_dot_general": "the same, for mixtures of experts",
 }
 
 FULL = {
@@ -31,6 +30,7 @@ FULL = {
     "exp2": "as exp",
     "expm1": "as exp; cancels near 0",
     "log": "its argument's rounding is an absolute error of the result, and 0 may be rounding's",
+    "log2": "as log",
     "log1p": "as log; 1 + x rounds to 1",
     "pow": "as exp of a logarithm",
     "rsqrt": "overflows float16 for sums of squares",
@@ -49,13 +49,13 @@ FULL = {
     "atan": "rarely of activations",
     "erf_inv": "steep at the ends of its domain",
     "erfc": "relative error in the tail is exp's",
+    "polynomial": "adds and multiplies as often as it has terms",
     "lgamma": "special functions are sums of many terms",
     "digamma": "as lgamma",
     "polygamma": "as lgamma",
     "igamma": "as lgamma",
     "igammac": "as lgamma",
     "igamma_grad_a": "as lgamma",
-    "random_gamma_grad": "as lgamma",
     "regularized_incomplete_beta": "as lgamma",
     "zeta": "as lgamma",
     "bessel_i0e": "as lgamma",
@@ -65,17 +65,17 @@ FULL = {
     "cumsum": "as reduce_sum; bfloat16 alone: 4.5e-3 where float32 inside has 1.7e-3",
     "cumprod": "as reduce_prod; bfloat16 alone: 0.59 where float32 inside has 1.7e-3",
     "cumlogsumexp": "as exp and cumsum",
-    "logistic_log": "as log",
     "fft": "a sum over all points, and XLA has none in half",
     "cholesky": "XLA has no linear algebra in half",
     "cholesky_update": "as cholesky",
     "eig": "as cholesky",
     "eigh": "as cholesky",
     "householder_product": "as cholesky",
+    "geqp3": "as cholesky",
     "geqrf": "as cholesky",
     "hessenberg": "as cholesky",
     "lu": "as cholesky",
-    "lu_pivots_to_permutation": "as cholesky",
+    "ormqr": "as cholesky",
     "qr": "as cholesky",
     "schur": "as cholesky",
     "svd": "as cholesky",
@@ -83,7 +83,7 @@ FULL = {
     "triangular_solve": "as cholesky",
     "tridiagonal": "as cholesky",
     "tridiagonal_solve": "as cholesky",
-    "reduce": "a reduction with a function of the user's",
+    "reduce": "as reduce_sum, with a function of the user's",
 }
 
 FULL_IN_FLOAT16 = {
@@ -94,21 +94,13 @@ FULL_IN_FLOAT16 = {
 
 WIDE = {
     "scatter-add": "sums into one place from many; XLA adds in the dtype of the operand",
-    "scatter_add": "as scatter-add",
-    "scatter_mul": "as scatter-add, multiplying",
-    "scatter-mul": "as scatter_mul",
-    "scatter_sub": "as scatter-add",
+    "scatter-mul": "as scatter-add, multiplying",
     "scatter-sub": "as scatter-add",
-    "scatter": "its program of updates is typed as it was traced",
-    "scatter_min": "as scatter",
-    "scatter-min": "as scatter",
-    "scatter_max": "as scatter",
-    "scatter-max": "as scatter",
     "reduce_window_sum": "the sum of average pooling",
-    "reduce_window": "a windowed reduction with a function of the user's",
+    "reduce_window": "as reduce_window_sum, with a function of the user's",
     "select_and_scatter_add": "the backward pass of max pooling adds where windows overlap",
     "select_and_gather_add": "packs pairs of float32",
-    "select_and_scatter": "its programs are typed as they were traced",
+    "select_and_scatter": "as select_and_scatter_add, with functions of the user's",
 }
 
 INFER = {
@@ -118,6 +110,7 @@ INFER = {
     "mul": "one rounding",
     "div": "one rounding",
     "rem": "exact",
+    "one_minus_square": "of a tanh, mostly: three roundings",
     "tanh": "about one unit in the last place",
     "logistic": "about one unit in the last place",
     "erf": "about one unit in the last place",
@@ -125,31 +118,99 @@ INFER = {
     "square": "one rounding, where it does not overflow",
     "integer_pow": "as square",
     "psum": "as in the dtype that the user reduces in",
-    "psum2": "as psum",
     "psum_invariant": "as psum",
-    "psum_scatter": "as psum",
     "reduce_scatter": "as psum",
     "unreduced_psum": "as psum",
     "unreduced_reduce_scatter": "as psum",
 }
 
-CLEAR = dict.fromkeys(
-    [
-        "abs", "neg", "sign", "max", "min", "clamp", "floor", "ceil", "round", "nextafter", "copy", "copy_p",
-        "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice", "dynamic_slice", "dynamic_update_slice",
-        "gather", "pad", "concatenate", "split", "broadcast_in_dim", "select_n", "stop_gradient", "name",
-        "reduce_max", "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min", "top_k", "sort",
-        "argmax", "argmin", "reduce_precision", "optimization_barrier", "all_gather", "all_gather_invariant",
-        "all_gather_reduced", "all_to_all", "ppermute", "pbroadcast", "pmax", "pmin", "pvary", "pcast",
-        "sharding_constraint", "reshard", "device_put", "mesh_cast", "tile", "layout_constraint", "preduced",
-        "psend", "precv", "vary_unreduced_cast", "reduced_vary_cast",
-    ],
-    "moves or chooses numbers, and computes none",
+CLEAR = (
+    dict.fromkeys(
+        ["reshape", "squeeze", "transpose", "rev", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "pad",
+         "concatenate", "split", "stack", "unstack", "broadcast_in_dim", "tile", "copy"],
+        "moves numbers",
+    )
+    | dict.fromkeys(
+        ["max", "min", "clamp", "select_n", "sort", "top_k", "approx_top_k", "argmax", "argmin", "reduce_max",
+         "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min", "scatter", "scatter-max",
+         "scatter-min"],
+        "chooses among numbers",
+    )
+    | dict.fromkeys(
+        ["abs", "neg", "sign", "floor", "ceil", "round", "reduce_precision"],
+        "exact: what it makes of a number of half precision is one",
+    )
+    | dict.fromkeys(
+        ["stop_gradient", "name", "optimization_barrier", "device_put", "sharding_constraint", "reshard", "relayout",
+         "layout_constraint", "pvary", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast",
+         "reduced_vary_cast_p", "preduced", "tie", "inspect_sharding"],
+        "says something about a value, and leaves it",
+    )
+    | dict.fromkeys(
+        ["all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute",
+         "pbroadcast", "pbroadcast_dynamic", "pmax", "pmin", "unreduced_pmax", "unreduced_pmin"],
+        "moves or chooses numbers between devices: half as many bytes in half",
+    )
 )  # fmt: skip
 
 COMPARE = dict.fromkeys(
     ["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "lt_to", "le_to"], "returns a truth value"
 )
+
+TRACED = (
+    {"convert_element_type": "the user wrote this cast, and it is kept"}
+    | dict.fromkeys(
+        ["and", "or", "xor", "not", "reduce_and", "reduce_or", "reduce_xor", "shift_left", "shift_right_arithmetic",
+         "shift_right_logical", "population_count", "clz", "mulhi", "lu_pivots_to_permutation"],
+        "of integers",
+    )
+    | dict.fromkeys(
+        ["bitcast_convert_type", "nextafter", "iota", "iota_2x32_shape", "zeros_like", "empty", "empty2",
+         "broadcast_to", "stage"],
+        "means the very dtype that it was traced in",
+    )
+    | dict.fromkeys(["complex", "real", "imag", "conj"], "of complex numbers, which have no half precision")
+    | dict.fromkeys(
+        ["random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap",
+         "random_wrap", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
+         "philox2x32", "philox4x32"],
+        "of random keys and bits: the numbers drawn are those of the program without autocast",
+    )
+    | dict.fromkeys(
+        ["scaled_dot", "scaled_matmul", "scaled_matmul_wrapper", "dot_product_attention_fwd",
+         "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd", "dot_product_attention_bwd_wrapper",
+         "dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd",
+         "dot_product_attention_fp8_bwd_wrapper", "cudnn_fusion"],
+        "a kernel that takes the dtypes that it was given, and is in low precision already",
+    )
+    | dict.fromkeys(
+        ["get", "swap", "addupdate", "accum_grad_in_ref", "empty_ref", "new_ref", "free_ref", "freeze", "box_get",
+         "box_set", "new_box", "new_log", "log_read", "log_extend", "run_state", "core_map", "pin", "unpin",
+         "with_memory_space_constraint", "program_order"],
+        "reads and writes memory that has a dtype",
+    )
+    | dict.fromkeys(
+        ["all_gather_start", "all_gather_done", "all_gather_reduced_start", "all_to_all_start", "all_to_all_done",
+         "pbroadcast_start", "pbroadcast_done", "ppermute_start", "ppermute_done", "psum_start", "psum_done",
+         "psum_invariant_start", "reduce_scatter_start", "reduce_scatter_done", "unreduced_psum_start",
+         "unreduced_reduce_scatter_start", "psend", "precv"],
+        "one half of a transfer: both must agree on the dtype",
+    )
+    | dict.fromkeys(
+        ["call", "call_exported", "call_hi_primitive", "call_hi_primitive_linearized", "composite", "eval_jaxpr",
+         "linear_call", "custom_lin", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
+         "custom_jvp_call_jaxpr", "remat_opt", "ffi_call", "pure_callback", "io_callback", "debug_callback",
+         "debug_print", "check"],
+        "a program of which the interpreter sees the outside only",
+    )
+    | dict.fromkeys(
+        ["after_all", "create_token", "create_linear", "axis_index", "platform_index", "dim_as_value",
+         "dimension_size", "shape_assertion", "dce_sink", "unreachable", "from_edtype", "to_edtype"],
+        "of tokens, indices, shapes and other things that are no numbers",
+    )
+)  # fmt: skip
+"""What runs as it was traced, as any primitive does that is in no table; control flow, calls and custom derivatives
+are no rows, for the interpreter goes into them."""
 
 FUNCTIONS = {
     "jax.nn.softmax": "narrow",
