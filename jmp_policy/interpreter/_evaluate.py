@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
@@ -33,7 +34,12 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
         environment.update(zip(eqn.outvars, results, strict=True))
         for var in last_use.get(i, ()):
             del environment[var]
-    return [read(atom) for atom in body.outvars]
+    return [_constant(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
+
+
+def _constant(literal: Any) -> jax.Array:
+    """A result that is a number in the program, as the array that it is to JAX."""
+    return jnp.asarray(literal.val, literal.aval.dtype)
 
 
 def _last_uses(body: Jaxpr) -> dict[int, list[Any]]:
