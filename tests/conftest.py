@@ -1,5 +1,9 @@
 """The registry of policies: a law that takes `any_policy` holds for each of them."""
 
+import os
+import tempfile
+
+import jax
 import pytest
 
 import jmp_policy as jmp
@@ -20,6 +24,23 @@ POLICIES = [
     "infer",
     "infer_float32_vars",
 ]
+
+
+PROGRAMS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.1,  # what takes less is not worth a file
+    "jax_persistent_cache_enable_xla_caches": "none",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
+        return
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    for name, value in {"jax_compilation_cache_dir": folder.name, **PROGRAMS}.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
 
 
 @pytest.fixture(params=POLICIES)
