@@ -29,7 +29,7 @@ def autocast(
         program = traced.program
         kinds = [Kind(v.aval.dtype, Mark(Colour.TRACED)) if is_float(v) else Kind(None) for v in program.jaxpr.invars]
         out = [(policy.output_dtype or v.aval.dtype) if is_float(v) else None for v in program.jaxpr.outvars]
-        new = rewriter.rewrite(program, kinds, Place(False, None), out)
+        new = rewriter.rewrite(program, kinds, Place(), out)
         return run(traced, new.program)
 
     return autocasted

@@ -17,12 +17,16 @@ from jax.extend.core import JaxprEqn, Literal
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
 from ._functions import Function
-from ._rules import AutocastRules
+from ._rules import AutocastRules, functions, table
 from ._tables import Precision
 
 
 class Colour(enum.IntEnum):
-    """Why a value has its dtype; the greater wins where two meet."""
+    """Why a value has its dtype; the greater wins where two meet.
+
+    The idea is that of TensorFlow grappler's auto_mixed_precision: what must keep an operation in float32 is a value
+    that a float32-only operation made, not one that is merely float32, such as a bias.
+    """
 
     TRACED = 0  # it came so: an argument, a parameter, a constant
     LOW = 1  # a low operation made it, or one that followed
@@ -30,14 +34,18 @@ class Colour(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """What autocast knows of a value.
+    """What autocast knows of a value beside its dtype.
 
     Attributes:
       colour: its colour.
+      narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
+      backward: whether a backward pass made it: a gradient, once something else uses it.
       constant: the number that it is everywhere, if that is known.
     """
 
     colour: Colour
+    narrow: bool = False
+    backward: bool = False
     constant: float | None = None
 
 
@@ -46,24 +54,19 @@ class Place(NamedTuple):
 
     Attributes:
       backward: whether it belongs to a backward pass.
-      function: the function of the tables that it belongs to, and how that one is treated.
+      function: the function of the tables that it belongs to.
     """
 
-    backward: bool
-    function: Function | None
+    backward: bool = False
+    function: Function | None = None
 
 
 class Casting(NamedTuple):
-    """Everything that decides about an operation."""
+    """All that decides about an operation."""
 
     compute_dtype: np.dtype
     rules: AutocastRules
     custom_rules: str
-
-
-_CASTABLE = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
-_FLOAT32 = np.dtype(np.float32)
-_TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
 
 
 class CastingRule(Rule):
@@ -72,8 +75,8 @@ class CastingRule(Rule):
     def __init__(self, casting: Casting):
         self._casting = casting
         self._compute = casting.compute_dtype
-        self._table = casting.rules.table(casting.compute_dtype)
-        self._functions = casting.rules.functions()
+        self._table = table(casting.rules, casting.compute_dtype)
+        self._functions = functions(casting.rules)
         finfo = jnp.finfo(self._compute)
         self._largest, self._smallest = float(finfo.max), float(finfo.smallest_normal)
 
@@ -92,44 +95,68 @@ class CastingRule(Rule):
             return Place(backward, Function("force_full_precision", "full"))
         return Place(backward, self._functions.find(eqn))
 
-    def literal(self, literal: Literal) -> Kind:
-        if not is_float(literal):
-            return Kind(None)
-        return Kind(float_dtype(literal), Mark(Colour.TRACED, float(literal.val) if np.ndim(literal.val) == 0 else None))
-
     def argument(self, dtype: np.dtype | None) -> Kind:
         return Kind(dtype, _TRACED)
 
-    def arriving(self, value: Value, eqn: JaxprEqn, body: Body, context: Any) -> Value:
-        origin = value.origin
-        if origin is None or origin == context or value.kind.dtype not in _CASTABLE:
+    def literal(self, literal: Literal) -> Kind:
+        is_scalar = is_float(literal) and np.ndim(literal.val) == 0
+        return Kind(float_dtype(literal), _TRACED._replace(constant=float(literal.val)) if is_scalar else _TRACED)
+
+    def join(self, kinds: Sequence[Kind]) -> Kind:
+        first = kinds[0]
+        if first.dtype is None or all(kind == first for kind in kinds):
+            return first
+        if first.dtype not in _CASTABLE:
+            return Kind(first.dtype, _TRACED)
+        mark = _joined(kinds)
+        return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype(mark.colour), mark)
+
+    def accumulated(self, kind: Kind) -> Kind:
+        return Kind(_FLOAT32, _FULL) if kind.dtype in _CASTABLE else kind
+
+    def opens(self, eqn: JaxprEqn, context: Any) -> bool:
+        return _is_of_jax(eqn)
+
+    def opens_inside(self, eqn: JaxprEqn, context: Any) -> bool:
+        return self._casting.custom_rules == "inside"
+
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
+        place: Place = context
+        precision = self._table.get(eqn.primitive.name, Precision.TRACED)
+        if not _is_castable(eqn):
+            precision = Precision.TRACED
+        elif place.function is not None:
+            precision = _INSIDE[place.function.treatment].get(precision, precision)
+        values = [self._arriving(value, precision, eqn, body, place) for value in values]
+        if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
+            results = self._conversion(eqn, values, body)
+        else:
+            results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
+        return [self._placed(result, place) for result in results]
+
+    def _arriving(self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place) -> Value:
+        """A value as it is used in `place`, which may be another one than that where it was made."""
+        dtype, mark = value.kind
+        if dtype not in _CASTABLE:
             return value
-        if origin.backward and not context.backward:  # a gradient: what averages, clips and applies it is full
+        if mark.backward and not place.backward:  # a gradient: what averages, clips and applies it does so in float32
             return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, _FULL))
-        if origin.function is not None and origin.function.treatment == "narrow" and not self._is_low(value):
+        left = mark.narrow and (place.function is None or place.function.treatment != "narrow")
+        if left and precision not in (Precision.FULL, Precision.TRACED):
             return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
         return value
 
-    def _is_low(self, value: Value) -> bool:
-        return value.kind.mark.colour is Colour.LOW
-
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
-        name = eqn.primitive.name
-        if name == "convert_element_type":
-            return self._conversion(eqn, values, body)
-        precision = self._table.get(name, Precision.TRACED)
-        if not _has_floats(eqn):
-            return body.append(eqn, [value.atom for value in values], _as_traced(eqn, _TRACED))
-        if precision is Precision.TRACED or not _is_castable(eqn):
-            return self._as_traced(eqn, values, body)
-        if context.function is not None:
-            precision = _INSIDE[context.function.treatment].get(precision, precision)
-        return getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
+    def _placed(self, result: Value, place: Place) -> Value:
+        """A result that remembers where it was made."""
+        dtype, mark = result.kind
+        if dtype is None:
+            return result
+        narrow = mark.colour is Colour.FULL and place.function is not None and place.function.treatment == "narrow"
+        return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward)))
 
     def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        params = eqn.params
-        if params.get("preferred_element_type") is not None:
-            params = {**params, "preferred_element_type": self._compute}
+        wide_sum = eqn.params.get("preferred_element_type") is not None
+        params = {**eqn.params, "preferred_element_type": self._compute} if wide_sum else None
         return self._run(eqn, values, body, Kind(self._compute, _LOW), params)
 
     def _full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
@@ -139,9 +166,7 @@ class CastingRule(Rule):
         kind = self._followed(eqn, values)
         results = self._run(eqn, values, body, Kind(_FLOAT32, kind.mark))
         return [
-            result
-            if result.kind.dtype is None
-            else Value(body.cast(result.atom, kind.dtype, eqn), Kind(kind.dtype, kind.mark))
+            Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
             for result in results
         ]
 
@@ -154,39 +179,34 @@ class CastingRule(Rule):
     def _clear(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         kind = self._followed(eqn, values)
         floats = [value for value in values if value.kind.dtype is not None]
-        if len(floats) == 1 and kind.mark.colour is Colour.TRACED:
+        if len(floats) == 1 and kind.mark.colour is Colour.TRACED:  # a constant that is broadcast is still one
             kind = kind._replace(mark=floats[0].kind.mark)
         return self._run(eqn, values, body, kind)
 
     def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
         dtypes = {kind.dtype for kind in floats if kind.mark.constant is None}
-        dtype = dtypes.pop() if len(dtypes) == 1 else _FLOAT32
-        return self._run(eqn, values, body, Kind(dtype, _TRACED))
+        return self._run(eqn, values, body, Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED))
 
-    def _conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        value, target = values[0], eqn.params["new_dtype"]
-        source = float_dtype(eqn.invars[0])
-        if source is None or not is_float(eqn.outvars[0]):
-            return body.append(eqn, [value.atom], _as_traced(eqn, _TRACED))
-        if target not in _CASTABLE or source not in _CASTABLE:
-            return self._as_traced(eqn, values, body)
-        if target == source:  # of the type only in name: weak or not
-            if value.kind.dtype == target:
-                return body.append(eqn, [value.atom], [value.kind])
-            return [value]
-        if target == _FLOAT32:
-            return body.append(eqn, [value.atom], [Kind(_FLOAT32, _FULL)])
-        mark = _LOW if target == self._compute else _TRACED
-        return body.append(eqn, [self._cast(value, value.kind.dtype, body, eqn)], [Kind(target, mark)])
-
-    def _as_traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         atoms = [
             value.atom if value.kind.dtype is None else self._cast(value, float_dtype(atom), body, eqn)
             for value, atom in zip(values, eqn.invars, strict=True)
         ]
-        followed = any(v.kind.dtype is not None and v.kind.mark.colour is not Colour.TRACED for v in values)
-        return body.append(eqn, atoms, _as_traced(eqn, _FULL if followed else _TRACED))
+        floats = [value.kind for value in values if value.kind.dtype is not None]
+        followed = any(kind.mark.colour is not Colour.TRACED for kind in floats)
+        return body.append(eqn, atoms, [Kind(float_dtype(var), _FULL if followed else _TRACED) for var in eqn.outvars])
+
+    def _conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        """A cast that the author wrote is respected; one that only makes a weak type strong is none."""
+        [value], target = values, eqn.params["new_dtype"]
+        source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
+        if source is None or dtype is None:
+            return body.append(eqn, [value.atom], [Kind(dtype, _TRACED)])
+        if target == source:
+            return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
+        mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
+        return body.append(eqn, [value.atom], [Kind(target, mark)])
 
     def _run(
         self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind, params: dict[str, Any] | None = None
@@ -196,8 +216,6 @@ class CastingRule(Rule):
             value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
-        if params == eqn.params:
-            params = None
         return body.append(eqn, atoms, kinds, params)
 
     def _cast(self, value: Value, dtype: Any, body: Body, eqn: JaxprEqn) -> Any:
@@ -207,7 +225,7 @@ class CastingRule(Rule):
         constant = value.kind.mark.constant
         if constant is not None and dtype == self._compute and self._largest < abs(constant) < np.inf:
             atom = self._clamped(atom, constant, body, eqn)
-        if at_least_float32(source) == source:  # narrowing, at each use: its gradients are summed wide
+        if at_least_float32(source) == source:  # narrowing, at each use: the gradients of a weight are summed wide
             return body.cast(atom, dtype, eqn)
         return body.cast_once(atom, dtype, eqn)
 
@@ -225,41 +243,24 @@ class CastingRule(Rule):
 
     def _followed(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
         """The kind that follows of several: the greatest colour, and its dtype."""
-        kinds = [value.kind for value in values if value.kind.dtype is not None]
-        colour = max((kind.mark.colour for kind in kinds), default=Colour.TRACED)
-        return Kind(self._dtype_of(colour, kinds, eqn), Mark(colour))
+        mark = _joined([value.kind for value in values if value.kind.dtype is not None])
+        if mark.colour is not Colour.TRACED:
+            return Kind(self._dtype(mark.colour), mark)
+        traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
+        return Kind(next((dtype for dtype in traced if dtype is not None), None), mark)
 
-    def _dtype_of(self, colour: Colour, kinds: Sequence[Kind], eqn: JaxprEqn) -> Any:
-        if colour is Colour.FULL:
-            return _FLOAT32
-        if colour is Colour.LOW:
-            return self._compute
-        return next(float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars) if is_float(atom))
+    def _dtype(self, colour: Colour) -> np.dtype:
+        return _FLOAT32 if colour is Colour.FULL else self._compute
 
     def _underflows(self, value: Value) -> bool:
+        """Whether it is a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon."""
         constant = None if value.kind.dtype is None else value.kind.mark.constant
         return constant is not None and 0 < abs(constant) < self._smallest
 
-    def join(self, kinds: Sequence[Kind]) -> Kind:
-        first = kinds[0]
-        if first.dtype is None or all(kind == first for kind in kinds):
-            return first
-        if first.dtype not in _CASTABLE:
-            return Kind(first.dtype, _TRACED)
-        colour = max(kind.mark.colour for kind in kinds)
-        if colour is Colour.TRACED:
-            return Kind(first.dtype, _TRACED)
-        return Kind(_FLOAT32 if colour is Colour.FULL else self._compute, Mark(colour))
 
-    def accumulated(self, kind: Kind) -> Kind:
-        return Kind(_FLOAT32, _FULL) if kind.dtype in _CASTABLE else kind
-
-    def opens(self, eqn: JaxprEqn, context: Any) -> bool:
-        return _is_of_jax(eqn)
-
-    def opens_inside(self, eqn: JaxprEqn, context: Any) -> bool:
-        return self._casting.custom_rules == "inside"
-
+_FLOAT32 = np.dtype(np.float32)
+_CASTABLE = frozenset([_FLOAT32, np.dtype(np.float16), np.dtype(jnp.bfloat16)])
+_TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
 
 _ALL_FULL = dict.fromkeys(
     (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
@@ -267,25 +268,24 @@ _ALL_FULL = dict.fromkeys(
 _INSIDE = {"full": _ALL_FULL, "narrow": _ALL_FULL, "infer": {Precision.FULL: Precision.INFER}}
 """What the classes become inside of a function that is treated as one operation."""
 
-
-def _is_of_jax(eqn: JaxprEqn) -> bool:
-    return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
-
-
 _JAX = os.path.dirname(jax.__file__)
 
 
-def _has_floats(eqn: JaxprEqn) -> bool:
-    return any(is_float(atom) for atom in eqn.invars) or any(is_float(var) for var in eqn.outvars)
+def _is_of_jax(eqn: JaxprEqn) -> bool:
+    """Whether JAX wrote the custom derivative: those rules are good for any dtype."""
+    return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
 def _is_castable(eqn: JaxprEqn) -> bool:
-    dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)}
-    return dtypes - {None} <= _CASTABLE
+    """Whether there are floating arrays, and none that autocast leaves alone: float64, float8."""
+    dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
+    return bool(dtypes) and dtypes <= _CASTABLE
 
 
-def _as_traced(eqn: JaxprEqn, mark: Mark) -> list[Kind]:
-    return [Kind(float_dtype(var), mark) if is_float(var) else Kind(None) for var in eqn.outvars]
+def _joined(kinds: Sequence[Kind]) -> Mark:
+    marks = [kind.mark for kind in kinds]
+    colour = max((mark.colour for mark in marks), default=Colour.TRACED)
+    return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
 
 
 @functools.cache

@@ -26,12 +26,10 @@ class Value(NamedTuple):
     Attributes:
       atom: its variable, or the literal.
       kind: its kind.
-      origin: whatever the rule remembers of where it was made; not seen by the bodies that it enters.
     """
 
     atom: Atom
     kind: Kind
-    origin: Any = None
 
 
 def float_dtype(atom: Atom) -> Any:

@@ -69,22 +69,18 @@ class Rewriter:
         def read(atom: Any) -> Value:
             return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
 
-        def arrive(value: Value, eqn: JaxprEqn, place: Context) -> Value:
-            return value if value.kind.dtype is None else rule.arriving(value, eqn, body, place)
-
         for eqn in old.eqns:
             place = rule.context(context, eqn)
-            values = [arrive(read(atom), eqn, place) for atom in eqn.invars]
+            values = [read(atom) for atom in eqn.invars]
             write = WRITERS.get(eqn.primitive.name)
             results = None if write is None else write(self, eqn, values, body, place)
             if results is None:
                 results = rule.equation(eqn, values, body, place)
-            for var, result in zip(eqn.outvars, results, strict=True):
-                environment[var] = result if result.kind.dtype is None else result._replace(origin=place)
+            environment.update(zip(eqn.outvars, results, strict=True))
 
-        end = _end_of(old)
-        results = [arrive(read(atom), end, context) for atom in old.outvars]
+        results = [read(atom) for atom in old.outvars]
         if out_dtypes is not None:
+            end = _end_of(old)
             results = [_in(result, dtype, body, end) for result, dtype in zip(results, out_dtypes, strict=True)]
         invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
         new = with_body(program, invars, body.equations, outvars)

@@ -26,10 +26,6 @@ class Rule(abc.ABC):
         """Writes what becomes of an equation without a body of its own, and returns its results."""
 
     @abc.abstractmethod
-    def arriving(self, value: Value, eqn: JaxprEqn, body: Body, context: Context) -> Value:
-        """A floating value as it is seen by `eqn`, which may stand in another place than what made it."""
-
-    @abc.abstractmethod
     def argument(self, dtype: np.dtype | None) -> Kind:
         """The kind of an argument or constant that is as it was traced."""
 
