@@ -5,16 +5,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from .._dtypes import is_floating_dtype
+from ..interpreter import walk
 
 STRUCTURAL = frozenset({
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
     "dynamic_update_slice", "expand_dims", "name", "optimization_barrier", "pad", "reduce_precision", "reshape",
-    "rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "link",
+    "rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "link", "carry",
 })  # fmt: skip
-"""Primitives that move or convert numbers and compute nothing; a `link` joins values in and around a body."""
+"""Primitives that move or convert numbers and compute nothing; a `link` joins values in and around a body, a `carry`
+those around and in a loop."""
 
 
 class Value(NamedTuple):
@@ -65,45 +67,9 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
     >>> [operation.name for operation in operations(program.jaxpr) if operation.computes]
     ['sin', 'mul']
     """
-    for eqn in jaxpr.eqns:
-        inner_scope = f"{scope}/{eqn.source_info.name_stack}"
-        bodies = _bodies(eqn)
-        for body in bodies:
-            yield from _links(inner_scope, _from_the_end(eqn.invars, body.invars))
-            yield from operations(body, inner_scope)
-        if bodies:
-            yield from _links(inner_scope, _results_of(bodies, eqn))
-        else:
-            yield Operation(eqn.primitive.name, inner_scope, _values(eqn.invars), _values(eqn.outvars))
-
-
-def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside of an equation."""
-    found = []
-    for parameter in eqn.params.values():
-        for item in parameter if isinstance(parameter, tuple | list) else (parameter,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
-
-
-def _from_the_end(outer: Sequence[Any], inner: Sequence[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """Which values a body is called with: the last ones, for `cond` and `while` have others in front of them."""
-    for source, target in zip(reversed(outer), reversed(inner), strict=False):
-        yield [source], target
-
-
-def _results_of(bodies: list[Jaxpr], eqn: JaxprEqn) -> Iterator[tuple[list[Any], Any]]:
-    returning = [body.outvars for body in bodies if len(body.outvars) == len(eqn.outvars)]
-    for index, target in enumerate(eqn.outvars):
-        yield [outvars[index] for outvars in returning], target
-
-
-def _links(scope: str, pairs: Iterator[tuple[list[Any], Any]]) -> Iterator[Operation]:
-    for sources, target in pairs:
-        yield Operation("link", scope, _values(sources), _values([target]))
+    for step in walk(jaxpr, scope):
+        if step.name != "constant":
+            yield Operation(step.name, step.scope, _values(step.operands), _values(step.results))
 
 
 def _values(variables: Sequence[Any]) -> tuple[Value, ...]:
