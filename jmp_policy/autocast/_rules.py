@@ -1,37 +1,149 @@
-"""A user's own table."""
+"""A user's own rows for the tables of autocast."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
+from .._dtypes import did_you_mean
+from .._get_policy import PolicySpec
+from .._policy_map import Key, PolicyMap
 from . import _tables
 from ._functions import Functions
+from ._scope import TREATMENTS, Scope, scope_of
 from ._tables import Precision
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class AutocastRules:
-    """Moves primitives, functions and scopes between the classes of autocast."""
+    """Moves primitives, functions and scopes from one class of autocast's tables to another.
 
-    primitives: Any = ()
-    functions_: Any = ()
+    Immutable and hashable: functions with equal policies and rules share the programs that were rewritten for them.
 
-    def table(self, compute_dtype: Any) -> Mapping[str, Precision]:
-        moved = {name: Precision[precision.upper()] for name, precision in self.primitives}
-        return _table(bool(jnp.finfo(compute_dtype).maxexp < 100)) | moved
+    Args:
+      primitives: the name of a primitive of `jax.lax`, or a `jax.extend.core.Primitive`, and its class: `"low"` (in the
+        compute dtype), `"full"` (in float32, and what follows too), `"wide"` (float32 inside), `"infer"` (follows its
+        inputs), `"clear"` (the same, of what only moves numbers), `"compare"`, or `"traced"` (left alone).
+      functions: the name of a function, and how what is inside of it is treated: `"full"` (in float32, and so are its
+        results), `"narrow"` (float32 inside, the compute dtype out), `"infer"` (what the tables have in float32 follows
+        its inputs) or `"low"` (that runs in the compute dtype). A dotted name means that very function, as in
+        `"jax.nn.softmax"`; one without dots any function of that name. The outermost of several decides.
+      scopes: a path of modules or of `jax.named_scope`s, as a pattern of `PolicyMap`, or a module type, and what holds
+        inside: a policy, a dtype, or one of the words for functions. The first that covers an operation wins, before
+        those of a `PolicyMap` that is the policy.
+      backward: the same for the backward passes inside of the function alone, where they win over `scopes`; a policy,
+        dtype or word alone is for all of them. That of `grad(autocast(f))` is outside: write `autocast(grad(f))`.
 
-    def functions(self) -> Functions:
-        return Functions(_tables.FUNCTIONS | dict(self.functions_))
+    Raises:
+      ValueError: there is no such primitive, function, class or policy.
+
+    >>> rules = AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
+    >>> hash(rules) == hash(AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()}))
+    True
+    """
+
+    primitives: tuple[tuple[str, str], ...]
+    functions: tuple[tuple[str, str], ...]
+    scopes: tuple[tuple[Key, Scope], ...]
+    backward: tuple[tuple[Key, Scope], ...]
+
+    def __init__(
+        self,
+        *,
+        primitives: Mapping[str | Primitive, str] | None = None,
+        functions: Mapping[str, str] | None = None,
+        scopes: Mapping[Key, PolicySpec] | None = None,
+        backward: Mapping[Key, PolicySpec] | PolicySpec = None,
+    ):
+        everywhere = backward if isinstance(backward, Mapping) or backward is None else {"": backward}
+        rows = {
+            "primitives": [_primitive_row(*row) for row in (primitives or {}).items()],
+            "functions": [_function_row(*row) for row in (functions or {}).items()],
+            "scopes": _scope_rows(scopes or {}, "scopes"),
+            "backward": _scope_rows(everywhere or {}, "backward"),
+        }
+        for name, value in rows.items():
+            object.__setattr__(self, name, tuple(value))
 
 
 @functools.cache
-def _table(narrow_range: bool) -> dict[str, Precision]:
+def table(rules: AutocastRules, compute_dtype: Any) -> Mapping[str, Precision]:
+    """The class of each primitive under these rules, where the compute dtype is this one."""
     found = {}
     for precision in Precision:
-        found |= dict.fromkeys(getattr(_tables, precision.name, ()), precision)
-    if narrow_range:
+        found |= dict.fromkeys(getattr(_tables, precision.name), precision)
+    if jnp.finfo(compute_dtype).maxexp < 100:
         found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
-    return found
+    return found | {name: Precision[precision.upper()] for name, precision in rules.primitives}
+
+
+def functions(rules: AutocastRules) -> Functions:
+    """The functions of the tables under these rules; a name without dots replaces the dotted ones that end in it."""
+    own = dict(rules.functions)
+    others = {name: way for name, way in _tables.FUNCTIONS.items() if name.rpartition(".")[2] not in own}
+    return Functions(others | own)
+
+
+def _primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
+    known = {name for precision in Precision for name in getattr(_tables, precision.name)}
+    name = primitive.name if isinstance(primitive, Primitive) else primitive
+    if not isinstance(primitive, Primitive) and name not in known:
+        raise ValueError(
+            f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. "
+            f"{_nearest(name, known)} For example: primitives={{'exp': 'low'}}."
+        )
+    classes = [precision.name.lower() for precision in Precision]
+    if precision not in classes:
+        raise ValueError(
+            f"Unknown class {precision!r} for the primitive {name!r}. {did_you_mean(precision, classes)} "
+            f"For example: primitives={{{name!r}: 'full'}}."
+        )
+    return name, precision
+
+
+def _function_row(name: Any, treatment: Any) -> tuple[str, str]:
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(
+            f"{name!r}, in functions of AutocastRules, is no name of a function. "
+            "For example: functions={'jax.nn.softmax': 'full'}."
+        )
+    if "." in name and not _may_exist(name):
+        raise ValueError(
+            f"{name!r}, in functions of AutocastRules, names no function. {_nearest(name, _tables.FUNCTIONS)} "
+            "For example: functions={'jax.nn.softmax': 'full'}."
+        )
+    if treatment not in TREATMENTS:
+        raise ValueError(
+            f"Unknown treatment {treatment!r} of the function {name!r}. {did_you_mean(treatment, TREATMENTS)} "
+            f"For example: functions={{{name!r}: 'full'}}."
+        )
+    return name, treatment
+
+
+def _scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[tuple[Key, Scope]]:
+    PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
+    return [(key, scope_of(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
+
+
+def _may_exist(name: str) -> bool:
+    """Whether a dotted name leads to a function, as far as its package is loaded."""
+    package, *parts = name.split(".")
+    target: Any = sys.modules.get(package)
+    if target is None:
+        return importlib.util.find_spec(package) is not None
+    for i, part in enumerate(parts):
+        target = getattr(target, part, None) or sys.modules.get(".".join([package, *parts[: i + 1]]))
+        if target is None:
+            return False
+    return callable(target)
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
+    """The nearest of many names; all of them would be a page."""
+    sentence = did_you_mean(name, known)
+    return sentence if sentence.startswith("Did") else "None is like it."
