@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._kind import Atom, Value
+from ._kind import Atom
 
 Program = Any
 """A `Jaxpr` or a `ClosedJaxpr`."""
@@ -25,7 +25,7 @@ def with_body(
     return program.replace(jaxpr=new) if old is not program else new
 
 
-def scan_parts(eqn: JaxprEqn, values: Sequence[Value]) -> tuple[int, int]:
+def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
     """How many of the values of a scan are constants of its body, and how many its carry."""
     params = eqn.params
     if "num_consts" in params:
