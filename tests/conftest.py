@@ -34,6 +34,7 @@ PROGRAMS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
+    jax.config.update("jax_num_cpu_devices", 4)  # for programs on a mesh
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
         return
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

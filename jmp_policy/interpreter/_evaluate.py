@@ -26,11 +26,11 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
     last_use = _last_uses(body)
-    outer = source_info_util.current_name_stack()
+    outer, mesh = source_info_util.current_name_stack(), _context_mesh()
     for i, eqn in enumerate(body.eqns):
         source = eqn.source_info
         with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
-            results = _bind(eqn, read)
+            results = _bind(eqn, read, mesh)
         environment.update(zip(eqn.outvars, results, strict=True))
         for var in last_use.get(i, ()):
             del environment[var]
@@ -56,11 +56,11 @@ def _last_uses(body: Jaxpr) -> dict[int, list[Any]]:
     return done
 
 
-def _bind(eqn: JaxprEqn, read: Any) -> list[Any]:
+def _bind(eqn: JaxprEqn, read: Any, mesh: dict[str, Any]) -> list[Any]:
     shared = _shared(eqn)
     if shared is not None:
         variables = dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal))
-        return _JIT.primitive.bind(*map(read, variables), **shared)
+        return _JIT.primitive.bind(*map(read, variables), **shared | mesh)
     results = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
@@ -109,5 +109,16 @@ def _jit_params(program: ClosedJaxpr) -> dict[str, Any]:
     return params
 
 
-_JIT: Any = jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
+def _jitted() -> JaxprEqn:
+    return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
+
+
+_JIT: Any = _jitted()
 """An equation that jit makes, of one argument and one result: the pattern of all others."""
+
+
+def _context_mesh() -> dict[str, Any]:
+    """What a jitted function knows of the mesh that `jax.set_mesh` set: its devices are where it runs."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return {}
+    return {"ctx_mesh": _jitted().params["ctx_mesh"]}

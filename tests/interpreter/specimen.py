@@ -1,7 +1,6 @@
 """What stands in the zoo: functions of float32 arrays, each with arguments, and what may be asked of it."""
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ class Specimen(NamedTuple):
     args: tuple[Any, ...]
     differentiable: bool = True
     error: float = 0.05  # of bfloat16 against float32, over the largest number of each result
-    devices: int = 1
     context: Callable[[], Any] = contextlib.nullcontext  # in which it is traced
 
     def with_gradient(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,21 +28,19 @@ class Specimen(NamedTuple):
         return both
 
 
-ZOO: dict[str, Specimen] = {}
+class Zoo(dict[str, Specimen]):
+    """Specimens by the name of the function."""
 
+    def specimen(self, *args: Any, **facts: Any) -> Callable[..., Any]:
+        """Takes a function in; a tuple among its arguments is the shape of one that is drawn."""
 
-def specimen(*args: Any, **facts: Any) -> Callable[..., Any]:
-    """Puts a function in the zoo; a tuple among the arguments is the shape of one that is drawn."""
+        def take_in(fun: Callable[..., Any]) -> Callable[..., Any]:
+            draw = np.random.default_rng(len(self))
+            drawn = [jnp.asarray(draw.normal(size=a), jnp.float32) if isinstance(a, tuple) else a for a in args]
+            self[fun.__name__] = Specimen(fun, tuple(drawn), **facts)
+            return fun
 
-    def register(fun: Callable[..., Any]) -> Callable[..., Any]:
-        name = inspect.unwrap(fun).__name__
-        assert name not in ZOO, name
-        draw = np.random.default_rng(len(ZOO))
-        drawn = [jnp.asarray(draw.normal(size=a), jnp.float32) if isinstance(a, tuple) else a for a in args]
-        ZOO[name] = Specimen(fun, tuple(drawn), **facts)
-        return fun
-
-    return register
+        return take_in
 
 
 def is_floating(leaf: Any) -> bool:
@@ -54,4 +50,4 @@ def is_floating(leaf: Any) -> bool:
 def total(tree: Any) -> jax.Array:
     """A number that depends on each floating result, on its order too."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-    return sum(jnp.vdot(leaf, jnp.arange(1.0, 1.0 + leaf.size).reshape(leaf.shape)) for leaf in leaves)
+    return sum(jnp.vdot(leaf.astype(jnp.float32), jnp.arange(1.0, 1.0 + leaf.size).reshape(leaf.shape)) for leaf in leaves)

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_gradient, linear_call
-from specimen import specimen
+from specimen import Zoo
+
+CUSTOM_RULES = Zoo()
 
 
 TABLE = jnp.linspace(-1.0, 1.0, 4)
@@ -45,27 +47,27 @@ def _product_bwd(residuals, ct):
 product.defvjp(lambda x, w: (x.value @ w.value, (x.value, w.value)), _product_bwd, symbolic_zeros=True)
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def custom_jvp(x, w):
     return clipped_log(jnp.exp(x @ w))
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def custom_vjp_with_a_static_argument(x, w):
     return bounded(0.5, x @ w)
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def custom_vjp_with_symbolic_zeros(x, w):
     return product(x, w), product(lax.stop_gradient(x), w)
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def custom_vjp_in_vmap_and_scan(x, w):
     return lax.scan(lambda x, _: (jax.vmap(functools.partial(bounded, 0.5))(x @ w), None), x, None, length=2)[0]
 
 
-@specimen((4, 4))
+@CUSTOM_RULES.specimen((4, 4))
 def custom_vjp_with_a_constant(x):
     @jax.custom_vjp
     def scaled(x):
@@ -75,37 +77,37 @@ def custom_vjp_with_a_constant(x):
     return scaled(x)
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def custom_jvp_of_a_jitted_function(x, w):
     f = jax.custom_jvp(jax.jit(lambda x, w: jnp.sin(x @ w)))
     f.defjvps(lambda t, out, x, w: t @ w, None)
     return f(x, w)
 
 
-@specimen((4, 4))
+@CUSTOM_RULES.specimen((4, 4))
 def a_gradient_of_its_own(x):
     return custom_gradient(lambda x: (x**2, lambda ct: 3 * ct * x))(x)
 
 
-@specimen((4, 4))
+@CUSTOM_RULES.specimen((4, 4))
 def linear_call_with_a_transpose(x):
     return linear_call(lambda table, x: x * table, lambda table, ct: ct * table, TABLE, x)
 
 
-@specimen((4, 4), (4,))
+@CUSTOM_RULES.specimen((4, 4), (4,))
 def linear_solve(a, b):
     matvec = lambda x: (a @ a.T + 4 * jnp.eye(4)) @ x
     solve = lambda matvec, b: jax.scipy.sparse.linalg.cg(matvec, b, maxiter=4)[0]
     return lax.custom_linear_solve(matvec, b, solve, symmetric=True)
 
 
-@specimen(jnp.float32(2.0))
+@CUSTOM_RULES.specimen(jnp.float32(2.0))
 def square_root_by_newton(x):
     newton = lambda f, y: lax.fori_loop(0, 6, lambda _, y: y - f(y) / (2 * y), y)
     return lax.custom_root(lambda y: y * y - x, jnp.ones_like(x), newton, lambda g, y: y / g(1.0))
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def functions_of_jax_with_rules(x, w):
     h = x @ w
     return (
@@ -114,6 +116,6 @@ def functions_of_jax_with_rules(x, w):
     )  # fmt: skip
 
 
-@specimen((4, 4), (4, 4))
+@CUSTOM_RULES.specimen((4, 4), (4, 4))
 def stopped_gradient(x, w):
     return lax.stop_gradient(x @ w) * x

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from specimen import specimen
+from specimen import Zoo
 
-on_devices = functools.partial(specimen, (8, 4), (4, 4), devices=4)
+DEVICES = Zoo()
+
+on_devices = functools.partial(DEVICES.specimen, (8, 4), (4, 4))
 
 
 @functools.cache

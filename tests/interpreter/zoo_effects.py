@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback, pallas as pl
-from specimen import specimen
+from specimen import Zoo
+
+EFFECTS = Zoo()
 
 HEARD: list[float] = []
 
@@ -14,21 +16,21 @@ def hear(x):
     HEARD.append(float(np.sum(x)))
 
 
-@specimen((4, 4), (4, 4))
+@EFFECTS.specimen((4, 4), (4, 4))
 def debug_print(x, w):
     h = x @ w
     jax.debug.print("largest {}", h.max(), ordered=True)
     return h
 
 
-@specimen((4, 4), (4, 4))
+@EFFECTS.specimen((4, 4), (4, 4))
 def debug_callback(x, w):
     h = x @ w
     jax.debug.callback(hear, h)
     return h
 
 
-@specimen((4, 4), (3, 4, 4), differentiable=False)
+@EFFECTS.specimen((4, 4), (3, 4, 4), differentiable=False)
 def ordered_callback_in_scan(x, ws):
     def body(x, w):
         h = jnp.tanh(x @ w)
@@ -37,13 +39,13 @@ def ordered_callback_in_scan(x, ws):
     return lax.scan(body, x, ws)[0]
 
 
-@specimen((4, 4), (4, 4), differentiable=False)
+@EFFECTS.specimen((4, 4), (4, 4), differentiable=False)
 def pure_callback(x, w):
     h = x @ w
     return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(h.shape, h.dtype), h, vmap_method="sequential") + h
 
 
-@specimen((4, 4), (4, 4))
+@EFFECTS.specimen((4, 4), (4, 4))
 def reference_inside(x, w):
     ref = jax.new_ref(jnp.zeros((4, 4)))
     ref[...] = x @ w
@@ -51,7 +53,7 @@ def reference_inside(x, w):
     return ref[...]
 
 
-@specimen((4, 4), (3, 4, 4))
+@EFFECTS.specimen((4, 4), (3, 4, 4))
 def reference_in_scan(x, ws):
     ref = jax.new_ref(x)
 
@@ -63,7 +65,7 @@ def reference_in_scan(x, ws):
     return total, ref[...]
 
 
-@specimen((8, 8), (8, 8), differentiable=False)
+@EFFECTS.specimen((8, 8), (8, 8), differentiable=False)
 def pallas_kernel(x, w):
     def kernel(x_ref, w_ref, out_ref):
         out_ref[...] = jnp.exp(x_ref[...]) + w_ref[...]
@@ -72,6 +74,6 @@ def pallas_kernel(x, w):
     return call(x @ w, w)
 
 
-@specimen((4, 4), (4, 4))
+@EFFECTS.specimen((4, 4), (4, 4))
 def platform_dependent(x, w):
     return lax.platform_dependent(x, cpu=lambda x: x @ w, default=lambda x: jnp.exp(x))

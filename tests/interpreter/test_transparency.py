@@ -1,0 +1,49 @@
+"""The laws of the zoo: autocast in float32 changes nothing, and in bfloat16 only how precise the results are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import operations, program_text
+from zoo import ZOO, Specimen
+
+from jmp_policy.autocast import autocast
+
+FLOAT32, BFLOAT16 = (f"params=float32,compute={dtype},output=none" for dtype in ("float32", "bfloat16"))
+QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(params=ZOO)
+def animal(request):
+    found = ZOO[request.param]
+    with found.context():
+        yield found
+
+
+def lowered(animal: Specimen, fun):
+    return jax.jit(animal.with_gradient(fun)).lower(*animal.args)
+
+
+def test_float32_gives_the_same_program_forward_and_backward(animal):
+    ours = lowered(animal, autocast(animal.fun, FLOAT32))
+    if program_text(ours) == program_text(lowered(animal, animal.fun)):
+        return
+    # As for a jitted function, differentiation takes the equations in the order of the trace.
+    traced = lowered(animal, jax.jit(animal.fun, inline=True))
+    assert program_text(ours) == program_text(traced)
+    assert operations(ours) <= operations(lowered(animal, animal.fun))
+
+
+def test_bfloat16_keeps_dtypes_and_comes_close(animal):
+    both = jax.jit(lambda *args: (animal.fun(*args), autocast(animal.fun, BFLOAT16)(*args)))
+    wide, half = both.lower(*animal.args).compile(QUICKLY)(*animal.args)
+    assert jax.tree.structure(half) == jax.tree.structure(wide)
+    assert_near(half, wide, animal.error)
+
+
+def assert_near(ours, theirs, error):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if jnp.issubdtype(a.dtype, jnp.floating) and a.size:
+            scale = np.max(np.abs(b)) or 1.0
+            np.testing.assert_allclose(np.float64(a) / scale, np.float64(b) / scale, rtol=0, atol=error)
