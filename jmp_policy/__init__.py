@@ -35,11 +35,11 @@ from ._tree import (
 )
 
 if _TYPE_CHECKING:
-    from . import compat as compat, linen as linen, nnx as nnx, optim as optim
+    from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim
 
 __version__ = "0.1.0"
 
-_LAZY = ("compat", "linen", "nnx", "optim")  # these import Flax or optax
+_LAZY = ("compat", "linen", "nnx", "numerics", "optim")  # most import Flax or optax
 
 
 def __getattr__(name: str) -> object:

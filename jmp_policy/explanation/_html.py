@@ -1,9 +1,9 @@
 """An explanation as HTML, for notebooks."""
 
-from collections.abc import Iterable
 from html import escape
 
 from ._explanation import Explanation
+from ._rendering import html_table
 from ._wording import notes, place, short, short_policy, size
 
 _HEADERS = ("module", "type", "policy", "rule", "param", "in", "compute", "out", "bytes", "leaks into")
@@ -23,10 +23,4 @@ def as_html(explanation: Explanation) -> str:
         )
         for row in explanation.rows
     ]
-    head = f"<thead>{_line('th', _HEADERS)}</thead>"
-    body = f"<tbody>{''.join(_line('td', row) for row in rows)}</tbody>"
-    return f"<table>{head}{body}</table>" + "".join(f"<p>{escape(note)}</p>" for note in notes(explanation))
-
-
-def _line(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    return html_table(_HEADERS, rows) + "".join(f"<p>{escape(note)}</p>" for note in notes(explanation))

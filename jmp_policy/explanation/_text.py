@@ -1,12 +1,10 @@
 """An explanation as text."""
 
-import io
-
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ._explanation import Explanation, Row
+from ._rendering import rendered, text_table
 from ._wording import notes, short, short_policy, size
 
 _WIDE = 100
@@ -20,12 +18,12 @@ def as_text(explanation: Explanation) -> str:
     parts: list[Table | str] = [_modules(explanation, with_policies=has_policies and width >= _WIDE)]
     if has_policies and width < _WIDE:
         parts.append(_rules(explanation))
-    return "\n\n".join(_rendered(part, width) for part in (*parts, "\n".join(notes(explanation))))
+    return "\n\n".join(rendered(part, width) for part in (*parts, "\n".join(notes(explanation))))
 
 
 def _modules(explanation: Explanation, *, with_policies: bool) -> Table:
     policy_column = ["policy"] if with_policies else []
-    table = _table("module", "type", *policy_column, "rule", "param", "in", "compute", "out", gap=1 + with_policies)
+    table = text_table("module", "type", *policy_column, "rule", "param", "in", "compute", "out", gap=1 + with_policies)
     table.add_column("bytes", justify="right", no_wrap=True)
     paths = {row.path for row in explanation.rows}
     for row in explanation.rows:
@@ -37,26 +35,12 @@ def _modules(explanation: Explanation, *, with_policies: bool) -> Table:
 
 
 def _rules(explanation: Explanation) -> Table:
-    table = _table("rule", "policy", gap=2)
+    table = text_table("rule", "policy", gap=2)
     table.add_column("modules", justify="right")
     holding = [(row.rule, short_policy(row.policy)) for row in explanation.rows if row.policy is not None]
     for rule, policy in dict.fromkeys(holding):
         table.add_row(rule, policy, str(holding.count((rule, policy))))
     return table
-
-
-def _table(*headers: str, gap: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    return table
-
-
-def _rendered(part: Table | str, width: int) -> str:
-    """Plain text, without what follows the last word of each line."""
-    out = io.StringIO()
-    Console(file=out, width=width, markup=False, emoji=False, highlight=False, color_system=None).print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def _indented(row: Row, paths: set[str]) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ._jaxpr import Program, scan_parts
 
@@ -55,7 +55,9 @@ class Step(NamedTuple):
     trips: int = 1
 
 
-def walk(program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1) -> Iterator[Step]:
+def walk(
+    program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1, *, live_only: bool = False
+) -> Iterator[Step]:
     """The steps of a program in order, those of the bodies of jit, scan, cond, remat and custom rules among them.
 
     A body stands for itself once, where it is called, and its values are joined to those around it by links, each of
@@ -66,12 +68,13 @@ def walk(program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1) ->
       scope: the scopes around the program.
       around: the equations around it, as in a `Step`.
       trips: how often it runs.
+      live_only: whether equations are passed over whose results nothing uses, as the compiler does.
 
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
     >>> [step.name for step in walk(program.jaxpr)]
     ['link', 'sin', 'mul', 'link']
     """
-    for eqn in program.eqns:
+    for eqn in _live(program) if live_only else program.eqns:
         stack = str(eqn.source_info.name_stack)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
         bodies = bodies_of(eqn)
@@ -84,11 +87,22 @@ def walk(program: Jaxpr, scope: str = "", around: tuple = (), trips: int = 1) ->
             inside = (*around, (eqn, body.program))
             for i, (outer, inner) in enumerate(body.entering):
                 yield Step("carry" if i in body.carry else "link", [outer], [inner], eqn, here, inside, trips)
-            yield from walk(body.program, here, inside, trips * body.trips)
+            yield from walk(body.program, here, inside, trips * body.trips, live_only=live_only)
         leaving = [{id(outer): inner for inner, outer in body.leaving} for body in bodies]
         for var in eqn.outvars:
             sources = [results[id(var)] for results in leaving if id(var) in results]
             yield Step("link", sources, [var], eqn, here, around, trips)
+
+
+def _live(program: Jaxpr) -> list[JaxprEqn]:
+    """The equations that have effects, or of whose results the program returns something."""
+    used = {atom for atom in program.outvars if not isinstance(atom, Literal)}
+    found = []
+    for eqn in reversed(program.eqns):
+        if eqn.effects or not used.isdisjoint(eqn.outvars):
+            used.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+            found.append(eqn)
+    return found[::-1]
 
 
 def bodies_of(eqn: JaxprEqn) -> list[Inside]:

@@ -1,0 +1,228 @@
+"""What is wrong with a step, if anything."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from ..interpreter import Step, float_dtype
+from ._cost import MATMULS, contracted
+from ._facts import FLOAT32, HALF, Fact
+from ._source import functions, is_in_file_of, origin
+
+
+class Suspicion(NamedTuple):
+    """A finding that has yet to be described.
+
+    Attributes:
+      id: its name.
+      step: where it was met.
+      detail: what was met there.
+      dtypes: the dtypes that take part.
+    """
+
+    id: str
+    step: Step
+    detail: str
+    dtypes: tuple[Any, ...]
+
+
+Check = Callable[[Step, Sequence[Fact], bool], Iterator[Suspicion]]
+
+FLOAT16 = np.dtype(np.float16)
+
+
+def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    """What is wrong with a step, given what is known of its operands.
+
+    What a backward pass computes is what the transposes of forward operations are: there, only what the user can
+    change is looked for, matmuls, sums over devices, constants, and what gradients are summed in.
+    """
+    if not backward:
+        yield from _sum_that_left(step, facts)
+        yield from _promotion(step, facts)
+    found = CHECKS.get(step.name)
+    if found is not None:
+        yield from found(step, facts, backward)
+
+
+def _sum_that_left(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
+    """A gradient that was summed in half, and is now used outside of the backward pass: that of a weight."""
+    for atom, fact in zip(step.operands, facts, strict=True):
+        if fact.summed is not None:
+            yield half_gradient(fact, atom)
+
+
+def half_gradient(fact: Fact, atom: Any) -> Suspicion:
+    """A gradient that was summed in half precision: told where its weight was cast, if it was."""
+    summed: Any = fact.summed
+    dtype = float_dtype(summed.results[0])
+    uses = "the rows that were looked up" if summed.name.startswith("scatter") else "several uses"
+    return Suspicion("half-gradient", fact.widening or summed, f"over {uses}, in {dtype}", (dtype, float_dtype(atom)))
+
+
+def _promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
+    """A half operand that is widened by the very call that computes: what strict dtype promotion would refuse."""
+    if step.name in _EXEMPT or len(facts) < 2:
+        return
+    given = [fact for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
+    if not given:
+        return
+    for atom, fact in zip(step.operands, facts, strict=True):
+        half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
+        if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
+            other = "constant" if given[0].constants else "float32 parameter or argument"
+            yield Suspicion("accidental-promotion", step, f"{half} becomes float32 through a {other}", (half, FLOAT32))
+            return
+
+
+def _is_needlessly_wide(atom: Any, fact: Fact) -> bool:
+    """Whether an operand is float32 because it was given so, and half precision could hold it."""
+    if float_dtype(atom) != FLOAT32 or not fact.is_given or fact.widening is not None:
+        return False
+    return not isinstance(atom, Literal) or float(np.float16(atom.val)) != 0 or atom.val == 0
+
+
+def _is_one_call(first: Step, second: Step) -> bool:
+    return origin(first).source_info.traceback == origin(second).source_info.traceback
+
+
+def _matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtypes = tuple(dict.fromkeys(float_dtype(atom) for atom in step.operands[:2]))
+    if FLOAT32 in dtypes and contracted(step.eqn) > 1 and "force_full_precision" not in step.scope:
+        names = " and ".join(map(str, dtypes))
+        yield Suspicion("float32-matmul", step, f"reads {names}", dtypes)
+
+
+def _reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtype = float_dtype(step.operands[0])
+    count = _count(step)
+    if dtype in HALF and not backward and count > 1:
+        yield Suspicion("half-reduction", step, f"{step.name} of {count} numbers in {dtype}", (dtype,))
+
+
+def _count(step: Step) -> int:
+    """How many numbers become one."""
+    sizes = [math.prod(atom.aval.shape) for atom in (step.operands[0], step.results[0])]
+    return sizes[0] // max(sizes[1], 1) if step.name.startswith("reduce") else math.prod(step.operands[-1].aval.shape)
+
+
+def _cumulative(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtype, size = float_dtype(step.operands[0]), step.operands[0].aval.shape[step.eqn.params["axis"]]
+    if dtype in HALF and not backward and size > 1:
+        yield Suspicion("half-cumulative", step, f"{step.name} of {size} numbers in {dtype}", (dtype,))
+
+
+def _conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    if source is None or target not in HALF or source == target:
+        return
+    widening = facts[0].widening
+    if widening is not None and not backward and float_dtype(widening.operands[0]) == target:
+        yield from _round_trip(widening, step, (target, source))
+    infinite = [constant for constant in facts[0].constants if _becomes_infinite(constant, target)]
+    if infinite:
+        yield Suspicion("infinite-constant", step, f"{_shown(infinite[0])} in {target}", (source, target))
+
+
+def _round_trip(widening: Step, narrowing: Step, dtypes: tuple[np.dtype, np.dtype]) -> Iterator[Suspicion]:
+    if not _is_one_call(widening, narrowing):
+        yield Suspicion("round-trip-cast", narrowing, f"from {dtypes[0]} to {dtypes[1]} and back", dtypes)
+
+
+def _becomes_infinite(constant: Any, dtype: np.dtype) -> bool:
+    wide = np.asarray(constant).astype(np.float64)
+    with np.errstate(over="ignore"):
+        return bool(np.any(np.isfinite(wide) & np.isinf(wide.astype(np.float32).astype(dtype).astype(np.float32))))
+
+
+def _shown(constant: Any) -> str:
+    finite = np.asarray(constant).astype(np.float64).ravel()
+    largest = finite[np.argmax(np.where(np.isfinite(finite), np.abs(finite), 0))]
+    return f"{largest:.4g}"
+
+
+def _exponential(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    if float_dtype(step.operands[0]) == FLOAT16 and not backward:
+        name = "float16-softmax" if functions(step) & {"softmax", "_softmax"} else "float16-exp"
+        yield Suspicion(name, step, step.name, (FLOAT16,))
+
+
+def _logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtype, fact = float_dtype(step.operands[0]), facts[0]
+    if backward or dtype is None:
+        return
+    narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
+    if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
+        yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
+    elif narrowest in HALF and (fact.made == "sum of exp" or _is_in_loss(step)):
+        yield Suspicion("half-logits", step, f"in {narrowest}", (narrowest, dtype))
+    elif dtype == FLOAT16:
+        yield Suspicion("float16-log", step, step.name, (FLOAT16,))
+
+
+def _error(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    """What losses compute that are no logarithms: squares and absolute values of errors."""
+    dtype = float_dtype(step.operands[0])
+    if dtype in HALF and not backward and is_in_file_of(origin(step), "optax.losses"):
+        yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
+
+
+def _is_in_loss(step: Step) -> bool:
+    return bool(functions(step) & _LOSSES) or is_in_file_of(origin(step), "optax.losses")
+
+
+_LOSSES = frozenset(("log_softmax", "logsumexp", "log_sigmoid"))
+
+
+def _root(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    if facts[0].made == "sum of squares" and not backward:
+        narrowest = facts[0].narrowest
+        if FLOAT16 in (narrowest, float_dtype(step.operands[0])):
+            yield Suspicion("float16-norm", step, f"{step.name} of a sum of squares", (FLOAT16,))
+
+
+def _all_reduce(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    for atom, fact in zip(step.operands, facts, strict=True):
+        dtype = float_dtype(atom)
+        if dtype in HALF:
+            what = "a gradient" if backward or fact.is_gradient else "a value"
+            yield Suspicion("half-all-reduce", step, f"{step.name} of {what} in {dtype}", (dtype,))
+            return
+
+
+def _addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    """A sum that a loop carries from turn to turn."""
+    dtype = float_dtype(step.results[0])
+    if dtype not in HALF or backward:
+        return
+    for atom, fact in zip(step.operands, facts, strict=True):
+        if fact.carried is not None and _is_only_added(atom, step.results[0], fact.carried):
+            gradient = any(other.is_gradient for other in facts)
+            name = "half-gradient" if gradient else "half-reduction"
+            yield Suspicion(name, step, f"over the turns of a loop, in {dtype}", (dtype,))
+
+
+def _is_only_added(carry: Any, total: Any, body: Any) -> bool:
+    """Whether a loop uses a carry for nothing but a sum that it returns."""
+    uses = sum(carry is atom for eqn in body.eqns for atom in eqn.invars)
+    return uses == 1 and any(atom is total for atom in body.outvars)
+
+
+CHECKS: dict[str, Check] = (
+    dict.fromkeys(MATMULS, _matmul)
+    | dict.fromkeys(("reduce_sum", "reduce_prod", "scatter-add", "scatter_add", "scatter_mul"), _reduction)
+    | dict.fromkeys(("cumsum", "cumprod", "cumlogsumexp"), _cumulative)
+    | dict.fromkeys(("exp", "exp2", "expm1", "pow"), _exponential)
+    | dict.fromkeys(("log", "log1p"), _logarithm)
+    | dict.fromkeys(("square", "integer_pow", "abs"), _error)
+    | dict.fromkeys(("sqrt", "rsqrt"), _root)
+    | dict.fromkeys(("psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"), _all_reduce)
+    | {"add": _addition, "convert_element_type": _conversion}
+)
+"""By primitive: what to look for."""
+
+_EXEMPT = frozenset(("link", "carry", "constant", "convert_element_type", "custom_jvp_call", "custom_vjp_call"))
+

@@ -1,0 +1,120 @@
+"""What an equation costs by itself."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ..interpreter import is_float
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+MOVING = frozenset({
+    "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p",
+    "device_put", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "name", "optimization_barrier",
+    "pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
+    "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "link", "carry",
+})  # fmt: skip
+"""Primitives that move or choose numbers, and compute and convert none."""
+
+_OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort", "select_and_scatter")
+"""Operations whose work is in what they read."""
+
+
+def flops(eqn: JaxprEqn) -> int:
+    """The floating-point operations of an equation: a multiplication and an addition are two, any other function one.
+
+    As XLA counts: products that a convolution would take with its padding do not count.
+
+    >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns[0]
+    >>> flops(eqn)
+    60
+    """
+    name = eqn.primitive.name
+    if name in _FLOPS:
+        return _FLOPS[name](eqn)
+    if name in MOVING or name == "convert_element_type":
+        return 0
+    atoms = eqn.invars if name.startswith(_OVER_OPERANDS) else eqn.outvars
+    if not any(is_float(atom) for atom in (*eqn.invars, *eqn.outvars)):
+        return 0
+    return max((_size(atom) for atom in atoms), default=0)
+
+
+def bytes_of(eqn: JaxprEqn) -> int:
+    """The bytes of what an equation reads and writes."""
+    return sum(map(_bytes, (*eqn.invars, *eqn.outvars)))
+
+
+def contracted(eqn: JaxprEqn) -> int:
+    """Over how many products each number that a matmul makes is a sum: 1 for an outer product."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return math.prod(_kernel(eqn))
+    return math.prod(_shape(eqn.invars[0])[axis] for axis in _dimensions(eqn)[0][0])
+
+
+def _dot(eqn: JaxprEqn) -> int:
+    return 2 * _size(eqn.outvars[0]) * contracted(eqn)
+
+
+def _ragged(eqn: JaxprEqn) -> int:
+    """Each row of the left side meets the matrix of its own group alone."""
+    left, right = (_shape(atom) for atom in eqn.invars[:2])
+    (_, right_contracting), (_, right_batch) = _dimensions(eqn)
+    groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    shared = {*right_contracting, *right_batch, *groups}
+    return 2 * math.prod(left) * math.prod(size for axis, size in enumerate(right) if axis not in shared)
+
+
+def _convolution(eqn: JaxprEqn) -> int:
+    numbers, out = eqn.params["dimension_numbers"], _shape(eqn.outvars[0])
+    channels, *spatial = _kernel(eqn)
+    positions = math.prod(_valid_positions(eqn, axis) for axis in range(len(spatial)))
+    batch, features = (out[axis] for axis in numbers.out_spec[:2])
+    return 2 * batch * features * channels * positions // eqn.params["batch_group_count"]
+
+
+def _kernel(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The input channels of each group of a convolution, and the sizes of its kernel."""
+    shape = _shape(eqn.invars[1])
+    return tuple(shape[axis] for axis in eqn.params["dimension_numbers"].rhs_spec[1:])
+
+
+def _valid_positions(eqn: JaxprEqn, axis: int) -> int:
+    """How many pairs of an output and a kernel position along an axis meet a number that is not padding."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    size = _shape(eqn.invars[0])[numbers.lhs_spec[2 + axis]]
+    dilation = params["lhs_dilation"][axis]
+    outputs = np.arange(_shape(eqn.outvars[0])[numbers.out_spec[2 + axis]]) * params["window_strides"][axis]
+    kernel = np.arange(_kernel(eqn)[1 + axis]) * params["rhs_dilation"][axis]
+    met = outputs[:, None] + kernel - params["padding"][axis][0]
+    return int(np.count_nonzero((met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)))
+
+
+_FLOPS = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged,
+    "ragged_dot_general": _ragged,
+}
+
+
+def _dimensions(eqn: JaxprEqn) -> Any:
+    if "dimension_numbers" in eqn.params:
+        return eqn.params["dimension_numbers"]
+    return eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+
+
+def _size(atom: Any) -> int:
+    return math.prod(_shape(atom))
+
+
+def _bytes(atom: Any) -> int:
+    return _size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+
+
+def _shape(atom: Any) -> Sequence[int]:
+    return getattr(atom.aval, "shape", ())

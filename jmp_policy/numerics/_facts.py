@@ -1,0 +1,191 @@
+"""What is known of a value: where it comes from, as far as it matters to an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from ..interpreter import Step, float_dtype, is_float
+from ._cost import MOVING
+
+HALF = frozenset((np.dtype(np.float16), np.dtype(jnp.bfloat16)))
+FLOAT32 = np.dtype(np.float32)
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      is_given: whether it is an argument, a parameter or a constant, moved or converted at most.
+      constants: the arrays and numbers that are among its elements, or were added to them.
+      widening: the conversion of half precision that it is the result of, moved at most.
+      made: what it is in the language of losses and norms, such as `"sum of exp"`; `""` if nothing of the kind.
+      narrowest: the narrowest dtype in which that was made.
+      is_gradient: whether it was made in a backward pass, moved, converted or scaled at most since.
+      summed: the step of a backward pass that made it by adding in half precision, moved or converted at most since.
+      carried: the body of the loop that it is a carry of.
+    """
+
+    is_given: bool = False
+    constants: tuple[Any, ...] = ()
+    widening: Step | None = None
+    made: str = ""
+    narrowest: np.dtype | None = None
+    is_gradient: bool = False
+    summed: Step | None = None
+    carried: Any = None
+
+
+UNKNOWN = Fact()
+GIVEN = Fact(is_given=True)
+
+
+def fact_of(atom: Any, environment: dict[Any, Fact]) -> Fact:
+    """What is known of a variable or literal."""
+    if isinstance(atom, Literal):
+        return Fact(is_given=True, constants=(atom.val,)) if is_float(atom) else GIVEN
+    return environment.get(atom, UNKNOWN)
+
+
+def fact_of_constant(value: Any) -> Fact:
+    """What is known of an array that a program closes over."""
+    if isinstance(value, Tracer) or not hasattr(value, "dtype"):
+        return GIVEN
+    return Fact(is_given=True, constants=(value,))
+
+
+def results(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
+    """What is known of each result of a step."""
+    if step.name in ("optimization_barrier", "psum", "psum_invariant"):  # as many as there are operands
+        return [result._replace(is_gradient=result.is_gradient or backward) for result in facts]
+    return [_result(step, facts, backward)] * len(step.results)
+
+
+def _result(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
+    if step.name == "convert_element_type":
+        return _converted(step, facts[0])
+    if step.name in MOVING:
+        return _moved(step, facts)
+    made, narrowest = _made(step, facts)
+    gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
+    return Fact(
+        constants=_added_constants(step, facts),
+        made=made,
+        narrowest=narrowest,
+        is_gradient=gradient,
+        summed=step if backward and step.name in _SUMS and _is_half(step.results[0]) else None,
+    )
+
+
+def narrowest_of(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
+    """The dtype of the fewest bytes."""
+    return min((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize, default=None)
+
+
+_SUMS = ("add_any", "scatter-add", "scatter_add")
+"""How gradients of several uses become one. XLA adds them in their own dtype, where it reduces in a wider one."""
+
+
+def _is_half(atom: Any) -> bool:
+    return float_dtype(atom) in HALF
+
+
+def _converted(step: Step, fact: Fact) -> Fact:
+    source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    narrowest = narrowest_of([fact.narrowest, target]) if fact.made else None
+    if source in HALF and target == FLOAT32:
+        return fact._replace(widening=step)
+    return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
+
+
+def _moved(step: Step, facts: Sequence[Fact]) -> Fact:
+    pairs = zip(step.operands, facts, strict=True)
+    floats = [fact for atom, fact in pairs if is_float(atom)]
+    if not floats:
+        return UNKNOWN
+    if step.name == "carry":
+        return Fact(constants=floats[0].constants, carried=step.around[-1][1])
+    if len(floats) == 1:
+        return floats[0]
+    first = next((fact for fact in floats if not fact.is_given), floats[0])
+    constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
+    return first._replace(is_given=all(fact.is_given for fact in floats), constants=constants)
+
+
+_FEW = 8
+"""So many constants of a value are remembered."""
+
+
+def _added_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
+    if step.name not in ("add", "sub", "max", "min", "clamp"):
+        return ()
+    return tuple(constant for fact in facts for constant in fact.constants)[:_FEW]
+
+
+def _made(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
+    rule = _MAKING.get(step.name)
+    made = rule(step, facts) if rule is not None else ""
+    if not made:
+        return "", None
+    dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
+    return made, narrowest_of([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
+
+
+def _summed(step: Step, facts: Sequence[Fact]) -> str:
+    return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "")
+
+
+def _product(step: Step, facts: Sequence[Fact]) -> str:
+    if step.operands[0] is step.operands[-1]:
+        return "square"
+    return _kept(step, facts)
+
+
+def _quotient(step: Step, facts: Sequence[Fact]) -> str:
+    above, below = facts
+    if below.made == "sum of exp" and above.made == "exp":
+        return "softmax"
+    if below.made == "one and exp" and (above.is_given or above.made == "exp"):
+        return "sigmoid"
+    return _kept(step, facts)
+
+
+def _sum(step: Step, facts: Sequence[Fact]) -> str:
+    if {fact.made or fact.is_given for fact in facts} == {"exp", True}:
+        return "one and exp"
+    return _kept(step, facts)
+
+
+def _kept(step: Step, facts: Sequence[Fact]) -> str:
+    """What stays what it is with a constant added, or scaled by one; a variance is a difference of squares."""
+    kinds = {fact.made for fact in facts} - {"", "square"}
+    others = [fact for fact in facts if fact.made not in kinds]
+    if len(kinds) != 1 or not kinds <= _KEPT or not all(fact.is_given or fact.made == "square" for fact in others):
+        return ""
+    return kinds.pop()
+
+
+_KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares"))
+
+_MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
+    "exp": lambda step, facts: "exp",
+    "exp2": lambda step, facts: "exp",
+    "logistic": lambda step, facts: "sigmoid",
+    "square": lambda step, facts: "square",
+    "integer_pow": lambda step, facts: "square" if step.eqn.params["y"] == 2 else "",
+    "reduce_sum": _summed,
+    "reduce_max": _kept,
+    "mul": _product,
+    "div": _quotient,
+    "add": _sum,
+    "sub": _kept,
+    "max": _kept,
+    "min": _kept,
+    "clamp": _kept,
+}
+"""What steps make, if it is something that an audit knows."""

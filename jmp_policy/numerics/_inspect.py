@@ -1,0 +1,144 @@
+"""Making a report of a program."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from ..interpreter import Step, float_dtype, walk
+from ._catalogue import FINDINGS, REMEDIES
+from ._checks import Suspicion, check, half_gradient
+from ._cost import MATMULS, bytes_of, flops
+from ._facts import GIVEN, HALF, Fact, fact_of, fact_of_constant, results
+from ._paths import path_of
+from ._report import AuditReport, AuditRow, Finding, Matmul
+from ._source import line, origin
+
+
+class Overflow(NamedTuple):
+    """A constant that became infinite while the program was traced.
+
+    Attributes:
+      source: the user's line.
+      scope: the name stack.
+    """
+
+    source: str
+    scope: str
+
+
+def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow]) -> AuditReport:
+    """The report of a program.
+
+    Args:
+      program: the program; it is not run.
+      overflows: what happened while it was traced.
+    """
+    inspector = _Inspector()
+    body = program.jaxpr
+    inspector.facts.update((var, GIVEN) for var in body.invars)
+    inspector.facts.update(zip(body.constvars, map(fact_of_constant, program.consts), strict=False))
+    inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
+    for overflow in overflows:
+        inspector.overflowed(overflow)
+    for step in walk(body, live_only=True):
+        inspector.see(step)
+    inspector.finish(body.outvars)
+    return inspector.report()
+
+
+class _Inspector:
+    """Sees one step after the other.
+
+    Attributes:
+      facts: what is known of each value.
+      has_half: whether anything in the program is half precision.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[Any, Fact] = {}
+        self.has_half = False
+        self._rows: dict[tuple, list[int]] = {}
+        self._matmuls: dict[tuple, int] = {}
+        self._findings: dict[tuple, list[Any]] = {}
+        self._loops: dict[str, None] = {}
+        self._places: dict[str, tuple[str, bool]] = {}
+
+    def see(self, step: Step) -> None:
+        backward = self._place(step.scope)[1]
+        if step.name == "constant":
+            facts = [fact_of_constant(step.operands[0])]
+            self.facts[step.results[0]] = facts[0]
+            return
+        facts = [fact_of(atom, self.facts) for atom in step.operands]
+        for suspicion in check(step, facts, backward):
+            self._suspect(suspicion, backward)
+        self.facts.update(zip(step.results, results(step, facts, backward), strict=True))
+        if step.name in ("link", "carry"):
+            if step.eqn.primitive.name == "while":
+                self._loops.setdefault(line(origin(step)))
+            return
+        self.has_half = self.has_half or any(float_dtype(var) in HALF for var in step.results)
+        self._count(step)
+
+    def finish(self, outvars: Sequence[Any]) -> None:
+        """Sees what the program returns: gradients, it may be."""
+        for atom in outvars:
+            fact = fact_of(atom, self.facts)
+            if fact.summed is not None:
+                self._suspect(half_gradient(fact, atom), backward=True)
+
+    def overflowed(self, overflow: Overflow) -> None:
+        path, backward = self._place(overflow.scope)
+        key = "infinite-constant", overflow.source, path, backward
+        self._findings.setdefault(key, ["when it was cast", (), 0])[2] += 1
+
+    def report(self) -> AuditReport:
+        rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
+        matmuls = (Matmul(*key, flops=count) for key, count in self._matmuls.items())
+        return AuditReport(tuple(rows), tuple(self._described()), tuple(matmuls), tuple(self._loops))
+
+    def _described(self) -> Iterable[Finding]:
+        for (name, source, path, backward), (detail, dtypes, count) in self._findings.items():
+            if name != "float32-matmul" or self.has_half:
+                message = f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}"
+                yield Finding(name, message, source, path, dtypes, backward, count)
+
+    def _suspect(self, suspicion: Suspicion, backward: bool) -> None:
+        path = self._place(suspicion.step.scope)[0]
+        key = suspicion.id, line(origin(suspicion.step)), path, backward
+        dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
+        self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
+
+    def _count(self, step: Step) -> None:
+        path, backward = self._place(step.scope)
+        work = step.trips * flops(step.eqn)
+        key = path, step.name, _dtype(step), backward
+        counts = self._rows.setdefault(key, [0, 0, 0])
+        for i, amount in enumerate((step.trips, work, step.trips * bytes_of(step.eqn))):
+            counts[i] += amount
+        if step.name in MATMULS:
+            dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
+            matmul = step.name, dtypes, key[2], line(origin(step)), path, backward
+            self._matmuls[matmul] = self._matmuls.get(matmul, 0) + work
+
+    def _place(self, scope: str) -> tuple[str, bool]:
+        if scope not in self._places:
+            self._places[scope] = path_of(scope), "transpose(" in scope
+        return self._places[scope]
+
+
+def _dtype(step: Step) -> str:
+    """The dtype that a step runs in: the widest floating one that it reads, or else makes."""
+    if step.name == "convert_element_type":
+        return f"{step.operands[0].aval.dtype}->{step.results[0].aval.dtype}"
+    for atoms in (step.operands, step.results):
+        floats = [dtype for dtype in map(float_dtype, atoms) if dtype is not None]
+        if floats:
+            return str(max(floats, key=_width))
+    return next((str(dtype) for atom in step.results if (dtype := getattr(atom.aval, "dtype", None))), "")
+
+
+def _width(dtype: np.dtype) -> int:
+    return dtype.itemsize

@@ -1,0 +1,174 @@
+"""What an audit found: a table of operations, and findings."""
+
+import dataclasses
+from typing import Any
+
+from .._dtypes import DTypeLike, did_you_mean, parse_dtype
+from ._catalogue import FINDINGS
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditRow:
+    """The operations of one kind, in one dtype, at one place.
+
+    Attributes:
+      path: the module names and `jax.named_scope`s around them, joined by `/`; the root's is the empty string.
+      operation: the name of the primitive.
+      dtype: the widest floating dtype that they read; of a conversion, `"float32->bfloat16"`.
+      backward: whether they belong to a backward pass.
+      count: how many there are; in a loop, for all its turns.
+      flops: additions and multiplications, of all turns and devices.
+      bytes: of what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
+    """
+
+    path: str
+    operation: str
+    dtype: str
+    backward: bool
+    count: int
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matrix product or convolution in the source.
+
+    Attributes:
+      operation: the name of the primitive.
+      dtypes: the dtypes that it reads.
+      dtype: the widest of them, which is what it runs in.
+      source: the user's line that it comes from.
+      path: as that of a row.
+      backward: whether it belongs to a backward pass.
+      flops: as those of a row.
+    """
+
+    operation: str
+    dtypes: tuple[str, ...]
+    dtype: str
+    source: str
+    path: str
+    backward: bool
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is likely to lose numbers, or time.
+
+    Attributes:
+      id: its name, one of those of `numerics.FINDINGS`.
+      message: what was met, and what would mend it.
+      source: the user's line that it comes from, `"file.py:12 (function)"`.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      dtypes: the dtypes that take part.
+      backward: whether it was met in a backward pass.
+      count: how many equations of that line have it.
+    """
+
+    id: str
+    message: str
+    source: str
+    path: str
+    dtypes: tuple[str, ...]
+    backward: bool
+    count: int
+
+    def __str__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.source}: {self.id}{where}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditReport:
+    """What `numerics.audit` found: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each place, operation and dtype, in the order of the program.
+      findings: what is likely to lose numbers or time, in the order of the program.
+      matmuls: the matrix products and convolutions.
+      uncounted_loops: the lines of `while` loops, whose operations are counted for one turn.
+    """
+
+    rows: tuple[AuditRow, ...]
+    findings: tuple[Finding, ...]
+    matmuls: tuple[Matmul, ...]
+    uncounted_loops: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """Those of all rows."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Those of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    def assert_matmuls_in(self, dtype: DTypeLike) -> None:
+        """Checks that every matrix product and convolution runs in a dtype, forward and backward.
+
+        Args:
+          dtype: anything that `get_policy` reads as a dtype.
+
+        Raises:
+          AssertionError: one runs in another dtype, or there is none; the message has the lines.
+          ValueError: `dtype` is no floating dtype.
+        """
+        wanted = str(parse_dtype(dtype))
+        if not self.matmuls:
+            raise AssertionError(f"There is no matrix product or convolution, in {wanted} or any other dtype.")
+        others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
+        if others:
+            lines = "".join(f"\n  {_described(matmul)}" for matmul in others)
+            raise AssertionError(f"{len(others)} of {len(self.matmuls)} matmuls are not in {wanted}:{lines}")
+
+    def assert_no(self, *ids: str) -> None:
+        """Checks that there are no findings of the given names; without a name, that there are none at all.
+
+        Raises:
+          AssertionError: there are; the message has the lines.
+          ValueError: there is no finding of such a name.
+        """
+        for name in ids:
+            if name not in FINDINGS:
+                raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
+        found = [finding for finding in self.findings if not ids or finding.id in ids]
+        if found:
+            lines = "".join(f"\n  {finding}" for finding in found)
+            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{lines}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "findings": [_plain(finding) for finding in self.findings],
+            "matmuls": [_plain(matmul) for matmul in self.matmuls],
+            "uncounted_loops": list(self.uncounted_loops),
+            "flops": self.flops,
+            "bytes": self.bytes,
+        }
+
+    def __str__(self) -> str:
+        from ._text import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from ._html import as_html
+
+        return as_html(self)
+
+
+_EXAMPLE = "For example: report.assert_no('float32-matmul')."
+
+
+def _described(matmul: Matmul) -> str:
+    where = f" in {matmul.path}" if matmul.path else ""
+    direction = "backward " if matmul.backward else ""
+    return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}"
+
+
+def _plain(entry: Finding | Matmul) -> dict[str, Any]:
+    return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}

@@ -1,0 +1,98 @@
+"""The user's line that an equation comes from."""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ..interpreter import Step
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DEMO = os.path.join(_OWN, "demo", "")
+
+
+def origin(step: Step) -> JaxprEqn:
+    """The equation whose traceback tells where in the user's code a step comes from.
+
+    JAX traces a jitted function of its own, such as that of `jnp.where`, once for all calls: the frames below it in
+    the tracebacks of its equations are those of its first caller. What it does belongs to the equation that calls it.
+    """
+    eqn = step.eqn
+    for call, body in reversed(step.around):
+        if _is_inside_users_code(eqn, body):
+            break
+        eqn = call
+    return eqn
+
+
+def line(eqn: JaxprEqn) -> str:
+    """The innermost frame of the user's code, `"file.py:12 (function)"`."""
+    return next(_users(_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
+
+
+def functions(step: Step) -> set[str]:
+    """The names of the functions that a step was traced in, and those of the jitted functions around it."""
+    eqns = [step.eqn, *(call for call, _ in step.around)]
+    names = {frame.function_name for eqn in (step.eqn, origin(step)) for frame in _frames(eqn)}
+    return names | {str(eqn.params.get("name")) for eqn in eqns}
+
+
+def is_in_file_of(eqn: JaxprEqn, package: str) -> bool:
+    """Whether an equation was traced in a function of a package, given with a `.` before each part but the first."""
+    folder = os.path.join(*package.split("."), "")
+    return any(folder in frame.file_name for frame in _frames(eqn))
+
+
+def running_line() -> str:
+    """The innermost frame of the user's code that is running."""
+    frame = sys._getframe(1)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return next((f"{file}:{number} ({name})" for file, number, name in frames if not _is_library(file)), "")
+
+
+def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
+    """Whether an equation of a body comes from a frame of the user's that the function of the body called, or is."""
+    function, _, place = (body.debug_info.func_src_info or "").partition(" at ")
+    file = place.rpartition(":")[0]
+    for frame in _frames(eqn):
+        if not _is_library(frame.file_name):
+            return True
+        if frame.function_name == function and frame.file_name == file:
+            return False
+    return not file or not _is_library(file)
+
+
+def _users(frames: Iterable[Any]) -> Iterator[str]:
+    for frame in frames:
+        if not _is_library(frame.file_name):
+            yield f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+
+
+def _frames(eqn: JaxprEqn) -> list[Any]:
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether a file belongs to a library that models are written with, or to Python itself."""
+    if file.startswith(_OWN):
+        return not file.startswith(_DEMO)
+    return file.startswith(_folders()) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
+
+
+def _folders() -> tuple[str, ...]:
+    loaded = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return tuple(os.path.dirname(file) + os.sep for file in loaded if file)
+
+
+_PYTHON = os.path.dirname(os.path.abspath(contextlib.__file__))
