@@ -11,6 +11,9 @@ import numpy as np
 from ._dtypes import at_least_float32
 from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object, is_floating
 
+FULL_PRECISION = "force_full_precision"
+"""The scope that marks what is inside: where the inputs are float32 already nothing else tells `autocast` of it."""
+
 
 def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Runs `fun` in float32, its matmuls at the highest precision.
@@ -29,7 +32,7 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
         wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs), is_leaf=is_flax_object)
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION):
             out = fun(*wide_args, **wide_kwargs)
         return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
 

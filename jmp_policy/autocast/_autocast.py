@@ -7,7 +7,8 @@ from typing import Any
 from .._get_policy import PolicySpec, get_policy
 from ..interpreter import Kind, Rewriter, is_float, trace
 from ..interpreter._trace import run
-from ._casting import Casting, CastingRule, Colour, Mark, Place
+from ._casting import Casting, CastingRule, Colour, Mark
+from ._place import Place
 from ._rules import AutocastRules
 
 

@@ -16,8 +16,11 @@ from jax.extend.core import JaxprEqn, Literal
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
-from ._functions import Function
+from ._operators import with_operators
+from ._place import Place, Places
 from ._rules import AutocastRules, functions, table
+from ._scope import COMPUTE_DTYPES, Scope
+from ._scopes import Scopes
 from ._tables import Precision
 
 
@@ -41,24 +44,14 @@ class Mark(NamedTuple):
       narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
       backward: whether a backward pass made it: a gradient, once something else uses it.
       constant: the number that it is everywhere, if that is known.
+      scope: that of the rule that it was made under, which says what it leaves as.
     """
 
     colour: Colour
     narrow: bool = False
     backward: bool = False
     constant: float | None = None
-
-
-class Place(NamedTuple):
-    """Where an equation stands.
-
-    Attributes:
-      backward: whether it belongs to a backward pass.
-      function: the function of the tables that it belongs to.
-    """
-
-    backward: bool = False
-    function: Function | None = None
+    scope: Scope | None = None
 
 
 class Casting(NamedTuple):
@@ -67,6 +60,7 @@ class Casting(NamedTuple):
     compute_dtype: np.dtype
     rules: AutocastRules
     custom_rules: str
+    scopes: Scopes | None = None
 
 
 class CastingRule(Rule):
@@ -76,7 +70,8 @@ class CastingRule(Rule):
         self._casting = casting
         self._compute = casting.compute_dtype
         self._table = table(casting.rules, casting.compute_dtype)
-        self._functions = functions(casting.rules)
+        self._places = Places(functions(casting.rules), casting.scopes)
+        self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
         finfo = jnp.finfo(self._compute)
         self._largest, self._smallest = float(finfo.max), float(finfo.smallest_normal)
 
@@ -87,13 +82,7 @@ class CastingRule(Rule):
         return hash(self._casting)
 
     def context(self, outer: Any, eqn: JaxprEqn) -> Place:
-        stack = str(eqn.source_info.name_stack)
-        backward = outer.backward or "transpose(" in stack
-        if outer.function is not None:
-            return outer if backward == outer.backward else outer._replace(backward=backward)
-        if "force_full_precision" in stack:
-            return Place(backward, Function("force_full_precision", "full"))
-        return Place(backward, self._functions.find(eqn))
+        return self._places.of(outer, eqn)
 
     def argument(self, dtype: np.dtype | None) -> Kind:
         return Kind(dtype, _TRACED)
@@ -109,6 +98,9 @@ class CastingRule(Rule):
         if first.dtype not in _CASTABLE:
             return Kind(first.dtype, _TRACED)
         mark = _joined(kinds)
+        low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
+        if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
+            return Kind(low_dtypes.pop(), mark)
         return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype(mark.colour), mark)
 
     def accumulated(self, kind: Kind) -> Kind:
@@ -122,17 +114,25 @@ class CastingRule(Rule):
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
         place: Place = context
+        if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
+            return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
         precision = self._table.get(eqn.primitive.name, Precision.TRACED)
         if not _is_castable(eqn):
             precision = Precision.TRACED
-        elif place.function is not None:
-            precision = _INSIDE[place.function.treatment].get(precision, precision)
+        elif place.treatment is not None:
+            precision = _INSIDE[place.treatment].get(precision, precision)
         values = [self._arriving(value, precision, eqn, body, place) for value in values]
         if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
             results = self._conversion(eqn, values, body)
         else:
             results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
         return [self._placed(result, place) for result in results]
+
+    def _with_compute_dtype(self, dtype: Any) -> CastingRule:
+        """This rule in a scope that computes in another dtype."""
+        if dtype not in self._in_other_dtypes:
+            self._in_other_dtypes[dtype] = CastingRule(self._casting._replace(compute_dtype=dtype))
+        return self._in_other_dtypes[dtype]
 
     def _arriving(self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place) -> Value:
         """A value as it is used in `place`, which may be another one than that where it was made."""
@@ -141,8 +141,11 @@ class CastingRule(Rule):
             return value
         if mark.backward and not place.backward:  # a gradient: what averages, clips and applies it does so in float32
             return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, _FULL))
-        left = mark.narrow and (place.function is None or place.function.treatment != "narrow")
-        if left and precision not in (Precision.FULL, Precision.TRACED):
+        output_dtype = None if mark.scope is None or place.is_inside(mark.scope) else mark.scope.output_dtype
+        if output_dtype in _CASTABLE:
+            left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
+            return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
+        if mark.narrow and place.treatment != "narrow" and precision not in (Precision.FULL, Precision.TRACED):
             return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
         return value
 
@@ -151,8 +154,9 @@ class CastingRule(Rule):
         dtype, mark = result.kind
         if dtype is None:
             return result
-        narrow = mark.colour is Colour.FULL and place.function is not None and place.function.treatment == "narrow"
-        return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward)))
+        narrow = mark.colour is Colour.FULL and place.treatment == "narrow"
+        scope = None if place.backward else place.scope
+        return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
 
     def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         wide_sum = eqn.params.get("preferred_element_type") is not None
@@ -216,7 +220,7 @@ class CastingRule(Rule):
             value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
-        return body.append(eqn, atoms, kinds, params)
+        return body.append(eqn, atoms, kinds, params or with_operators(eqn.params, kind, self, Place()))
 
     def _cast(self, value: Value, dtype: Any, body: Body, eqn: JaxprEqn) -> Any:
         atom, source = value.atom, value.kind.dtype
@@ -259,13 +263,18 @@ class CastingRule(Rule):
 
 
 _FLOAT32 = np.dtype(np.float32)
-_CASTABLE = frozenset([_FLOAT32, np.dtype(np.float16), np.dtype(jnp.bfloat16)])
+_CASTABLE = COMPUTE_DTYPES
 _TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
 
 _ALL_FULL = dict.fromkeys(
     (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
 )
-_INSIDE = {"full": _ALL_FULL, "narrow": _ALL_FULL, "infer": {Precision.FULL: Precision.INFER}}
+_INSIDE = {
+    "full": _ALL_FULL,
+    "narrow": _ALL_FULL,
+    "infer": {Precision.FULL: Precision.INFER},
+    "low": dict.fromkeys((Precision.FULL, Precision.INFER), Precision.LOW),
+}
 """What the classes become inside of a function that is treated as one operation."""
 
 _JAX = os.path.dirname(jax.__file__)

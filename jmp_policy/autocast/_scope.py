@@ -23,11 +23,13 @@ class Scope(NamedTuple):
       compute_dtype: the dtype of its low operations; `None` for that of the function.
       treatment: how its operations are treated together; `None` for each by itself.
       output_dtype: what its results are cast to where they are used outside; `None` leaves them.
+      path: where it begins, for an operation in it.
     """
 
     compute_dtype: np.dtype | None = None
     treatment: str | None = None
     output_dtype: np.dtype | None = None
+    path: str = ""
 
 
 def scope_of(spec: PolicySpec, where: str) -> Scope:

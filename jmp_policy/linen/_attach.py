@@ -13,6 +13,7 @@ from .._policy_map import PolicyMap
 from ._classes import policied_class, unpolicied_class
 from ._explain import explain as explain
 from ._interceptor import POLICY
+from ._named import named as named
 from ._place import ROOT, Place
 
 

@@ -11,7 +11,9 @@ from ._attachment import Attachment
 from ._classes import checked_keep
 from ._decorate import decorated, given_to
 from ._explain import explain as explain
+from ._lifted import lifted as lifted
 from ._mismatch import reject
+from ._named import named as named
 from ._roles import role_of
 
 

@@ -1,8 +1,8 @@
-"""Module trees that say what their modules are called with."""
+"""Module trees whose modules say when they are called, and with what."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -16,43 +16,84 @@ _PATH = "_pytree__jmp_path"
 named like the bookkeeping of Flax, whose bridge takes all other attributes for variables of a linen module."""
 
 
+Watch = Callable[[str, Any, tuple, dict[str, Any]], Any]
+"""What runs in the place of a method: given the path of its module, the bound method and its arguments."""
+
+
 def observed(module: nnx.Module) -> nnx.Module:
-    """Changes the class of a module, and of all inside it, to one whose public methods are observed; in place.
+    """Observes all calls of the modules in a tree; in place.
 
     Nothing that others hold may be in it: it is meant for what `nnx.merge` has just made.
     """
-    _observe_inside(module, (), set())
+    watch_modules(module, observe_call)
     return module
 
 
-def _observe_inside(value: Any, path: tuple[str, ...], seen: set[int]) -> None:
+def watch_modules(module: nnx.Module, watch: Watch) -> dict[str, type]:
+    """Changes the class of a module, and of all inside it, to one whose public methods are watched; in place.
+
+    Returns:
+      The classes that the modules had, by path.
+    """
+    found: dict[str, type] = {}
+    _watch_inside(module, (), watch, found, set())
+    return found
+
+
+def is_watched(module: nnx.Module) -> bool:
+    """Whether the calls of a module are watched."""
+    return _PATH in vars(module)
+
+
+def unwatch_modules(module: nnx.Module) -> None:
+    """Gives the modules in a tree their own classes back; in place."""
+    for value in _inside(module, set()):
+        if vars(value).pop(_PATH, None) is not None:
+            object.__setattr__(value, "__class__", type(value).__base__)
+
+
+def _watch_inside(value: Any, path: tuple[str, ...], watch: Watch, found: dict[str, type], seen: set[int]) -> None:
     kind = kind_of(type(value))
     if kind not in (Kind.MODULE, Kind.PYTREE, Kind.BUILTIN) or id(value) in seen:
         return
     seen.add(id(value))
     items = items_of(value)
     if kind is Kind.MODULE:
+        found["/".join(path)] = type(value)
         vars(value)[_PATH] = "/".join(path)
-        object.__setattr__(value, "__class__", _observed_class(type(value)))
+        object.__setattr__(value, "__class__", _watched_class(type(value), watch))
     for name, item in items:
-        _observe_inside(item, (*path, name), seen)
+        _watch_inside(item, (*path, name), watch, found, seen)
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator[nnx.Module]:
+    """The modules in a tree."""
+    kind = kind_of(type(value))
+    if kind not in (Kind.MODULE, Kind.PYTREE, Kind.BUILTIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    items = items_of(value)
+    if kind is Kind.MODULE:
+        yield value
+    for _, item in items:
+        yield from _inside(item, seen)
 
 
 @functools.cache
-def _observed_class(kind: Any) -> type:
-    """The subclass whose public methods are observed; one for each class, because JAX never forgets a pytree class."""
-    methods = {name: _observed_method(inspect.getattr_static(kind, name)) for name, _ in public_methods(kind)}
+def _watched_class(kind: Any, watch: Watch) -> type:
+    """The subclass whose public methods are watched; one for each class, because JAX never forgets a pytree class."""
+    methods = {name: _watched_method(inspect.getattr_static(kind, name), watch) for name, _ in public_methods(kind)}
     role = {ROLE: vars(kind)[ROLE]} if ROLE in vars(kind) else {}
     options = {} if getattr(kind, "_pytree__is_pytree", True) else {"pytree": False}
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **role, **methods}
     return type(kind)(kind.__name__, (kind,), namespace, **options)
 
 
-def _observed_method(method: Any) -> Callable[..., Any]:
+def _watched_method(method: Any, watch: Watch) -> Callable[..., Any]:
     @functools.wraps(method)
-    def observed_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
         path = vars(self).get(_PATH)
-        return bound(*args, **kwargs) if path is None else observe_call(path, bound, args, kwargs)
+        return bound(*args, **kwargs) if path is None else watch(path, bound, args, kwargs)
 
-    return observed_method
+    return watched_method

@@ -1,0 +1,68 @@
+"""Where an equation stands: what decides about it beside its values."""
+
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from .._full_precision import FULL_PRECISION
+from ._functions import Function, Functions
+from ._scope import Scope
+from ._scopes import Scopes
+
+
+class Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      backward: whether it belongs to a backward pass.
+      function: the function of the tables that it belongs to.
+      path: of the module or named scope that it belongs to; only where a rule may depend on it, because a program that
+        is used at two paths is rewritten for both.
+      scope: what the rules say for that path.
+    """
+
+    backward: bool = False
+    function: Function | None = None
+    path: str = ""
+    scope: Scope | None = None
+
+    @property
+    def treatment(self) -> str | None:
+        """How the operations that stand here are treated together: a user's rule is above the tables."""
+        if self.function is not _REGION and self.scope is not None and self.scope.treatment is not None:
+            return self.scope.treatment
+        return None if self.function is None else self.function.treatment
+
+    def is_inside(self, scope: Scope) -> bool:
+        """Whether a scope is this place's own, or around it."""
+        return f"{self.path}/".startswith(f"{scope.path}/") or not scope.path
+
+
+class Places:
+    """Finds the place of each equation.
+
+    Args:
+      functions: those that are treated as one operation.
+      scopes: the rules by scope, if there are any.
+    """
+
+    def __init__(self, functions: Functions, scopes: Scopes | None):
+        self._functions = functions
+        self._scopes = scopes
+
+    def of(self, outer: Place, eqn: JaxprEqn) -> Place:
+        """The place of an equation in a body that stands at `outer`."""
+        stack = str(eqn.source_info.name_stack)
+        backward = outer.backward or "transpose(" in stack
+        function = outer.function
+        if FULL_PRECISION in stack:
+            function = _REGION
+        elif function is None:
+            function = self._functions.find(eqn)
+        if self._scopes is None:
+            return outer if (backward, function) == outer[:2] else Place(backward, function)
+        path = self._scopes.path(outer.path, eqn)
+        return Place(backward, function, path, self._scopes.at(path, backward))
+
+
+_REGION = Function(FULL_PRECISION, "full")
