@@ -60,8 +60,12 @@ def train(
       initial: what `initialize` returns.
       loss_scale: the loss scale to begin with; the policy's, if `None`.
     """
-    model = architecture.with_policy(policy)
     scale = policy.loss_scale() if loss_scale is None else loss_scale
+    return train_model(architecture.with_policy(policy), architecture, scale, initial)
+
+
+def train_model(model: Model, architecture: Architecture, scale: jmp.LossScale, initial: tuple[Any, Any]) -> Run:
+    """Trains a model on the batches of an architecture, as `train` does."""
 
     def one_seed(initial: tuple[Any, Any]) -> Any:
         state = make_state(model, architecture.tx, scale, *initial)
