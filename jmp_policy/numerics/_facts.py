@@ -61,8 +61,10 @@ def fact_of_constant(value: Any) -> Fact:
 
 def results(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
     """What is known of each result of a step."""
-    if step.name in ("optimization_barrier", "psum", "psum_invariant"):  # as many as there are operands
-        return [result._replace(is_gradient=result.is_gradient or backward) for result in facts]
+    if step.name == "optimization_barrier":  # as many as there are operands
+        return facts
+    if step.name in ("psum", "psum_invariant"):
+        return [Fact(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
     return [_result(step, facts, backward)] * len(step.results)
 
 
