@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 from ..interpreter import Step, float_dtype
 from ._cost import MATMULS, contracted
 from ._facts import FLOAT32, HALF, Fact
-from ._source import functions, is_in_file_of, origin
+from ._source import functions, is_in_file_of, is_of_library, origin
 
 
 class Suspicion(NamedTuple):
@@ -73,6 +73,8 @@ def _promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
     for atom, fact in zip(step.operands, facts, strict=True):
         half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
         if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
+            if is_of_library(origin(step)):  # a layer that mixes dtypes knows what it does
+                return
             other = "constant" if given[0].constants else "float32 parameter or argument"
             yield Suspicion("accidental-promotion", step, f"{half} becomes float32 through a {other}", (half, FLOAT32))
             return

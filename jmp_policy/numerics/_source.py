@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..interpreter import Step
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
+_JAX = ("jax", "jaxlib")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO = os.path.join(_OWN, "demo", "")
 
@@ -34,6 +35,12 @@ def origin(step: Step) -> JaxprEqn:
 def line(eqn: JaxprEqn) -> str:
     """The innermost frame of the user's code, `"file.py:12 (function)"`."""
     return next(_users(_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
+
+
+def is_of_library(eqn: JaxprEqn) -> bool:
+    """Whether what called JAX is a library, such as a layer of Flax, and no code of the user's."""
+    callers = (frame.file_name for frame in _frames(eqn) if not frame.file_name.startswith(_folders(_JAX)))
+    return _is_library(next(callers, ""))
 
 
 def functions(step: Step) -> set[str]:
@@ -87,11 +94,11 @@ def _is_library(file: str) -> bool:
     """Whether a file belongs to a library that models are written with, or to Python itself."""
     if file.startswith(_OWN):
         return not file.startswith(_DEMO)
-    return file.startswith(_folders()) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
+    return file.startswith(_folders(_LIBRARIES)) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
-def _folders() -> tuple[str, ...]:
-    loaded = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    loaded = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     return tuple(os.path.dirname(file) + os.sep for file in loaded if file)
 
 

@@ -1,6 +1,5 @@
 """Faults in plain JAX."""
 
-# ruff: noqa: N801
 
 import jax
 import jax.numpy as jnp

@@ -4,6 +4,8 @@ import re
 
 import jax
 import planted_jax  # noqa: F401
+import planted_linen  # noqa: F401
+import planted_nnx  # noqa: F401
 import pytest
 from planted import PLANTED
 
