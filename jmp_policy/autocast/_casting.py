@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
@@ -21,6 +21,7 @@ from ._place import Place, Places
 from ._rules import AutocastRules, functions, table
 from ._scope import COMPUTE_DTYPES, Scope
 from ._scopes import Scopes
+from ._softmax import PATTERN, softmax_at, softmax_in
 from ._tables import Precision
 
 
@@ -112,6 +113,24 @@ class CastingRule(Rule):
     def opens_inside(self, eqn: JaxprEqn, context: Any) -> bool:
         return self._casting.custom_rules == "inside"
 
+    def together(
+        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Any
+    ) -> tuple[int, list[Value]] | None:
+        eqn, place = program.eqns[start], context
+        if eqn.primitive.name != PATTERN[0] or values[0].kind.mark.colour is not Colour.LOW:
+            return None
+        if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
+            return None
+        eqns = softmax_at(program, start)
+        softmax = None if eqns is None else softmax_in(values[0].kind.dtype, eqns)
+        if eqns is None or softmax is None:
+            return None
+        here = softmax.replace(
+            outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
+        )
+        results = body.append(here, [values[0].atom], [values[0].kind])
+        return len(eqns), [self._placed(result, place) for result in results]
+
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
         place: Place = context
         if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
@@ -159,6 +178,8 @@ class CastingRule(Rule):
         return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
 
     def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
+            return self._traced(eqn, values, body)
         wide_sum = eqn.params.get("preferred_element_type") is not None
         params = {**eqn.params, "preferred_element_type": self._compute} if wide_sum else None
         return self._run(eqn, values, body, Kind(self._compute, _LOW), params)
@@ -199,7 +220,14 @@ class CastingRule(Rule):
         ]
         floats = [value.kind for value in values if value.kind.dtype is not None]
         followed = any(kind.mark.colour is not Colour.TRACED for kind in floats)
-        return body.append(eqn, atoms, [Kind(float_dtype(var), _FULL if followed else _TRACED) for var in eqn.outvars])
+        kinds = [Kind(float_dtype(var), self._mark_of(float_dtype(var), followed)) for var in eqn.outvars]
+        return body.append(eqn, atoms, kinds)
+
+    def _mark_of(self, dtype: Any, followed: bool) -> Mark:
+        """That of a result whose dtype is its author's."""
+        if not followed:
+            return _TRACED
+        return _LOW if dtype == self._compute != _FLOAT32 else _FULL
 
     def _conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         """A cast that the author wrote is respected; one that only makes a weak type strong is none."""
