@@ -159,7 +159,7 @@ def _devices(eqn: JaxprEqn) -> int:
     if eqn.primitive.name != "shard_map":
         return 1
     sizes = eqn.params["mesh"].shape
-    return math.prod(sizes[axis] for axis in eqn.params["manual_axes"])
+    return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def _items(value: Any) -> Sequence[Any]:

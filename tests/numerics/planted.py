@@ -1,4 +1,4 @@
-"""The registry of planted faults: each class has a faulty function and a clean one, and comments where the faults are."""
+"""The registry of planted faults: classes of a faulty function and a clean one, with comments where the faults are."""
 
 import dataclasses
 import inspect

@@ -1,0 +1,110 @@
+"""What an audit counts is what XLA counts, and it costs little beside tracing."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jmp_policy as jmp
+
+F32 = jnp.float32
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, F32)
+
+
+def convolved(x, w, strides=(1, 1), padding="SAME", **kwargs):
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **kwargs)
+
+
+def gradients(fun):
+    return jax.grad(lambda *args: jnp.sum(fun(*args)), argnums=(0, 1))
+
+
+def layers(x, w, unroll=1):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w, unroll=unroll)[0]
+
+
+MATMUL_DOMINATED = {
+    "dense": (jnp.matmul, f32(64, 128), f32(128, 96)),
+    "batched": (jnp.matmul, f32(3, 32, 64), f32(3, 64, 48)),
+    "einsum": (lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), f32(2, 24, 3, 64), f32(2, 20, 3, 64)),
+    "dense backward": (gradients(jnp.matmul), f32(64, 128), f32(128, 96)),
+    "convolution": (convolved, f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "strided convolution": (lambda x, w: convolved(x, w, (2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "valid convolution": (lambda x, w: convolved(x, w, padding="VALID"), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "dilated convolution": (lambda x, w: convolved(x, w, rhs_dilation=(2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "grouped convolution": (lambda x, w: convolved(x, w, feature_group_count=4), f32(2, 9, 9, 32), f32(3, 3, 8, 32)),
+    "convolution backward": (gradients(lambda x, w: convolved(x, w, (2, 2))), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+}
+
+
+def counted_by_xla(fun, *args):
+    return jax.jit(fun).lower(*args).cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("name", MATMUL_DOMINATED)
+def test_flops_are_those_of_xla(name):
+    fun, *args = MATMUL_DOMINATED[name]
+    assert jmp.numerics.audit(fun)(*args).flops == pytest.approx(counted_by_xla(fun, *args), rel=0.02)
+
+
+@pytest.mark.parametrize("fun", [layers, gradients(layers)], ids=["forward", "backward"])
+def test_scan_counts_every_turn(fun):
+    args = f32(64, 64), f32(5, 64, 64)
+    by_hand = 5 * 2 * 64**3 * (1 if fun is layers else 3)
+    matmuls = jmp.numerics.audit(fun)(*args).matmuls
+    assert sum(matmul.flops for matmul in matmuls) == by_hand
+
+
+def test_ragged_matmul_counts_each_row_once():
+    args = f32(12, 8), f32(3, 8, 5), jax.ShapeDtypeStruct((3,), jnp.int32)
+    ragged = jmp.numerics.audit(lax.ragged_dot)(*args)
+    both = jmp.numerics.audit(jax.grad(lambda x, w, sizes: jnp.sum(lax.ragged_dot(x, w, sizes)), argnums=(0, 1)))(*args)
+    assert ragged.flops == 2 * 12 * 8 * 5
+    assert sum(matmul.flops for matmul in both.matmuls) == 2 * ragged.flops  # of the sum, only gradients are live
+
+
+def test_shard_map_counts_all_devices():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    mapped = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    assert jmp.numerics.audit(jax.jit(mapped))(f32(4, 8), f32(8, 2)).matmuls[0].flops == 2 * 4 * 8 * 2
+
+
+def test_outer_product_is_no_float32_matmul():
+    report = jmp.numerics.audit(lambda x, y: (x[:, None] @ y[None], x.astype(jnp.bfloat16)))(f32(4), f32(5))
+    assert report.matmuls[0].dtype == "float32"
+    assert report.findings == ()
+
+
+def test_bytes_are_those_of_operands_and_results():
+    report = jmp.numerics.audit(lambda x, w: x @ w)(f32(4, 8), f32(8, 2))
+    assert report.bytes == 4 * (4 * 8 + 8 * 2 + 4 * 2)
+
+
+def deep():
+    """A function of ten thousand equations, which JAX has not traced before."""
+
+    def fun(x, w):
+        for _ in range(2500):
+            x = jnp.tanh(x @ w) * 0.5 + x
+        return x
+
+    return fun
+
+
+def test_audit_takes_at_most_twice_the_time_to_trace():
+    args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+
+    def ratio():
+        start = time.process_time()
+        jax.make_jaxpr(deep())(*args)
+        traced = time.process_time()
+        jmp.numerics.audit(deep())(*args)
+        return (time.process_time() - traced) / (traced - start)
+
+    assert any(ratio() <= 2 for _ in range(5))  # about 1.6; a garbage collection may come between
