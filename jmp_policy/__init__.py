@@ -33,9 +33,11 @@ from ._tree import (
     cast_to_half as cast_to_half,
     select_tree as select_tree,
 )
+from .autocast import autocast as autocast  # the function, which has the name of its package
 
 if _TYPE_CHECKING:
     from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim
+    from .autocast import AutocastRules as AutocastRules
 
 __version__ = "0.1.0"
 
@@ -45,8 +47,10 @@ _LAZY = ("compat", "linen", "nnx", "numerics", "optim")  # most import Flax or o
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return _importlib.import_module(f".{name}", __name__)
+    if name == "AutocastRules":
+        return _importlib.import_module(".autocast._rules", __name__).AutocastRules
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "AutocastRules"})

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import sys
 import types
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +21,8 @@ _ADAPTERS = {
     "flax.nnx": "jmp_policy.nnx._attach",
 }
 """The package of a `Module` class, and the module that knows its modules: `attach(target, policy, keep)`,
-`policy_of(target)` and `explain(model, inputs, method, rngs, kwargs)`. Loaded when the first target of that kind
-arrives, so that importing the library loads no Flax."""
+`policy_of(target)`, `explain(model, inputs, method, rngs, kwargs)` and `named(fun, enter)`, which tells what modules a
+function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
 
 # The boundaries of functions that are running. They decide whether a call is the outermost, so a jitted function that
 # calls one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
@@ -210,6 +211,23 @@ def adapter_of(target: Any) -> Any:
     """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
     path = _adapter_path(target if isinstance(target, type) else type(target))
     return None if path is None else importlib.import_module(path)
+
+
+def loaded_adapters() -> list[Any]:
+    """The adapters of the packages that are loaded: a function may call the modules of any of them."""
+    return [importlib.import_module(path) for package, path in _ADAPTERS.items() if package in sys.modules]
+
+
+def lifting_adapter(tree: PyTree) -> Any:
+    """The module that calls functions of objects that they write to, such as those in a tree; `None` if it has none."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
+    is_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)
+    return importlib.import_module(_ADAPTERS["flax.nnx"]) if is_any else None
+
+
+@functools.cache
+def _is_of_nnx(kind: type) -> bool:
+    return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ class Places:
             function = self._functions.find(eqn)
         if self._scopes is None:
             return outer if (backward, function) == outer[:2] else Place(backward, function)
-        path = self._scopes.path(outer.path, eqn)
+        path = self._scopes.paths.of(outer.path, eqn)
         return Place(backward, function, path, self._scopes.at(path, backward))
 
 

@@ -12,10 +12,11 @@ from jax.extend.core import Primitive
 
 from .._dtypes import did_you_mean
 from .._get_policy import PolicySpec
+from .._policy import Policy
 from .._policy_map import Key, PolicyMap
 from . import _tables
 from ._functions import Functions
-from ._scope import TREATMENTS, Scope, scope_of
+from ._scope import TREATMENTS, canonical
 from ._tables import Precision
 
 
@@ -43,14 +44,14 @@ class AutocastRules:
       ValueError: there is no such primitive, function, class or policy.
 
     >>> rules = AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
-    >>> hash(rules) == hash(AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()}))
+    >>> rules == AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})
     True
     """
 
     primitives: tuple[tuple[str, str], ...]
     functions: tuple[tuple[str, str], ...]
-    scopes: tuple[tuple[Key, Scope], ...]
-    backward: tuple[tuple[Key, Scope], ...]
+    scopes: tuple[tuple[Key, Policy | str], ...]
+    backward: tuple[tuple[Key, Policy | str], ...]
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ def _function_row(name: Any, treatment: Any) -> tuple[str, str]:
     return name, treatment
 
 
-def _scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[tuple[Key, Scope]]:
+def _scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[tuple[Key, Policy | str]]:
     PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
-    return [(key, scope_of(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
+    return [(key, canonical(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
 
 
 def _may_exist(name: str) -> bool:

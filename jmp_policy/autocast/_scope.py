@@ -32,33 +32,31 @@ class Scope(NamedTuple):
     path: str = ""
 
 
-def scope_of(spec: PolicySpec, where: str) -> Scope:
-    """Reads what holds for a scope: one of `TREATMENTS`, or anything that `get_policy` reads but for a map.
+def canonical(spec: PolicySpec, where: str) -> Policy | str:
+    """Reads what is to hold for a scope: one of `TREATMENTS`, or anything that `get_policy` reads but for a map.
 
     Raises:
       ValueError: it is neither, or autocast cannot compute in its compute dtype.
     """
     if isinstance(spec, str) and spec in TREATMENTS:
-        return Scope(treatment=spec)
+        return spec
     try:
         policy = get_policy(spec)
     except ValueError as error:
         raise ValueError(f"{error} It stands {where}, as may {', '.join(map(repr, TREATMENTS))}.") from None
     if not isinstance(policy, Policy):
         raise ValueError(f"{policy!r} {where} is no policy of one scope. For example: 'float32'.")
-    return scope_of_policy(policy, where)
-
-
-def scope_of_policy(policy: Policy, where: str) -> Scope:
-    """What a policy means for a scope: in float32, everything inside is.
-
-    Raises:
-      ValueError: autocast cannot compute in its compute dtype.
-    """
     check_compute_dtype(policy, where)
-    if policy.compute_dtype == np.float32:
-        return Scope(treatment="full", output_dtype=policy.output_dtype)
-    return Scope(policy.compute_dtype, None, policy.output_dtype)
+    return policy
+
+
+def scope_of(rule: Policy | str) -> Scope:
+    """What a rule means for a scope; where a policy computes in float32, everything inside does."""
+    if isinstance(rule, str):
+        return Scope(treatment=rule)
+    if rule.compute_dtype == np.float32:
+        return Scope(treatment="full", output_dtype=rule.output_dtype)
+    return Scope(rule.compute_dtype, None, rule.output_dtype)
 
 
 def check_compute_dtype(policy: Policy, where: str = "") -> None:

@@ -1,6 +1,7 @@
 """Reading a program to its bottom: every equation in order, whatever it is nested in, and how values get in and out."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ def walk(
     ['link', 'sin', 'mul', 'link']
     """
     for eqn in _live(program) if live_only else program.eqns:
-        stack = str(eqn.source_info.name_stack)
+        stack = name_stack(eqn)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
         bodies = bodies_of(eqn)
         if not bodies:
@@ -92,6 +93,22 @@ def walk(
         for var in eqn.outvars:
             sources = [results[id(var)] for results in leaving if id(var) in results]
             yield Step("link", sources, [var], eqn, here, around, trips)
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The name stack of an equation; the backward pass of a remat carries that of the forward pass as well: once.
+
+    >>> fun = jax.named_scope("net")(jax.grad(jax.checkpoint(jnp.sin)))
+    >>> remat = jax.make_jaxpr(fun)(1.0).eqns[-1]
+    >>> str(remat.source_info.name_stack), name_stack(remat)
+    ('net/transpose(jvp(net))/jvp()', 'transpose(net)')
+    """
+    stack = str(eqn.source_info.name_stack)
+    if eqn.primitive.name not in ("checkpoint", "remat2") or "transpose(" not in stack:
+        return stack
+    names = [name for name in re.sub(r"\w+\(|\)", "", stack).split("/") if name]
+    once = names[: len(names) // 2]
+    return f"transpose({'/'.join(once)})" if once + once == names else stack
 
 
 def _live(program: Jaxpr) -> list[JaxprEqn]:

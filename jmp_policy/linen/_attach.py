@@ -16,6 +16,8 @@ from ._interceptor import POLICY
 from ._named import named as named
 from ._place import ROOT, Place
 
+AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
+
 
 def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
     """A linen class or instance with a policy, instead of the one it may have had.

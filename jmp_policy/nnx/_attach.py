@@ -16,6 +16,8 @@ from ._mismatch import reject
 from ._named import named as named
 from ._roles import role_of
 
+AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
+
 
 def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
     """Gives an nnx module or module class a policy.

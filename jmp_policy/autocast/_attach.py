@@ -1,0 +1,143 @@
+"""What `autocast` makes of a function."""
+
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._boundary import adapter_of, cast_result, lifting_adapter, loaded_adapters, matmul_precision, resolved
+from .._dtypes import did_you_mean
+from .._get_policy import PolicySpec, get_policy, is_policy_spec
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from .._tree import is_flax_object
+from ..interpreter import Kind, Rewriter, float_dtype, run, trace
+from ._casting import Casting, CastingRule, Colour, Mark
+from ._modules import TRACING, Register
+from ._place import Place
+from ._rules import AutocastRules
+from ._scope import COMPUTE_DTYPES
+from ._scopes import Scopes, check_policy, has_scopes, root_policy
+
+CUSTOM_RULES = ("opaque", "inside")
+
+
+def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rules: str) -> Any:
+    """The function that stands for `fun`, or a decorator, as `autocast` says."""
+    if custom_rules not in CUSTOM_RULES:
+        raise ValueError(
+            f"Unknown custom_rules {custom_rules!r}. {did_you_mean(custom_rules, CUSTOM_RULES)} "
+            "For example: custom_rules='inside'."
+        )
+    moved = AutocastRules() if rules is None else rules
+    if not isinstance(moved, AutocastRules):
+        raise TypeError(
+            f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
+        )
+    if policy is None and is_policy_spec(fun):
+        captured = _checked(get_policy(fun))
+        return lambda decorated: _with_autocast(decorated, captured, moved, custom_rules)
+    return _with_autocast(fun, _checked(get_policy(policy)), moved, custom_rules)
+
+
+def _checked(policy: Policy | PolicyMap) -> Policy | PolicyMap:
+    check_policy(policy)
+    return policy
+
+
+def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
+    if isinstance(fun, staticmethod | classmethod):
+        return type(fun)(_with_autocast(fun.__func__, policy, rules, custom_rules))
+    adapter = adapter_of(fun)
+    if adapter is not None or isinstance(fun, type) or not callable(fun):
+        line = " ".join(repr(fun).split())
+        shown = line if len(line) <= 100 else f"{line[:100]}... (a {type(fun).__name__})"
+        raise TypeError(f"autocast takes a function, got {shown}. {_what_to_write(fun, adapter)}")
+    return _Autocast(fun, policy, rules, custom_rules).function()
+
+
+def _what_to_write(fun: Any, adapter: Any) -> str:
+    if adapter is None:
+        return "For example: autocast(loss_fn, 'mixed_bfloat16')."
+    return f"Give it one that calls the module. For example: {adapter.AUTOCAST_EXAMPLE}."
+
+
+class _Autocast:
+    """A function, and all that is the same in each of its calls."""
+
+    def __init__(self, fun: Callable[..., Any], policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str):
+        self._fun = fun
+        self._policy = policy
+        self._rules = rules
+        self._custom_rules = custom_rules
+        self._register = Register() if has_scopes(policy, rules) else None
+
+    def function(self) -> Callable[..., Any]:
+        """The function that stands for the one that was given."""
+
+        @functools.wraps(self._fun)
+        def autocasted(*args: Any, **kwargs: Any) -> Any:
+            fun, args, kwargs = _opened(self._fun, args, kwargs)
+            policy = resolved(root_policy(self._policy), (args, kwargs))
+            adapter = lifting_adapter((args, kwargs))
+            traceable = self._traceable(fun, policy)
+            if adapter is None:
+                return self._run(policy, traceable, args, kwargs)
+            return adapter.lifted(lambda pure, state: self._run(policy, pure, (state,), {}), traceable, args, kwargs)
+
+        return autocasted
+
+    def _traceable(self, fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+        """The function as it is traced, with its result checked and cast."""
+
+        def traceable(*args: Any, **kwargs: Any) -> Any:
+            with matmul_precision(policy):
+                out = fun(*args, **kwargs)
+            _check_result(fun, out)
+            return cast_result(policy, out)
+
+        if self._register is not None:
+            for adapter in loaded_adapters():
+                traceable = adapter.named(traceable, self._register.enter)
+        return traceable
+
+    def _run(self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        with TRACING(self._register):
+            traced = trace(fun, args, kwargs)
+        old = traced.program
+        kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
+        wanted = [float_dtype(var) for var in old.jaxpr.outvars]
+        return run(traced, Rewriter(self._rule(policy, old)).rewrite(old, kinds, Place(), wanted).program)
+
+    def _rule(self, policy: Policy, program: Any) -> CastingRule:
+        scopes = None
+        if self._register is not None:
+            scopes = Scopes(self._policy, self._rules, self._register.modules())
+            for message in scopes.unused(program.jaxpr):
+                warnings.warn(message, stacklevel=5)
+        compute_dtype = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
+        return CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+
+
+def _opened(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
+    """A function, and what a partial or a method of a Flax object holds as its arguments: it may write to them."""
+    if isinstance(fun, functools.partial):
+        return _opened(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
+    if isinstance(fun, types.MethodType) and is_flax_object(fun.__self__):
+        return fun.__func__, (fun.__self__, *args), kwargs
+    return fun, args, kwargs
+
+
+def _check_result(fun: Callable[..., Any], out: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_flax_object)[0]:
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex) or is_flax_object(leaf)):
+            where = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"{getattr(fun, '__qualname__', fun)} returned {leaf!r}, a {type(leaf).__name__}"
+                f"{where and f', at {where} of its result'}; what autocast runs returns trees of arrays. "
+                "For example: return loss, {'accuracy': accuracy}."
+            )

@@ -1,0 +1,64 @@
+"""Module paths out of name stacks."""
+
+import re
+
+from jax.extend.core import JaxprEqn
+
+from ..interpreter import name_stack
+from ._modules import ELSEWHERE, Modules
+
+
+class Paths:
+    """The paths of equations.
+
+    Args:
+      modules: those of the program.
+    """
+
+    def __init__(self, modules: Modules):
+        self._modules = modules
+        self._types = dict(modules.types)
+        self._joined: dict[tuple[str, str], str] = {}
+
+    def of(self, outer: str, eqn: JaxprEqn) -> str:
+        """The path of an equation in a body whose own path is `outer`."""
+        return self._join(outer, _names(name_stack(eqn)))
+
+    def of_stack(self, stack: str) -> str:
+        """The path that a name stack spells.
+
+        >>> paths = Paths(Modules(roots=frozenset(["Net"]), methods=frozenset(["encoder.encode"])))
+        >>> paths.of_stack("transpose(jvp(Net))/encoder/encoder.encode/dense")
+        'encoder/dense'
+        """
+        return self._join("", _names(stack))
+
+    def _join(self, outer: str, names: list[str]) -> str:
+        key = outer, "/".join(names)
+        if key not in self._joined:
+            self._joined[key] = "/".join(self._inside(outer.split("/") if outer else [], names))
+        return self._joined[key]
+
+    def _inside(self, path: list[str], names: list[str]) -> list[str]:
+        for name in names:
+            if name in self._modules.roots:
+                continue
+            if name.startswith(ELSEWHERE):
+                path = [name.removeprefix(ELSEWHERE)]
+            elif name not in self._modules.methods:
+                path = [*path, name]
+            elif not self._is_own_method(path, name.partition(".")[0]):
+                path = [*path, name.partition(".")[0]]
+        return path
+
+    def _is_own_method(self, path: list[str], module: str) -> bool:
+        """Whether a method that is called in the module at `path` is its own, not that of one inside with its name."""
+        return path[-1:] == [module] and "/".join([*path, module]) not in self._types
+
+
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision"))
+
+
+def _names(stack: str) -> list[str]:
+    """The scopes in a name stack, without what transformations put around them: `transpose(jvp(a))/b` is `a/b`."""
+    return [name for name in re.sub(r"\w+\(|\)", "", stack).split("/") if name not in _NO_SCOPES]
