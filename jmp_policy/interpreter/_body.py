@@ -40,9 +40,9 @@ class Body:
         if atom.aval.dtype == dtype:
             return atom
         if isinstance(atom, Literal):
-            return Literal(np.asarray(atom.val).astype(dtype), atom.aval.update(dtype=dtype, weak_type=False))
+            return Literal(np.asarray(atom.val).astype(dtype), _strong(atom.aval, dtype))
         template = _conversion(dtype)
-        out = Var(atom.aval.update(dtype=dtype, weak_type=False))
+        out = Var(_strong(atom.aval, dtype))
         self.equations.append(
             new_jaxpr_eqn(
                 [atom], [out], template.primitive, template.params, template.effects, eqn.source_info, eqn.ctx
@@ -69,7 +69,19 @@ def _conversion(dtype: np.dtype) -> JaxprEqn:
 
 def _retyped(var: Var, dtype: np.dtype | None) -> Var:
     aval: Any = var.aval
-    return var if dtype is None or aval.dtype == dtype else type(var)(aval.update(dtype=dtype))
+    return var if dtype is None or aval.dtype == dtype else type(var)(in_dtype(aval, dtype))
+
+
+# Making an abstract value takes ten times as long as finding it; a program has few that differ.
+@functools.lru_cache
+def in_dtype(aval: Any, dtype: np.dtype) -> Any:
+    """The abstract value of an array in another dtype."""
+    return aval.update(dtype=dtype)
+
+
+@functools.lru_cache
+def _strong(aval: Any, dtype: np.dtype) -> Any:
+    return aval.update(dtype=dtype, weak_type=False)
 
 
 def _same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
