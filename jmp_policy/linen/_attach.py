@@ -17,6 +17,7 @@ from ._named import named as named
 from ._place import ROOT, Place
 
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
+AUDIT_EXAMPLE = "audit(model.apply)(variables, x)"
 
 
 def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:

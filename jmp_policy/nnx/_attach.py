@@ -17,6 +17,7 @@ from ._named import named as named
 from ._roles import role_of
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
+AUDIT_EXAMPLE = "audit(lambda model, x: model(x))(model, x)"
 
 
 def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:

@@ -8,7 +8,10 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
+from .._boundary import adapter_of, loaded_adapters
 from .._tree import is_array
+from ..autocast._modules import TRACING, Register
+from ..autocast._paths import Paths
 from ..interpreter import trace
 from ._inspect import Overflow, inspect
 from ._report import AuditReport
@@ -51,18 +54,28 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
 
     @functools.wraps(fun)
     def audited(*args: Any, **kwargs: Any) -> AuditReport:
-        overflows: list[Overflow] = []
-
-        def notice(kind: str, flag: int) -> None:
-            overflows.append(Overflow(running_line(), str(source_info_util.current_name_stack())))
-
-        def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:  # a program can return nothing else
-            with np.errstate(over="call", call=notice):
-                return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
-
-        return inspect(trace(arrays_of, args, kwargs).program, overflows)
+        register, overflows = Register(), []
+        traceable = _traceable(fun, overflows)
+        for adapter in loaded_adapters():
+            traceable = adapter.named(traceable, register.enter)
+        with TRACING(register):
+            program = trace(traceable, args, kwargs).program
+        return inspect(program, overflows, Paths(register.modules()))
 
     return audited
+
+
+def _traceable(fun: Callable[..., Any], overflows: list[Overflow]) -> Callable[..., Any]:
+    """The function as it is traced: it returns arrays alone, and constants that overflow are noted."""
+
+    def notice(kind: str, flag: int) -> None:
+        overflows.append(Overflow(running_line(), str(source_info_util.current_name_stack())))
+
+    def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
+        with np.errstate(over="call", call=notice):
+            return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
+
+    return arrays_of
 
 
 def _check(fun: Any) -> None:
@@ -71,10 +84,10 @@ def _check(fun: Any) -> None:
     Raises:
       TypeError: it is none.
     """
-    if callable(fun) and not isinstance(fun, type) and not hasattr(fun, "apply"):
+    adapter = adapter_of(fun)
+    if adapter is None and callable(fun) and not isinstance(fun, type):
         return
-    instead = "its `apply`" if hasattr(fun, "apply") else "a function of arrays"
-    raise TypeError(
-        f"audit takes a function, got {fun!r}. Give {instead}. "
-        "For example: audit(train_step)(state, batch), audit(model.apply)(variables, x)."
-    )
+    line = " ".join(repr(fun).split())
+    shown = line if len(line) <= 100 else f"{line[:100]}... (a {type(fun).__name__})"
+    example = "audit(train_step)(state, batch)" if adapter is None else adapter.AUDIT_EXAMPLE
+    raise TypeError(f"audit takes a function, got {shown}. For example: {example}.")

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from ..autocast._paths import Paths
 from ..interpreter import Step, float_dtype, walk
 from ._catalogue import FINDINGS, REMEDIES
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
 from ._facts import GIVEN, HALF, Fact, fact_of, fact_of_constant, results
-from ._paths import path_of
 from ._report import AuditReport, AuditRow, Finding, Matmul
 from ._source import line, origin
 
@@ -28,14 +28,15 @@ class Overflow(NamedTuple):
     scope: str
 
 
-def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow]) -> AuditReport:
+def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: Paths) -> AuditReport:
     """The report of a program.
 
     Args:
       program: the program; it is not run.
       overflows: what happened while it was traced.
+      paths: those of its equations.
     """
-    inspector = _Inspector()
+    inspector = _Inspector(paths)
     body = program.jaxpr
     inspector.facts.update((var, GIVEN) for var in body.invars)
     inspector.facts.update(zip(body.constvars, map(fact_of_constant, program.consts), strict=False))
@@ -56,9 +57,10 @@ class _Inspector:
       has_half: whether anything in the program is half precision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Paths):
         self.facts: dict[Any, Fact] = {}
         self.has_half = False
+        self._paths = paths
         self._rows: dict[tuple, list[int]] = {}
         self._matmuls: dict[tuple, int] = {}
         self._findings: dict[tuple, list[Any]] = {}
@@ -125,7 +127,7 @@ class _Inspector:
 
     def _place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
-            self._places[scope] = path_of(scope), "transpose(" in scope
+            self._places[scope] = self._paths.of_stack(scope), "transpose(" in scope
         return self._places[scope]
 
 

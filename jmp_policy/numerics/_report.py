@@ -77,7 +77,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" in {self.path}" if self.path else ""
-        return f"{self.source}: {self.id}{where}: {self.message}"
+        return f"{self.source}: {self.id}{where}{', backward' if self.backward else ''}: {self.message}"
 
 
 @dataclasses.dataclass(frozen=True)
