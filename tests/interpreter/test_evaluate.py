@@ -1,14 +1,33 @@
 """Running a program: results are arrays, names and lines stay, eager calls compile once and free memory."""
 
+import cProfile
+import logging
+import pstats
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from test_transparency import BFLOAT16, FLOAT32, assert_near
+from zoo import ZOO
 
 from jmp_policy.autocast import autocast
 
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
-BFLOAT16 = "params=float32,compute=bfloat16,output=none"
+
+
+def layer(x, w):
+    return jax.nn.silu(jax.nn.relu(x @ w) - x.mean()), None
+
+
+def network(x, w):
+    with jax.named_scope("outer"):
+        x = jnp.tanh(x @ w)
+        with jax.named_scope("inner"):
+            x, _ = layer(x, w)
+    return jax.checkpoint(lambda x: jnp.exp(x @ w))(lax.scan(layer, x, w[None])[0])
 
 
 def test_results_that_are_numbers_in_the_program_are_arrays():
@@ -18,3 +37,91 @@ def test_results_that_are_numbers_in_the_program_are_arrays():
     ]  # fmt: skip
     assert [r.item() for r in results[:4]] == [1.0, 3, True, 2.0]
     assert results[4] is X
+
+
+@pytest.mark.parametrize("policy", [FLOAT32, BFLOAT16])
+def test_names_and_lines_stay(policy):
+    plain, ours = (locations(fun) for fun in (network, autocast(network, policy)))
+    assert len(plain) > 20
+    assert plain <= ours
+    assert {name for name in ours - plain if name.startswith("jit(") and "convert_element_type" not in name} == set()
+
+
+def locations(fun):
+    """The name stacks of the operations of a program and its derivative, and the lines that they come of."""
+    text = jax.jit(jax.grad(lambda x: fun(x, W).sum())).lower(X).as_text(debug_info=True)
+    return set(re.findall(r'"([^"]*/[^"]*"(?::\d+:\d+)?)', text))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cond_of_one_value",
+        "custom_jvp",
+        "five_calls_of_one_function",
+        "psum_unchecked",
+        "reference_inside",
+        "remat",
+        "shard_map_on_an_explicit_mesh",
+        "typed_key_as_a_carry",
+    ],
+)
+def test_eager_calls_give_what_jitted_ones_do(name):
+    animal = ZOO[name]
+    with animal.context():
+        cast = autocast(animal.fun, BFLOAT16)
+        assert_near(cast(*animal.args), jax.jit(cast)(*animal.args), error=0.01)
+
+
+def without_a_loop(x, w):  # the eager gradient of a loop compiles each time, in JAX itself
+    return layer(jax.jit(layer)(x, w)[0], w)[0].sum()
+
+
+@pytest.mark.parametrize(
+    "fun", [autocast(network, BFLOAT16), jax.grad(autocast(without_a_loop, BFLOAT16))], ids=["value", "gradient"]
+)
+def test_a_second_eager_call_compiles_nothing(fun, caplog):
+    fun(X, W)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        fun(X, W)
+    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")] == []
+
+
+def test_a_jitted_call_is_traced_once():
+    traced = []
+    cast = jax.jit(autocast(lambda x: (traced.append(x), x * 2)[1], BFLOAT16))
+    for _ in range(3):
+        cast(X)
+    assert len(traced) == 1
+
+
+def test_eager_calls_free_what_is_done_with():
+    alive = []
+    count = lambda: alive.append(sum(array.shape == (1, 7, 1001) for array in jax.live_arrays()))
+
+    def chain(x):
+        for _ in range(6):
+            x = x * 2
+            jax.debug.callback(count)
+        return x
+
+    autocast(chain, BFLOAT16)(jnp.ones((1, 7, 1001)))
+    jax.effects_barrier()
+    assert len(alive) == 6
+    assert max(alive) <= 3  # the argument, what the last equation read, what it made
+
+
+def test_tracing_is_linear_in_equations():
+    few, many = calls_of_tracing(100), calls_of_tracing(1000)
+    assert many < 10.5 * few
+
+
+def calls_of_tracing(layers: int) -> int:
+    def deep(x):
+        for _ in range(layers):
+            x = jnp.tanh(x @ W) + x
+        return x
+
+    cast, profile = autocast(deep, BFLOAT16), cProfile.Profile()
+    profile.runcall(jax.make_jaxpr(cast), X)
+    return pstats.Stats(profile).total_calls
