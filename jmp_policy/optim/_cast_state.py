@@ -54,8 +54,8 @@ def cast_state(
 
     Raises:
       TypeError: `inner` is no optax transformation.
-      ValueError: no dtype is given, or names no floating dtype; `inner` is one of `jmp_policy.optim` that goes
-        outside; at `init`, `inner` has no such moments.
+      ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
+        `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
 
     >>> tx = cast_state(optax.adamw(1e-3), mu_dtype="bfloat16", nu_dtype="float32")
     >>> state = tx.init({"w": jnp.ones(2, jnp.float16)})
@@ -65,7 +65,7 @@ def cast_state(
     check_transformation(inner)
     check_not_outermost(inner, "cast_state")
     given = {_MU: mu_dtype, _NU: nu_dtype}
-    dtypes = {role: parse_dtype(dtype, where=f" for {role}") for role, dtype in given.items() if dtype is not None}
+    dtypes = {role: _moment_dtype(dtype, role) for role, dtype in given.items() if dtype is not None}
     if not dtypes:
         raise ValueError("cast_state needs a dtype. For example: cast_state(optax.adamw(1e-3), nu_dtype='float32').")
     update_inner = with_extra_args(inner).update
@@ -81,6 +81,16 @@ def cast_state(
         return updates, with_dtypes_of(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
+    parsed = parse_dtype(dtype, where=f" for {role}")
+    if parsed.itemsize < 2:
+        raise ValueError(
+            f"{role} must have 16 bits or more, got {parsed.name!r}: moments of a narrower format need scales beside "
+            f"them, which cast_state does not keep. For example: {role}='bfloat16'."
+        )
+    return parsed
 
 
 def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTree:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from half_parameter_registry import OPTIMIZERS
 from optimizer_registry import WAYS, grads_of, params_of, types
 
 import jmp_policy as jmp
@@ -59,6 +60,16 @@ def test_it_goes_inside_the_others_and_makes_them_smaller():
         optim.cast_state(optim.kahan(optax.adam(1e-2)), mu_dtype="bfloat16")
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_step_changes_a_dtype_inside_of_loss_scaled(name):
+    tx = optim.loss_scaled(optim.cast_state(OPTIMIZERS[name](), mu_dtype="bfloat16"), jmp.DynamicLossScale())
+    before = jax.eval_shape(lambda: (params_of(), tx.init(params_of())))
+    assert "bfloat16" in {leaf.dtype.name for leaf in jax.tree.leaves(before)}
+    for grads_dtype in ("float16", "float32"):
+        after = jax.eval_shape(lambda *args: optim.step(tx, *args), grads_of(0, dtype=grads_dtype), *before[::-1])
+        assert jax.tree.leaves(after) == jax.tree.leaves(before)
+
+
 def test_second_moments_in_bfloat16_stand_still():
     tx = optim.cast_state(optax.adam(1e-3), nu_dtype="bfloat16")
     params = jnp.ones(1)
@@ -74,3 +85,6 @@ def test_errors_say_what_the_optimizer_has():
         optim.cast_state(optax.sgd(1e-2, momentum=0.9), nu_dtype="float32").init(params_of())
     with pytest.raises(ValueError, match=r"Unknown dtype 'bf61' for mu_dtype"):
         optim.cast_state(optax.adam(1e-2), mu_dtype="bf61")
+    for narrow in ("float8_e4m3fn", "float4_e2m1fn"):
+        with pytest.raises(ValueError, match=rf"^nu_dtype must have 16 bits or more, got '{narrow}': .* nu_dtype='bf"):
+            optim.cast_state(optax.adam(1e-2), nu_dtype=narrow)
