@@ -1,4 +1,4 @@
-"""Optimizers in mixed precision: skipping what overflowed, and saying so when nothing else happens."""
+"""Optimizers in mixed precision: skipping what overflowed, and training parameters that are half precision."""
 
 from .._scaled_state import LossScaledState as LossScaledState
 from ._cast_state import cast_state as cast_state
