@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jmp_policy.interpreter import walk
+
 
 class Cost(NamedTuple):
     operations: int  # StableHLO operations, before any optimization
@@ -54,3 +56,9 @@ def _without_one_repeated_function(text: str) -> str:
         if (first := names.setdefault(body, name)) != name:
             return re.sub(rf"{name}\b", first, text.replace(function.group(), ""))
     return text
+
+
+def products(program: Any) -> list[tuple[str, str]]:
+    """The name stack and the dtype of each matrix product of a traced program."""
+    steps = [step for step in walk(program.jaxpr) if step.name == "dot_general"]
+    return [(step.scope, str(step.operands[0].aval.dtype)) for step in steps]

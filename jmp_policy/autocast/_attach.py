@@ -19,7 +19,7 @@ from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register
 from ._place import Place
-from ._rules import AutocastRules
+from ._rules import AutocastRules, unused_functions
 from ._scope import COMPUTE_DTYPES
 from ._scopes import Scopes, check_policy, has_scopes, root_policy
 
@@ -86,8 +86,12 @@ class _Autocast:
             adapter = lifting_adapter((args, kwargs))
             traceable = self._traceable(fun, policy)
             if adapter is None:
-                return self._run(policy, traceable, args, kwargs)
-            return adapter.lifted(lambda pure, state: self._run(policy, pure, (state,), {}), traceable, args, kwargs)
+                return self._run(policy, traceable, args, kwargs, caller=4)
+
+            def run_lifted(pure: Callable[..., Any], state: Any) -> Any:
+                return self._run(policy, pure, (state,), {}, caller=6)
+
+            return adapter.lifted(run_lifted, traceable, args, kwargs)
 
         return autocasted
 
@@ -105,21 +109,26 @@ class _Autocast:
                 traceable = adapter.named(traceable, self._register.enter)
         return traceable
 
-    def _run(self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, caller: int
+    ) -> Any:
+        """Traces, rewrites and runs; warnings are of the line that is `caller` frames away from where they are made."""
         with TRACING(self._register):
             traced = trace(fun, args, kwargs)
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        return run(traced, Rewriter(self._rule(policy, old)).rewrite(old, kinds, Place(), wanted).program)
+        return run(traced, Rewriter(self._rule(policy, old, caller)).rewrite(old, kinds, Place(), wanted).program)
 
-    def _rule(self, policy: Policy, program: Any) -> CastingRule:
+    def _rule(self, policy: Policy, program: Any, caller: int) -> CastingRule:
         scopes = None
+        unused = unused_functions(self._rules, program.jaxpr)
         if self._register is not None:
             scopes = Scopes(self._policy, self._rules, self._register.modules())
-            for message in scopes.unused(program.jaxpr):
-                warnings.warn(message, stacklevel=5)
-        compute_dtype = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
+            unused += scopes.unused(program.jaxpr)
+        for message in unused:
+            warnings.warn(message, stacklevel=caller)
+        compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
         return CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
 
 

@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, Primitive
 
 from .._dtypes import did_you_mean
 from .._get_policy import PolicySpec
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
+from ..interpreter import walk
 from . import _tables
 from ._functions import Functions
 from ._scope import TREATMENTS, canonical
@@ -33,7 +35,8 @@ class AutocastRules:
       functions: the name of a function, and how what is inside of it is treated: `"full"` (in float32, and so are its
         results), `"narrow"` (float32 inside, the compute dtype out), `"infer"` (what the tables have in float32 follows
         its inputs) or `"low"` (that runs in the compute dtype). A dotted name means that very function, as in
-        `"jax.nn.softmax"`; one without dots any function of that name. The outermost of several decides.
+        `"jax.nn.softmax"`, or all public ones of a module; one without dots any function of that name. The outermost
+        of several decides.
       scopes: a path of modules or of `jax.named_scope`s, as a pattern of `PolicyMap`, or a module type, and what holds
         inside: a policy, a dtype, or one of the words for functions. The first that covers an operation wins, before
         those of a `PolicyMap` that is the policy.
@@ -84,10 +87,22 @@ def table(rules: AutocastRules, compute_dtype: Any) -> Mapping[str, Precision]:
 
 
 def functions(rules: AutocastRules) -> Functions:
-    """The functions of the tables under these rules; a name without dots replaces the dotted ones that end in it."""
-    own = dict(rules.functions)
-    others = {name: way for name, way in _tables.FUNCTIONS.items() if name.rpartition(".")[2] not in own}
-    return Functions(others | own)
+    """The functions of the tables under these rules."""
+    return Functions(_tables.FUNCTIONS | dict(rules.functions))
+
+
+def unused_functions(rules: AutocastRules, program: Jaxpr) -> list[str]:
+    """A sentence for each function with a rule of which a program has no operation."""
+    if not rules.functions:
+        return []
+    found = functions(rules)
+    eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *step.around)}
+    met = {function.name for function in map(found.find, eqns.values()) if function is not None}
+    return [
+        f"function rule {name!r} decides nothing: no operation is of a function of that name, or another rule covers it"
+        for name, _ in rules.functions
+        if name not in met
+    ]
 
 
 def _primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
@@ -141,7 +156,7 @@ def _may_exist(name: str) -> bool:
         target = getattr(target, part, None) or sys.modules.get(".".join([package, *parts[: i + 1]]))
         if target is None:
             return False
-    return callable(target)
+    return callable(target) or inspect.ismodule(target)
 
 
 def _nearest(name: object, known: Iterable[str]) -> str:
