@@ -12,6 +12,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 # The longest prefix decides. Within one floor, files of one package may import each other.
 FLOORS = {
     "_dtypes": 0,
+    "_errors": 0,
     "_tree": 0,
     "_rounding": 0,
     "_loss_scale": 1,

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import _compare, _doctor, _train
+from .._errors import UserError
+from . import _audit, _compare, _doctor, _train
 
-COMMANDS = (_train, _compare, _doctor)
+COMMANDS = (_train, _compare, _doctor, _audit)
 
 # What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
 _DEMO_PACKAGES = ("rich", "orbax", "matplotlib")
@@ -37,13 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        from ..demo import UserError
+        return arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _DEMO_PACKAGES:
             raise
         return _fail(f"{error.name} is not installed: pip install 'jmp-policy[demo]'")
-    try:
-        return arguments.run(arguments)
     except UserError as error:
         return _fail(str(error))
     except FloatingPointError as error:

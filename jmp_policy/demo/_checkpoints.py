@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from ._errors import UserError
+from .._errors import UserError
 
 KEEP = 2
 

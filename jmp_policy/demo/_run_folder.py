@@ -9,7 +9,7 @@ from typing import Any
 
 import jmp_policy as jmp
 
-from ._errors import UserError
+from .._errors import UserError
 from ._gpt import GPTConfig
 from ._metrics_log import MetricsLog
 

@@ -8,10 +8,10 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
+from .._errors import UserError
 from ._checkpoints import Checkpoints
 from ._data import Corpus, check_size, load_corpus
 from ._doctor import diagnose
-from ._errors import UserError
 from ._gpt import GPTConfig
 from ._run_folder import RunConfig, RunFolder
 from ._trainer import TrainerConfig
