@@ -91,7 +91,8 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
-    Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only.
+    Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
+    arguments, its state and its errors are those of `loss_scaled`.
 
     It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
     infinities lower, and share a step that is skipped where one of them overflows:

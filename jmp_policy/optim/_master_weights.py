@@ -48,6 +48,9 @@ def master_weights(
     bytes each, without moments. With `"split"` a bfloat16 parameter is the high half of a float32 number, rounded to
     nearest with ties away from zero, and the state has its low half: 4 bytes each, and exactly the same training.
 
+    Float32 copies are what is trained: what else changes a parameter, a transformation after this one in a chain or a
+    loop that clips weights, is undone by the next step. Put it into `inner`, or change both: `with_master_params`.
+
     It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`:
     with `update` and `optax.apply_updates`, a parameter that shrinks to less than about 2**-16 (float16: 2**-13) of
     itself in one step lands beside its target by a float32 rounding, and its float32 value moves there with it.

@@ -37,6 +37,10 @@ def minimize(
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary
       data as a fourth with `has_aux`. The loss is as `fun` computed it, at the parameters before the step.
 
+    Raises:
+      ValueError: at the step, as `value_and_grad` and `optim.step` do: `opt_state` holds no loss scale though `tx` is
+        `loss_scaled`, or that is inside of a transformation that goes on where it skips a step.
+
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
     >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32) ** 2)
     >>> params = jnp.ones(2)

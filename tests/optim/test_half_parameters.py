@@ -108,6 +108,16 @@ def test_split_masters_keep_ties():
     assert join_float32(params, state.remainder).tolist() == [1 + 2.0**-8, 1 - 2.0**-9]
 
 
+def test_what_changes_a_parameter_but_not_its_float32_copy_is_undone_by_the_next_step():
+    tx, grads = optim.master_weights(optax.sgd(1.0)), jnp.float32([2.0**-10])
+    params = jnp.full(1, 2.0, jnp.bfloat16)
+    state, clipped = tx.init(params), jnp.ones_like(params)
+    undone, _ = optim.step(tx, grads, state, clipped)
+    assert undone.tolist() == [2.0]
+    kept, _ = optim.step(tx, grads, *optim.with_master_params(state, clipped, jnp.ones(1))[::-1])
+    assert kept.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("mode", ["float32", "split"])
 def test_a_parameter_that_shrinks_at_once_still_fits_what_is_remembered(mode):
     """A float32 sum cannot reach 2**-30 from 1: the master moves to where the parameter lands."""

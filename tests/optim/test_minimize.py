@@ -110,3 +110,12 @@ def test_a_half_precision_loss_is_a_warning():
     step = jmp.optim.minimize(lambda w: jnp.sum(w.astype(jnp.float16)), tx)
     with pytest.warns(UserWarning, match="The loss is float16"):
         step(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_states_without_a_loss_scale_or_with_one_in_the_wrong_place_are_errors():
+    scaled = _wrap("scaled", optax.sgd(0.1))
+    with pytest.raises(ValueError, match="exactly one loss scale, got tuple with 0"):
+        jmp.optim.minimize(loss_fn, scaled, has_aux=True)(PARAMS, optax.sgd(0.1).init(PARAMS), X)
+    inside = optax.MultiSteps(scaled, 2)
+    with pytest.raises(ValueError, match=r"go outermost, .* loss_scaled\(optax.MultiSteps\("):
+        jmp.optim.minimize(loss_fn, inside, has_aux=True)(PARAMS, inside.init(PARAMS), X)
