@@ -1,12 +1,132 @@
 """Autocast among the transformations of JAX, and beside what an author wrote."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from programs import program_text
 
 from jmp_policy.autocast import autocast
+from jmp_policy.interpreter import walk
 
+BFLOAT16 = "params=float32,compute=bfloat16,output=none"
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def layer_by_hand(x, w):
+    return jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def total(fun):
+    return lambda x, w: fun(x, w).sum()
+
+
+def repeated(fun):
+    return lambda x, w: lax.scan(lambda x, _: (fun(x, w), None), x, None, length=3)[0]
+
+
+def on_devices(fun):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(total(f), argnums=(0, 1)),
+    "vjp": lambda f: lambda x, w: jax.vjp(f, x, w)[1](x),
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (w, x)),
+    "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](w, x),
+    "hessian": lambda f: jax.hessian(total(f)),
+    "jacfwd": jax.jacfwd,
+    "jacrev": jax.jacrev,
+    "vmap": lambda f: jax.vmap(f, in_axes=(0, None)),
+    "vmap_of_grad": lambda f: jax.vmap(jax.grad(total(f)), in_axes=(0, None)),
+    "vmap_with_an_axis_name": lambda f: jax.vmap(lambda x, w: lax.psum(f(x, w), "i"), (0, None), axis_name="i"),
+    "remat": lambda f: jax.grad(total(jax.checkpoint(f))),
+    "scan": repeated,
+    "grad_of_scan": lambda f: jax.grad(total(repeated(f))),
+    "scan_of_grad": lambda f: repeated(lambda x, w: x - jax.grad(total(f))(x, w)),
+    "while": lambda f: lambda x, w: lax.while_loop(lambda x: x.sum() > 5, lambda x: f(x, w), x),
+    "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
+    "shard_map": on_devices,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformation_outside_gives_the_program_by_hand(name):
+    transform = TRANSFORMS[name]
+    ours, by_hand = (
+        program_text(jax.jit(transform(fun)).lower(X, W)) for fun in (autocast(layer, BFLOAT16), layer_by_hand)
+    )
+    assert ours == by_hand
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transformation_inside_runs_its_products_in_half(name):
+    ours = jax.jit(autocast(TRANSFORMS[name](layer), BFLOAT16))
+    assert set(matmul_dtypes(ours, X, W)) == {"bfloat16"}
+    expected = jax.eval_shape(TRANSFORMS[name](layer), X, W)
+    assert jax.tree.map(lambda a: a.dtype, jax.eval_shape(ours, X, W)) == jax.tree.map(lambda a: a.dtype, expected)
+
+
+def matmul_dtypes(fun, *args):
+    program = jax.make_jaxpr(fun)(*args).jaxpr
+    return [str(step.eqn.outvars[0].aval.dtype) for step in walk(program) if step.name == "dot_general"]
+
+
+@pytest.mark.parametrize("name", ["grad", "hessian", "remat", "grad_of_scan", "jvp"])
+def test_derivatives_inside_come_close_to_float32(name):
+    transform = TRANSFORMS[name]
+    results = jax.jit(lambda x, w: (autocast(transform(layer), BFLOAT16)(x, w), transform(layer)(x, w)))(X, W)
+    for ours, wide in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, wide, atol=0.02 * float(jnp.abs(wide).max()))
+
+
+def test_tracers_of_transformations_around_may_be_closed_over():
+    def closing(fun):
+        def step(x, row):
+            return jax.grad(lambda y: fun(lambda: layer(x * y, row * W))().sum())(x), row
+
+        return lambda x, w: lax.scan(step, x, jax.vmap(lambda row: fun(lambda: row * 2)())(w))
+
+    ours = program_text(jax.jit(closing(lambda f: autocast(f, BFLOAT16))).lower(X, W))
+    assert ours.count("xbf16>)") > ours.count("dot_general") > 0
+    plain = closing(lambda f: f)
+    wide = autocast(plain, "params=float32,compute=float32,output=none")
+    assert program_text(jax.jit(wide).lower(X, W)) == program_text(jax.jit(plain).lower(X, W))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_an_export_for_another_platform_has_half_products(platform):
+    step = jax.jit(jax.value_and_grad(total(autocast(repeated(layer), BFLOAT16)), argnums=(0, 1)))
+    text = jax.export.export(step, platforms=[platform])(X, W).mlir_module()
+    products = re.findall(r"stablehlo\.dot_general.*-> tensor<\w+x(\w+)>", text)
+    assert len(products) >= 3
+    assert set(products) == {"bf16"}
+
+
+def test_autocast_within_autocast_decides_for_what_is_inside():
+    inner = autocast(layer, "params=float32,compute=float16,output=none")
+    outer = autocast(lambda x, w: inner(x, w) @ w, BFLOAT16)
+    assert matmul_dtypes(outer, X, W) == ["float16", "bfloat16"]
+
+
+def test_trees_keywords_and_things_that_are_no_arrays_pass():
+    def fun(tree, *, scale, name, flag=True):
+        return {"out": tree["a"] @ tree["b"][0] * scale if flag else None, "none": None}, len(name)
+
+    out, length = autocast(fun, BFLOAT16)({"a": X, "b": [W, None]}, scale=2.0, name="two")
+    np.testing.assert_allclose(out["out"], X @ W * 2, atol=0.02)
+    assert out["none"] is None
+    assert length == 3
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -19,5 +139,5 @@ def test_a_product_that_its_author_wrote_in_half_runs_as_written(compute):
 
 def test_what_follows_a_half_product_of_the_author_stays_low():
     fun = lambda x, w: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.bfloat16) * 2
-    jaxpr = jax.make_jaxpr(autocast(fun, "params=float32,compute=bfloat16,output=none"))(X, W)
+    jaxpr = jax.make_jaxpr(autocast(fun, BFLOAT16))(X, W)
     assert str(jaxpr) == str(jax.make_jaxpr(fun)(X, W))
