@@ -100,9 +100,9 @@ class _Autocast:
 
         def traceable(*args: Any, **kwargs: Any) -> Any:
             with matmul_precision(policy):
-                out = fun(*args, **kwargs)
+                out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
-            return cast_result(policy, out)
+            return out
 
         if self._register is not None:
             for adapter in loaded_adapters():

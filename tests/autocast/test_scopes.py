@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
+from programs import products
 
 import jmp_policy as jmp
 from jmp_policy import AutocastRules, PolicyMap, autocast
-from programs import products
 
 LOW = "params=float32,compute=bfloat16,output=none"
 X = jnp.ones((2, 3))
@@ -76,7 +76,7 @@ def test_a_scope_may_be_low_in_a_float32_function():
     assert dtypes(autocast(net, rules), X) == {"body": "bfloat16", "head": "float32"}
 
 
-@pytest.mark.parametrize("treatment, dtype", [("full", "float32"), ("narrow", "float32"), ("low", "bfloat16")])
+@pytest.mark.parametrize(("treatment", "dtype"), [("full", "float32"), ("narrow", "float32"), ("low", "bfloat16")])
 def test_a_scope_may_be_treated_as_one_operation(treatment, dtype):
     def normalised(x):
         with jax.named_scope("norm"):
@@ -167,7 +167,9 @@ def params():
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
-@pytest.mark.parametrize("key", ["first", "first/fc", "blocks", "blocks/fc", "remat/fc", "jit/fc", "vmap/fc", "head", Turn])
+@pytest.mark.parametrize(
+    "key", ["first", "first/fc", "blocks", "blocks/fc", "remat/fc", "jit/fc", "vmap/fc", "head", Turn]
+)
 def test_linen_modules_have_the_path_of_their_module(params, key):
     def loss(params):
         return Model().apply(params, X).sum()
@@ -184,7 +186,8 @@ def test_a_warm_jitted_model_still_tells_its_modules(params):
     apply = jax.jit(Model().apply)
     jax.eval_shape(apply, params, X)
     for _ in range(2):
-        found = products(jax.make_jaxpr(autocast(apply, PolicyMap({Turn: "float32", "first": "float32"}, LOW)))(params, X))
+        fun = autocast(apply, PolicyMap({Turn: "float32", "first": "float32"}, LOW))
+        found = products(jax.make_jaxpr(fun)(params, X))
         assert [dtype for _, dtype in found].count("float32") == 2
 
 
@@ -218,7 +221,7 @@ def nnx_products(fun, model):
 
 
 @pytest.mark.parametrize(
-    "key, count", [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
+    ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
 )
 def test_nnx_modules_have_the_path_of_their_module(key, count):
     model = Tied(nnx.Rngs(0))

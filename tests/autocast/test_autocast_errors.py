@@ -1,0 +1,119 @@
+"""What `autocast` and its rules say to input that cannot work."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn, nnx
+
+from jmp_policy import AutocastRules, PolicyMap, autocast
+
+X = jnp.ones((2, 2))
+
+
+def raises(kind, text):
+    return pytest.raises(kind, match=f"^{re.escape(text)}")
+
+
+@pytest.mark.parametrize("target", [3, [abs], dict, X], ids=["int", "list", "class", "array"])
+def test_a_non_function_is_refused(target):
+    with pytest.raises(TypeError, match=r"^autocast takes a function, got .* For example: autocast\(loss_fn, 'mixed_"):
+        autocast(target, "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("target", [nn.Dense(2), nn.Dense])
+def test_a_linen_module_is_told_of_apply(target):
+    with pytest.raises(TypeError, match=r"^autocast takes a function, got .*: autocast\(model.apply, 'mixed_"):
+        autocast(target, "mixed_bfloat16")
+
+
+def test_an_nnx_module_is_told_of_functions_that_take_it():
+    with pytest.raises(TypeError, match=r"Linear\)\. Give it one .*: autocast\(lambda model, x: model\(x\), 'mixed_"):
+        autocast(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+
+
+@pytest.mark.parametrize("policy", ["float64", "params=float32,compute=float8_e4m3fn,output=float32"])
+def test_an_impossible_compute_dtype_is_refused(policy):
+    with pytest.raises(ValueError, match=r"^autocast cannot compute in '.*', the compute dtype of the policy '.*'\. "):
+        autocast(jnp.sin, policy)
+    with pytest.raises(ValueError, match=r"^autocast cannot compute in '.*' for the key 'head' of a PolicyMap\. "):
+        autocast(jnp.sin, PolicyMap({"head": policy}, "float32"))
+    with pytest.raises(ValueError, match=r"^autocast cannot compute in '.*' for 'head' in scopes of AutocastRules\. "):
+        AutocastRules(scopes={"head": policy})
+
+
+def test_an_integer_compute_dtype_is_refused():
+    with raises(ValueError, "Unknown dtype 'int8' in 'compute=int8'"):
+        autocast(jnp.sin, "params=float32,compute=int8")
+
+
+def test_unknown_custom_rules_are_refused():
+    with raises(ValueError, "Unknown custom_rules 'insde'. Did you mean 'inside'? For example: custom_rules='inside'."):
+        autocast(jnp.sin, "mixed_bfloat16", custom_rules="insde")
+
+
+def test_rules_of_another_type_are_refused():
+    with raises(TypeError, "rules must be AutocastRules, got {'exp': 'low'}. For example: AutocastRules(functions="):
+        autocast(jnp.sin, "mixed_bfloat16", rules={"exp": "low"})
+
+
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (lambda x: "text", "<lambda> returned 'text', a str; what autocast runs returns trees of arrays."),
+        (lambda x: {"a": [x, abs]}, "returned <built-in function abs>, a builtin_function_or_method, at ['a'][1]"),
+        (lambda x: (y for y in x), "returned a generator, and would run when its policy holds no more."),
+    ],
+    ids=["string", "function", "generator"],
+)
+def test_a_result_that_is_no_array_is_named(fun, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        autocast(fun, "mixed_bfloat16")(X)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("ex", "Did you mean 'exp'?"), ("zzz", "None is like it."), (3, "None is like it.")]
+)
+def test_an_unknown_primitive_is_named_with_the_nearest(name, nearest):
+    text = f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. {nearest}"
+    with raises(ValueError, text):
+        AutocastRules(primitives={name: "low"})
+
+
+def test_an_unknown_class_of_a_primitive_is_refused():
+    with raises(ValueError, "Unknown class 'ful' for the primitive 'exp'. Did you mean 'full'? For example: "):
+        AutocastRules(primitives={"exp": "ful"})
+
+
+@pytest.mark.parametrize("name", [3, "my softmax", "jax..nn", ""])
+def test_what_cannot_be_the_name_of_a_function_is_refused(name):
+    with raises(ValueError, f"{name!r}, in functions of AutocastRules, is no name of a function. For example: "):
+        AutocastRules(functions={name: "full"})
+
+
+@pytest.mark.parametrize("name", ["jax.nn.softmx", "no_such_package.softmax"])
+def test_a_dotted_name_of_nothing_is_refused(name):
+    with raises(ValueError, f"{name!r}, in functions of AutocastRules, names no function. "):
+        AutocastRules(functions={name: "full"})
+
+
+def test_the_nearest_function_is_offered():
+    with pytest.raises(ValueError, match=r"Did you mean 'jax\.nn\.softmax'\?"):
+        AutocastRules(functions={"jax.nn.softmx": "full"})
+
+
+def test_an_unknown_treatment_is_refused():
+    with raises(ValueError, "Unknown treatment 'narow' of the function 'softmax'. Did you mean 'narrow'? For example:"):
+        AutocastRules(functions={"softmax": "narow"})
+
+
+def test_what_holds_for_a_scope_is_a_policy_or_a_treatment():
+    with pytest.raises(ValueError, match=r"It stands for 'a' in scopes of AutocastRules, as may 'full', 'narrow'"):
+        AutocastRules(scopes={"a": "narow"})
+    with pytest.raises(ValueError, match=r"^PolicyMap.* for 'a' in backward of AutocastRules is no policy"):
+        AutocastRules(backward={"a": PolicyMap({"b": "float32"}, "float32")})
+
+
+def test_a_bad_pattern_of_a_scope_is_refused():
+    with raises(ValueError, "The key '(', rule 0 of a PolicyMap, is no valid pattern"):
+        AutocastRules(scopes={"(": "float32"})

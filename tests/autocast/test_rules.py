@@ -1,0 +1,97 @@
+"""`AutocastRules`: what a user moves in the tables."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+from jmp_policy import AutocastRules, autocast
+
+LOW = "params=float32,compute=bfloat16,output=none"
+X = jnp.ones((2, 2))
+
+EXAMPLES = [
+    AutocastRules(),
+    AutocastRules(primitives={"exp": "low", "add": "full"}),
+    AutocastRules(functions={"jax.nn.softmax": "low", "my_norm": "narrow"}),
+    AutocastRules(scopes={"head": "float32", r"norm_\d+": "narrow", dict: "mixed_float16"}),
+    AutocastRules(backward="float32"),
+    AutocastRules(backward={"head": "full"}),
+]
+
+
+def dtypes(fun, rules):
+    """The dtype of the last equation of each primitive."""
+    program = jax.make_jaxpr(autocast(fun, LOW, rules=rules))(X)
+    eqns = [*program.eqns]
+    for eqn in program.eqns:
+        eqns += eqn.params["jaxpr"].eqns if "jaxpr" in eqn.params else []
+    return {eqn.primitive.name: str(eqn.outvars[0].aval.dtype) for eqn in eqns}
+
+
+@pytest.mark.parametrize("rules", EXAMPLES, ids=repr)
+def test_equal_rules_are_equal_and_hash_alike(rules):
+    rows = {field.name: dict(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
+    again = AutocastRules(**rows)
+    assert again is not rules
+    assert (again, hash(again)) == (rules, hash(rules))
+    assert all(rules != other for other in EXAMPLES if other is not rules)
+    assert pickle.loads(pickle.dumps(rules)) == rules
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rules.scopes = ()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("low", "bfloat16"), ("full", "float32"), ("wide", "bfloat16"), ("infer", "bfloat16"), ("traced", "float32")],
+)
+def test_a_primitive_can_be_moved(precision, dtype):
+    found = dtypes(lambda x: jnp.exp(x @ x) + 1, AutocastRules(primitives={"exp": precision}))
+    assert found["exp"] == ("float32" if precision == "wide" else dtype)
+    assert found["add"] == dtype
+
+
+def my_softmax(x):
+    e = jnp.exp(x)
+    return e / e.sum()
+
+
+@pytest.mark.parametrize(
+    ("treatment", "inside", "after"),
+    [
+        ("full", "float32", "float32"),
+        ("narrow", "float32", "bfloat16"),
+        ("infer", "bfloat16", "bfloat16"),
+        ("low", "bfloat16", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["my_softmax", f"{__name__}.my_softmax"])
+def test_a_function_can_be_moved(name, treatment, inside, after):
+    found = dtypes(lambda x: my_softmax(x @ x) * 2, AutocastRules(functions={name: treatment}))
+    assert (found["exp"], found["mul"]) == (inside, after)
+
+
+@pytest.mark.parametrize("name", ["softmax", "jax.nn.softmax"])
+def test_a_function_of_the_tables_can_be_moved(name):
+    def fun(x):
+        return jax.nn.softmax(x @ x) * 2
+
+    assert dtypes(fun, AutocastRules())["mul"] == "bfloat16"
+    assert dtypes(fun, AutocastRules(functions={name: "full"}))["mul"] == "float32"
+    assert dtypes(fun, AutocastRules(functions={name: "low"}))["exp"] == "bfloat16"
+
+
+def test_a_primitive_of_the_users_own_can_be_named():
+    own = Primitive("own_scale")
+    own.def_abstract_eval(lambda x: x)
+    rules = AutocastRules(primitives={own: "low"})
+    assert dtypes(lambda x: own.bind(x @ x), AutocastRules())["own_scale"] == "float32"
+    assert dtypes(lambda x: own.bind(x @ x), rules)["own_scale"] == "bfloat16"
+
+
+def test_a_function_that_is_never_called_is_warned_of():
+    with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing: no operation is of a function"):
+        dtypes(lambda x: my_softmax(x @ x), AutocastRules(functions={"my_sotfmax": "full"}))
