@@ -213,3 +213,20 @@ def test_model_without_policy_shows_what_is_traced():
 def test_missing_input_is_the_models_own_error():
     with pytest.raises(TypeError, match=r"^Net.__call__\(\) missing 1 required positional argument: 'x'"):
         jmp.explain(abstract(Net, MIXED))
+
+
+def test_model_too_large_to_exist_is_explained():
+    class Huge(nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = nnx.Embed(2**17, 2**15, rngs=rngs)
+            self.up = nnx.List([nnx.Linear(2**15, 2**17, rngs=rngs) for _ in range(8)])
+            self.down = nnx.List([nnx.Linear(2**17, 2**15, rngs=rngs) for _ in range(8)])
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for up, down in zip(self.up, self.down, strict=True):
+                x = down(up(x))
+            return x
+
+    found = jmp.explain(abstract(jmp.with_policy(Huge, "bfloat16")), jax.ShapeDtypeStruct((8, 8192), "int32"))
+    assert found.float32_bytes == 2 * found.total_bytes > 4 * 70e9
