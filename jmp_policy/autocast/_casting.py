@@ -117,7 +117,7 @@ class CastingRule(Rule):
         self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Any
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], context
-        if eqn.primitive.name != PATTERN[0] or values[0].kind.mark.colour is not Colour.LOW:
+        if eqn.primitive.name != PATTERN[0] or values[0].kind.dtype == _FLOAT32 or not _is_castable(eqn):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None

@@ -69,14 +69,15 @@ class Rewriter:
         def read(atom: Any) -> Value:
             return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
 
-        for eqn in old.eqns:
+        done = 0
+        for i, eqn in enumerate(old.eqns):
+            if i < done:
+                continue
             place = rule.context(context, eqn)
             values = [read(atom) for atom in eqn.invars]
-            write = WRITERS.get(eqn.primitive.name)
-            results = None if write is None else write(self, eqn, values, body, place)
-            if results is None:
-                results = rule.equation(eqn, values, body, place)
-            environment.update(zip(eqn.outvars, results, strict=True))
+            count, results = rule.together(old, i, values, body, place) or (1, self._write(eqn, values, body, place))
+            done = i + count
+            environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
 
         results = [read(atom) for atom in old.outvars]
         if out_dtypes is not None:
@@ -85,6 +86,11 @@ class Rewriter:
         invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
         new = with_body(program, invars, body.equations, outvars)
         return Rewritten(new, tuple(result.kind for result in results))
+
+    def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, place: Context) -> list[Value]:
+        write = WRITERS.get(eqn.primitive.name)
+        results = None if write is None else write(self, eqn, values, body, place)
+        return self.rule.equation(eqn, values, body, place) if results is None else results
 
 
 WRITERS = CONTROL_FLOW | {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}

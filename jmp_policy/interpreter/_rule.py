@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ._body import Body
 from ._kind import Kind, Value
@@ -24,6 +24,23 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """Writes what becomes of an equation without a body of its own, and returns its results."""
+
+    def together(
+        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Context
+    ) -> tuple[int, list[Value]] | None:
+        """Writes several equations as one, if they are something that the rule knows.
+
+        Args:
+          program: the program that is rewritten.
+          start: the number of the first of the equations.
+          values: what that one reads.
+          body: where the one equation goes.
+          context: that of the first.
+
+        Returns:
+          How many equations they were, and the results of the last: nothing else of theirs may be used later.
+        """
+        del program, start, values, body, context
 
     @abc.abstractmethod
     def argument(self, dtype: np.dtype | None) -> Kind:

@@ -1,0 +1,118 @@
+"""The softmax of half-precision logits: float32 inside, and nothing kept in float32."""
+
+import contextlib
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+import jmp_policy as jmp
+
+HALVES = ["bfloat16", "float16"]
+EYE = jnp.eye(64)
+
+
+def policy(half):
+    return jmp.Policy("float32", half, None)
+
+
+def after_a_matmul(fun):
+    """A function of logits that are half, because a matmul made them."""
+    return lambda x: fun(x @ EYE)
+
+
+def names(fun, *args):
+    return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(*args).eqns]
+
+
+def attend(x):
+    return jax.nn.softmax(x) @ EYE
+
+
+def logits():
+    return jnp.asarray(np.random.default_rng().normal(0, 3, (32, 64)), jnp.float32)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_it_is_one_operation(half):
+    x = logits()
+    assert names(jmp.autocast(after_a_matmul(attend), policy(half)), x).count("custom_jvp_call") == 1
+    assert "custom_jvp_call" not in names(jmp.autocast(after_a_matmul(attend), "float32"), x)
+    assert "custom_jvp_call" not in names(jmp.autocast(attend, policy(half)), x)  # of float32 arguments
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_nothing_is_kept_in_float32(half):
+    def kept(fun):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            print_saved_residuals(lambda x: fun(x).sum(), logits())
+        lines = out.getvalue().splitlines()
+        return [line for line in lines if line.startswith("f32[32,64]") and "argument" not in line]
+
+    assert kept(after_a_matmul(attend))
+    assert not kept(jmp.autocast(after_a_matmul(attend), policy(half)))
+
+
+@pytest.mark.parametrize("axis", [-1, 0, (0, 1)])
+@pytest.mark.parametrize("half", HALVES)
+def test_its_error_is_one_rounding(half, axis):
+    """Of the result: 2 to the -8 or -11 of it, and what float16 loses below 6e-5. The same for the derivative, of
+    which every factor is rounded once."""
+    x, tangent = logits(), logits()
+    half_of = lambda a: np.asarray(a.astype(half), np.float64)
+    exact_x, exact_tangent = half_of(x), half_of(tangent)
+    exponentials = np.exp(exact_x - exact_x.max(axis, keepdims=True))
+    exact = exponentials / exponentials.sum(axis, keepdims=True)
+    exact_change = exact * (exact_tangent - (exact * exact_tangent).sum(axis, keepdims=True))
+
+    fun = jmp.autocast(after_a_matmul(lambda x: jax.nn.softmax(x, axis)), jmp.Policy("float32", half, half))
+    with jax.numpy_dtype_promotion("standard"):
+        y, change = jax.jvp(fun, (x.astype(half).astype(jnp.float32),), (tangent.astype(half).astype(jnp.float32),))
+    unit = float(jnp.finfo(half).eps) / 2
+    assert np.abs(half_of(y) - exact).max() <= 1.01 * unit * exact.max()
+    spacing = float(jnp.finfo(half).smallest_subnormal)
+    size = np.abs(exact_tangent)
+    mean = (exact * size).sum(axis, keepdims=True)
+    bound = 4 * unit * exact * (size + mean) + spacing * (1 + size + mean + exact * size.sum(axis, keepdims=True))
+    assert (np.abs(half_of(change) - exact_change) <= bound).all()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_row_of_masked_logits_is_what_it_is_in_float32(half):
+    allowed = (jnp.arange(64) < 3) & (jnp.arange(32) > 0)[:, None]
+    for mask in (-1e30, -jnp.inf):
+        fun = after_a_matmul(lambda x, mask=mask: jax.nn.softmax(jnp.where(allowed, x, mask)))
+        x = logits()
+        ours, float32 = jmp.autocast(fun, policy(half))(x), fun(x)
+        np.testing.assert_allclose(ours, float32, atol=0.02)  # a row without a logit: uniform, or nan
+        assert not np.asarray(ours[1:, 3:]).any()
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jax.nn.softmax(x, where=x > 0),
+        lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True),
+        lambda x: jax.grad(lambda x: jax.nn.softmax(x)[0, 0])(x),
+    ],
+    ids=["where", "written out", "inside of a derivative"],
+)
+def test_what_is_not_that_softmax_is_written_out(fun):
+    x = logits()
+    cast = jmp.autocast(after_a_matmul(fun), policy("bfloat16"))
+    assert "custom_jvp_call" not in names(cast, x)
+    np.testing.assert_allclose(cast(x), after_a_matmul(fun)(x), atol=0.03)
+
+
+def test_two_of_them_in_a_row_and_under_vmap_and_remat():
+    twice = after_a_matmul(lambda x: jax.nn.softmax(jax.nn.softmax(x) @ EYE) @ EYE)
+    x = logits()
+    assert names(jmp.autocast(twice, policy("bfloat16")), x).count("custom_jvp_call") == 2
+    for transform in (jax.vmap, jax.checkpoint, jax.jit):
+        fun = transform(twice)
+        cast = jmp.autocast(fun, policy("bfloat16"))
+        np.testing.assert_allclose(jax.jit(cast)(x), fun(x), atol=0.01)
+        assert jax.jit(jax.grad(lambda x, cast=cast: cast(x).sum()))(x).dtype == jnp.float32
