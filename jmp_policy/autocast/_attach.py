@@ -1,9 +1,10 @@
 """What `autocast` makes of a function."""
 
+import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -99,7 +100,7 @@ class _Autocast:
         """The function as it is traced, with its result checked and cast."""
 
         def traceable(*args: Any, **kwargs: Any) -> Any:
-            with matmul_precision(policy):
+            with matmul_precision(policy), _writes_explained():
                 out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
             return out
@@ -139,6 +140,20 @@ def _opened(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, 
     if isinstance(fun, types.MethodType) and is_flax_object(fun.__self__):
         return fun.__func__, (fun.__self__, *args), kwargs
     return fun, args, kwargs
+
+
+@contextlib.contextmanager
+def _writes_explained() -> Iterator[None]:
+    """Adds to the error of nnx about a module that is closed over, which speaks of trace levels, what to do."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "autocast traces the function: pass an object that it writes to as an argument. "
+                "For example: autocast(lambda model, x: model(x), 'mixed_bfloat16')(model, x)."
+            )
+        raise
 
 
 def _check_result(fun: Callable[..., Any], out: Any) -> None:

@@ -1,0 +1,229 @@
+"""Whole train steps of linen and nnx under `autocast`: what they write, and in which dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+from jmp_policy import PolicyMap, autocast
+from programs import products
+
+LOW = "params=float32,compute=bfloat16,output=none"
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+Y = jnp.arange(4) % 3
+
+
+@pytest.fixture(autouse=True)
+def adam_needs_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8, name="inner")(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(nn.relu(x))
+        self.sow("intermediates", "hidden", x)
+        return nn.Dense(3, name="head")(x)
+
+
+TX = optax.adamw(1e-2)
+
+
+def linen_step(variables, opt_state, key):
+    def loss_fn(params):
+        logits, changed = Net().apply(
+            {**variables, "params": params}, X, rngs={"dropout": key}, mutable=["batch_stats", "intermediates"]
+        )
+        return optax.softmax_cross_entropy_with_integer_labels(logits, Y).mean(), changed
+
+    (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(variables["params"])
+    updates, opt_state = TX.update(grads, opt_state, variables["params"])
+    params = optax.apply_updates(variables["params"], updates)
+    return {"params": params, "batch_stats": changed["batch_stats"]}, opt_state, loss, grads, changed["intermediates"]
+
+
+@pytest.fixture(scope="module")
+def linen_state():
+    variables = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    variables = {name: variables[name] for name in ("params", "batch_stats")}
+    return variables, TX.init(variables["params"])
+
+
+def test_a_linen_train_step_keeps_the_dtypes_of_all_state(linen_state):
+    key = jax.random.key(2)
+    plain = jax.eval_shape(linen_step, *linen_state, key)
+    cast = jax.eval_shape(autocast(linen_step, LOW), *linen_state, key)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cast) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), plain
+    )
+
+
+def test_all_products_of_a_linen_train_step_are_low(linen_state):
+    found = products(jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, jax.random.key(2)))
+    assert [dtype for _, dtype in found] == ["bfloat16"] * 5
+
+
+def test_the_optimizer_of_a_linen_train_step_computes_in_float32(linen_state):
+    variables, opt_state = linen_state
+    new, new_opt, loss, grads, _ = jax.jit(autocast(linen_step, LOW))(variables, opt_state, jax.random.key(2))
+
+    @jax.jit
+    def by_hand(grads, opt_state, params):
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected, expected_opt = by_hand(grads, opt_state, variables["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), new["params"], expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), new_opt[0].nu, expected_opt[0].nu)
+    full = jax.jit(linen_step)(variables, opt_state, jax.random.key(2))
+    np.testing.assert_allclose(loss, full[2], rtol=2e-2)
+    statistics = new["batch_stats"], full[0]["batch_stats"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-2), *statistics)
+
+
+class Twin(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(3, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.norm(self.inner(x))))
+        self.calls[...] += 1
+        self.hidden = nnx.Intermediate(x)
+        return self.head(x)
+
+
+def nnx_loss(model, x):
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), Y).mean()
+
+
+def nnx_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(nnx_loss)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def nnx_state():
+    model = Twin(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+def nnx_program(fun, *objects):
+    """The program of a function of nnx objects and `X`, with all that it writes among the results."""
+    graphdef, state = nnx.split(objects)
+
+    def pure(state):
+        merged = nnx.merge(graphdef, state)
+        return fun(*merged, X), nnx.state(merged)
+
+    return jax.make_jaxpr(pure)(state)
+
+
+@pytest.mark.parametrize("policy", [LOW, PolicyMap({"head": "float32"}, LOW)], ids=["policy", "map"])
+def test_what_a_function_of_nnx_modules_writes_lands_in_them(policy):
+    model = Twin(nnx.Rngs(0))
+    kinds = {path: type(module) for path, module in nnx.iter_modules(model)}
+    before = jax.tree.map(lambda leaf: leaf.dtype, nnx.state(model))
+    loss = nnx.jit(autocast(nnx_loss, policy))(model, X)
+    assert loss.dtype == jnp.float32
+    assert int(model.calls[...]) == 1
+    assert int(model.dropout.rngs.count[...]) == 1
+    assert float(jnp.abs(model.norm.mean[...]).max()) > 0
+    assert model.hidden[...].dtype == jnp.float32  # as it was traced
+    del model.hidden
+    assert jax.tree.map(lambda leaf: leaf.dtype, nnx.state(model)) == before
+    assert {path: type(module) for path, module in nnx.iter_modules(model)} == kinds
+
+
+def test_a_whole_nnx_train_step_runs_low_and_keeps_its_state_in_float32():
+    model, optimizer = nnx_state()
+    plain = nnx_program(nnx_step, model, optimizer)
+    cast = nnx_program(autocast(nnx_step, LOW), model, optimizer)
+    assert [dtype for _, dtype in products(cast)] == ["bfloat16"] * 5
+    assert [aval.dtype for aval in cast.out_avals] == [aval.dtype for aval in plain.out_avals]
+
+
+def test_an_nnx_train_step_trains_in_jit_and_is_traced_once():
+    traces = []
+
+    @nnx.jit
+    @autocast(LOW)
+    def step(model, optimizer, x):
+        traces.append(None)
+        return nnx_step(model, optimizer, x)
+
+    model, optimizer = nnx_state()
+    losses = [float(step(model, optimizer, X)) for _ in range(3)]
+    assert all(np.isfinite(losses))
+    assert int(model.calls[...]) == int(optimizer.step[...]) == 3
+    assert len(traces) <= 2  # the first step makes `hidden`, and so another module
+
+
+def test_gradients_of_an_autocasted_function_of_nnx_modules_are_those_of_the_parameters():
+    found = []
+
+    def grads(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(autocast(nnx_loss, LOW))(model, x)
+        found.append({leaf.dtype for leaf in jax.tree.leaves(grads)})
+        return loss
+
+    program = nnx_program(grads, *nnx_state())
+    assert [dtype for _, dtype in products(program)] == ["bfloat16"] * 5
+    assert found == [{jnp.dtype("float32")}]
+
+
+def test_a_method_of_an_nnx_module_writes_to_it():
+    model = Twin(nnx.Rngs(0))
+    autocast(model.__call__, LOW)(X)
+    assert int(model.calls[...]) == 1
+
+
+def test_a_decorated_method_of_an_nnx_module_writes_to_it():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+        @autocast(LOW)
+        def __call__(self, x):
+            self.count[...] += 1
+            return x @ x.T
+
+    counter = Counter()
+    program = nnx_program(lambda counter, x: counter(x), counter)
+    assert products(program) == [("", "bfloat16")]
+    counter(X)
+    assert float(counter.count[...]) == 1
+
+
+def test_results_of_an_nnx_function_have_the_output_dtype_and_its_state_has_not():
+    model = Twin(nnx.Rngs(0))
+    returned, logits = autocast(lambda model, x: (model, model(x)), "mixed_bfloat16")(model, X)
+    assert logits.dtype == jnp.bfloat16
+    assert returned is model
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+
+
+def test_an_nnx_module_that_is_closed_over_can_be_read():
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    assert products(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == [("", "bfloat16")]
+
+
+def test_an_nnx_module_that_is_closed_over_cannot_be_written_to():
+    model = Twin(nnx.Rngs(0))
+    with pytest.raises(Exception, match="different trace level") as caught:
+        autocast(lambda x: model(x), LOW)(X)
+    assert any("pass an object that it writes to as an argument" in note for note in caught.value.__notes__)
+
+
+def test_a_module_with_a_policy_of_its_own_keeps_it():
+    model = jmp.with_policy(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), "params=float32,compute=float16,output=float32")
+    assert products(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == [("", "float16")]
