@@ -49,5 +49,5 @@ def is_floating(leaf: Any) -> bool:
 
 def total(tree: Any) -> jax.Array:
     """A number that depends on each floating result, on its order too."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-    return sum(jnp.vdot(leaf.astype(jnp.float32), jnp.arange(1.0, 1.0 + leaf.size).reshape(leaf.shape)) for leaf in leaves)
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    return sum(jnp.vdot(leaf, jnp.arange(1.0, 1.0 + leaf.size).reshape(leaf.shape)) for leaf in leaves)

@@ -1,19 +1,24 @@
 """Running a program: results are arrays, names and lines stay, eager calls compile once and free memory."""
 
 import cProfile
+import gc
 import logging
 import pstats
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from test_rewriter import Copying
 from test_transparency import BFLOAT16, FLOAT32, assert_near
 from zoo import ZOO
 
 from jmp_policy.autocast import autocast
+from jmp_policy.interpreter import Kind, Rewriter
 
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
 
@@ -109,6 +114,42 @@ def test_eager_calls_free_what_is_done_with():
     jax.effects_barrier()
     assert len(alive) == 6
     assert max(alive) <= 3  # the argument, what the last equation read, what it made
+
+
+def test_programs_are_forgotten_with_what_was_made_of_them():
+    program = jax.make_jaxpr(lambda x: layer(x, W))(X)
+    kept = weakref.ref(program)
+    autocast(jaxpr_as_fun(program), BFLOAT16)(X)
+    Rewriter(Copying()).rewrite(program, [Kind(X.dtype)], None)
+    del program
+    jax.clear_caches()
+    gc.collect()
+    assert kept() is None
+
+
+def test_equal_equations_are_told_from_those_that_differ_in_little():
+    results = autocast(lambda x, y: (x * 0.0, x * -0.0, x * x, x * y), BFLOAT16)(jnp.float32(2), jnp.float32(3))
+    assert [str(result) for result in results] == ["0.0", "-0.0", "4.0", "6.0"]
+
+
+def test_arrays_are_moved_to_the_device_of_the_author():
+    device = jax.devices()[1]
+    assert autocast(lambda x: jax.device_put(x, device) * 2, BFLOAT16)(X).devices() == {device}
+
+
+def test_what_makes_a_nan_is_named():
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.*log"):
+        autocast(lambda x: jnp.log(x - 2), BFLOAT16)(X)
+
+
+def test_references_of_the_caller_are_written():
+    def write(ref, x):
+        ref[...] = jnp.tanh(x @ W)
+
+    for transform in lambda f: f, jax.jit:
+        ref = jax.new_ref(X)
+        transform(autocast(write, BFLOAT16))(ref, X)
+        np.testing.assert_allclose(ref[...], jnp.tanh(X @ W), atol=0.02)
 
 
 def test_tracing_is_linear_in_equations():

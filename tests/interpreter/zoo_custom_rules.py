@@ -119,3 +119,23 @@ def functions_of_jax_with_rules(x, w):
 @CUSTOM_RULES.specimen((4, 4), (4, 4))
 def stopped_gradient(x, w):
     return lax.stop_gradient(x @ w) * x
+
+
+@jax.custom_batching.custom_vmap
+def doubled(x):
+    return 2 * x
+
+
+@doubled.def_vmap
+def _(axis_size, in_batched, x):
+    return doubled(x) + axis_size, in_batched[0]
+
+
+@CUSTOM_RULES.specimen((4, 4), (4, 4), differentiable=False)
+def custom_vmap(x, w):
+    return doubled(x @ w), jax.vmap(doubled)(x @ w)
+
+
+@CUSTOM_RULES.specimen((4, 4), (4, 4), differentiable=False)
+def composite(x, w):
+    return lax.composite(lambda x: jnp.sin(x) @ x, name="zoo.composite")(x @ w)

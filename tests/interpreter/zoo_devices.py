@@ -22,8 +22,11 @@ def explicit_mesh():
     return jax.set_mesh(mesh(AxisType.Explicit))
 
 
-def sharded(fun, out_specs=P("d"), **options):
-    return jax.shard_map(fun, mesh=mesh(), in_specs=(P("d"), P()), out_specs=out_specs, **options)
+ROWS = P("d")
+
+
+def sharded(fun, out_specs=ROWS, **options):
+    return jax.shard_map(fun, mesh=mesh(), in_specs=(ROWS, P()), out_specs=out_specs, **options)
 
 
 @on_devices()
