@@ -83,7 +83,7 @@ class _Random(Storage):
     def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
         leaves, structure = jax.tree.flatten(params)
-        keys = structure.unflatten(list(jax.random.split(of_step, len(leaves)))) if leaves else params
+        keys = structure.unflatten(list(jax.random.split(of_step, len(leaves))))
         narrowed = map_half(_rounded, params, wide, keys, otherwise=lambda p, w, k: w)
         return narrowed, jax.random.key_data(key)
 

@@ -157,6 +157,14 @@ def test_kahan_survives_an_overflow_of_its_parameter():
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_tree_without_arrays_takes_its_step(method):
+    tx, empty = METHODS[method](optax.adamw(1e-2)), {"none": None}
+    params, state = optim.step(tx, empty, tx.init(empty), empty)
+    assert params == empty
+    assert int(optax.tree_utils.tree_get(state, "count")) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_bad_trees_and_nestings_are_errors_that_say_what_fits(method):
     make, adam = METHODS[method], optax.adam(1e-2)
     params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
