@@ -135,6 +135,7 @@ class CastingRule(Rule):
         place: Place = context
         if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
             return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
+        eqn = eqn if place.scope is None else place.scope.with_precision(eqn)
         precision = self._table.get(eqn.primitive.name, Precision.TRACED)
         if not _is_castable(eqn):
             precision = Precision.TRACED

@@ -1,9 +1,14 @@
 """What holds for the operations of a scope."""
 
+import contextlib
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
 
 from .._dtypes import did_you_mean
 from .._get_policy import PolicySpec, get_policy
@@ -23,13 +28,22 @@ class Scope(NamedTuple):
       compute_dtype: the dtype of its low operations; `None` for that of the function.
       treatment: how its operations are treated together; `None` for each by itself.
       output_dtype: what its results are cast to where they are used outside; `None` leaves them.
+      precision: the matmul precision of its products, and what it stands instead of; `None` for that of the function.
       path: where it begins, for an operation in it.
     """
 
     compute_dtype: np.dtype | None = None
     treatment: str | None = None
     output_dtype: np.dtype | None = None
+    precision: tuple[str, str | None] | None = None
     path: str = ""
+
+    def with_precision(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation with the precision of the scope, unless its author wrote one."""
+        if self.precision is None or "precision" not in eqn.params:
+            return eqn
+        new, instead_of = map(_traced_precision, self.precision)
+        return eqn.replace(params={**eqn.params, "precision": new}) if eqn.params["precision"] == instead_of else eqn
 
 
 def canonical(spec: PolicySpec, where: str) -> Policy | str:
@@ -50,13 +64,14 @@ def canonical(spec: PolicySpec, where: str) -> Policy | str:
     return policy
 
 
-def scope_of(rule: Policy | str) -> Scope:
-    """What a rule means for a scope; where a policy computes in float32, everything inside does."""
+def scope_of(rule: Policy | str, root: Policy) -> Scope:
+    """What a rule means for a scope of a function; where a policy computes in float32, everything inside does."""
     if isinstance(rule, str):
         return Scope(treatment=rule)
+    precision = None if rule.precision is None else (rule.precision, root.precision)
     if rule.compute_dtype == np.float32:
-        return Scope(treatment="full", output_dtype=rule.output_dtype)
-    return Scope(rule.compute_dtype, None, rule.output_dtype)
+        return Scope(None, "full", rule.output_dtype, precision)
+    return Scope(rule.compute_dtype, None, rule.output_dtype, precision)
 
 
 def check_compute_dtype(policy: Policy, where: str = "") -> None:
@@ -72,3 +87,10 @@ def check_compute_dtype(policy: Policy, where: str = "") -> None:
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
+
+
+@functools.cache
+def _traced_precision(name: str | None) -> Any:
+    """What the parameter of a product is where the policy has a precision of this name."""
+    with jax.default_matmul_precision(name) if name is not None else contextlib.nullcontext():
+        return jax.make_jaxpr(lax.dot)(np.ones(1), np.ones(1)).eqns[0].params["precision"]

@@ -49,8 +49,8 @@ class Scopes:
     def __init__(self, policy: Policy | PolicyMap, rules: AutocastRules, modules: Modules):
         self._key = policy, rules.scopes, rules.backward, modules
         self._types = dict(modules.types)
-        self._everywhere = ScopeRules([*_rows(rules.scopes), *_policy_rows(policy)])
-        self._backward = ScopeRules(_rows(rules.backward))
+        self._everywhere = ScopeRules([*_rows(rules.scopes, policy), *_policy_rows(policy)])
+        self._backward = ScopeRules(_rows(rules.backward, policy))
         self.paths = Paths(modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
 
@@ -103,8 +103,8 @@ def check_policy(policy: Policy | PolicyMap) -> None:
         check_compute_dtype(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
 
 
-def _rows(rules: Iterable[tuple[Key, Policy | str]]) -> list[tuple[Key, Scope | None]]:
-    return [(key, scope_of(rule)) for key, rule in rules]
+def _rows(rules: Iterable[tuple[Key, Policy | str]], policy: Policy | PolicyMap) -> list[tuple[Key, Scope | None]]:
+    return [(key, scope_of(rule, root_policy(policy))) for key, rule in rules]
 
 
 def _policy_rows(policy: Policy | PolicyMap) -> list[tuple[Key, Scope | None]]:
@@ -112,7 +112,7 @@ def _policy_rows(policy: Policy | PolicyMap) -> list[tuple[Key, Scope | None]]:
     if isinstance(policy, Policy):
         return []
     root = policy[""]
-    return [(rule.key, None if rule.policy == root else scope_of(rule.policy)) for rule in policy.rules]
+    return [(rule.key, None if rule.policy == root else scope_of(rule.policy, root)) for rule in policy.rules]
 
 
 def _from_the_root(path: str) -> list[str]:
