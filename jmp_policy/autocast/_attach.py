@@ -19,6 +19,7 @@ from .._tree import is_flax_object
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register
+from ._paths import AUTOCAST
 from ._place import Place
 from ._rules import AutocastRules, unused_functions
 from ._scope import COMPUTE_DTYPES
@@ -119,7 +120,9 @@ class _Autocast:
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        return run(traced, Rewriter(self._rule(policy, old, caller)).rewrite(old, kinds, Place(), wanted).program)
+        new = Rewriter(self._rule(policy, old, caller)).rewrite(old, kinds, Place(), wanted).program
+        with jax.named_scope(AUTOCAST):
+            return run(traced, new)
 
     def _rule(self, policy: Policy, program: Any, caller: int) -> CastingRule:
         scopes = None

@@ -56,7 +56,10 @@ class Paths:
         return path[-1:] == [module] and "/".join([*path, module]) not in self._types
 
 
-_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision"))
+AUTOCAST = "jmp_autocast"
+"""The scope of what autocast decided, which tells it from what an author wrote; no part of a path."""
+
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST))
 
 
 def _names(stack: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
+from ..autocast._paths import AUTOCAST
 from ..interpreter import Step, float_dtype
 from ._cost import MATMULS, contracted
 from ._facts import FLOAT32, HALF, Fact
@@ -32,6 +33,7 @@ class Suspicion(NamedTuple):
 Check = Callable[[Step, Sequence[Fact], bool], Iterator[Suspicion]]
 
 FLOAT16 = np.dtype(np.float16)
+_SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is better off in float32
 
 
 def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
@@ -65,7 +67,7 @@ def half_gradient(fact: Fact, atom: Any) -> Suspicion:
 
 def _promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
     """A half operand that is widened by the very call that computes: what strict dtype promotion would refuse."""
-    if step.name in _EXEMPT or len(facts) < 2:
+    if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
     given = [fact for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
     if not given:
@@ -84,7 +86,7 @@ def _is_needlessly_wide(atom: Any, fact: Fact) -> bool:
     """Whether an operand is float32 because it was given so, and half precision could hold it."""
     if float_dtype(atom) != FLOAT32 or not fact.is_given or fact.widening is not None:
         return False
-    return not isinstance(atom, Literal) or float(np.float16(atom.val)) != 0 or atom.val == 0
+    return not isinstance(atom, Literal) or atom.val == 0 or _SMALLEST <= abs(atom.val) <= _LARGEST
 
 
 def _is_one_call(first: Step, second: Step) -> bool:
@@ -101,7 +103,7 @@ def _matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspi
 def _reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
     dtype = float_dtype(step.operands[0])
     count = _count(step)
-    if dtype in HALF and not backward and count > 1:
+    if dtype in HALF and not backward and count > 1 and facts[0].made != "truth":
         yield Suspicion("half-reduction", step, f"{step.name} of {count} numbers in {dtype}", (dtype,))
 
 
@@ -226,5 +228,9 @@ CHECKS: dict[str, Check] = (
 )
 """By primitive: what to look for."""
 
-_EXEMPT = frozenset(("link", "carry", "constant", "convert_element_type", "custom_jvp_call", "custom_vjp_call"))
+_PROMOTING = MATMULS | {
+    "add", "atan2", "clamp", "concatenate", "div", "dynamic_update_slice", "max", "min", "mul", "nextafter", "pow",
+    "rem", "scatter", "scatter-add", "scatter_add", "select_n", "sub",
+}  # fmt: skip
+"""Operations whose operands JAX promotes to one dtype; that of a comparison is nobody's concern."""
 

@@ -99,6 +99,8 @@ def _is_half(atom: Any) -> bool:
 
 def _converted(step: Step, fact: Fact) -> Fact:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    if source is None:
+        return Fact(is_given=fact.is_given, made="truth" if step.operands[0].aval.dtype == bool else "")
     narrowest = narrowest_of([fact.narrowest, target]) if fact.made else None
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)
@@ -124,7 +126,7 @@ _FEW = 8
 
 
 def _added_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
-    if step.name not in ("add", "sub", "max", "min", "clamp"):
+    if step.name not in ("add", "sub"):
         return ()
     return tuple(constant for fact in facts for constant in fact.constants)[:_FEW]
 
