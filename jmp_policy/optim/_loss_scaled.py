@@ -46,6 +46,11 @@ def loss_scaled(
     clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
     outside.
 
+    A saved state is restored into one with the same kind of loss scale, and goes on with another, that of a new policy
+    say, by `state._replace(loss_scale=policy.loss_scale())` (in nnx, which keeps each array in a Variable,
+    `jax.tree.map(nnx.OptArray, policy.loss_scale())`). One that was saved without `loss_scaled` is the inner state:
+    `tx.init(params)._replace(inner_state=restored)`.
+
     Args:
       inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.
       loss_scale: the loss scale to start from, for example `policy.loss_scale()`.
