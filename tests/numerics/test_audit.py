@@ -1,0 +1,303 @@
+"""The report of an audit: what it counts where, in whatever the operations are nested, and what it says."""
+
+import contextlib
+import functools
+import io
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+from planted import bf16, f16, f32
+
+import jmp_policy as jmp
+from jmp_policy.numerics import FINDINGS, audit
+from jmp_policy.numerics._catalogue import REMEDIES
+
+W = f32(8, 8)
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+SPEC = jax.sharding.PartitionSpec()
+
+
+@jax.custom_vjp
+def custom_vjp(x):
+    return jnp.cumsum(x)
+
+
+custom_vjp.defvjp(lambda x: (jnp.cumsum(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def custom_jvp(x):
+    return jnp.cumsum(x)
+
+
+custom_jvp.defjvp(lambda primals, tangents: (custom_jvp(*primals), tangents[0]))
+
+NESTED = {
+    "jit": jax.jit(lambda x: jnp.cumsum(x)),
+    "scan": lambda x: lax.scan(lambda c, _: (jnp.cumsum(c), None), x, None, length=3)[0],
+    "while": lambda x: lax.while_loop(lambda c: c[0] < 1, lambda c: jnp.cumsum(c), x),
+    "cond": lambda x: lax.cond(x[0] > 0, lambda x: jnp.cumsum(x), lambda x: x, x),
+    "remat": jax.checkpoint(lambda x: jnp.cumsum(x)),
+    "vmap": lambda x: jax.vmap(lambda x: jnp.cumsum(x))(x[None]),
+    "shard_map": jax.shard_map(lambda x: jnp.cumsum(x), mesh=MESH, in_specs=SPEC, out_specs=SPEC),
+    "custom_vjp": custom_vjp,
+    "custom_jvp": custom_jvp,
+    "jit of scan of cond": jax.jit(
+        lambda x: lax.scan(lambda c, _: (lax.cond(c[0] > 0, jnp.cumsum, lambda c: c, c), None), x, None, length=2)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_operations_are_found_in_whatever_they_are_nested(name):
+    report = audit(jax.named_scope("outside")(NESTED[name]))(bf16(8))
+    [finding] = report.findings
+    assert (finding.id, finding.path, finding.dtypes) == ("half-cumulative", "outside", ("bfloat16",))
+    assert "test_audit.py" in finding.source
+
+
+def loss(w, x):
+    with jax.named_scope("layer"):
+        y = x @ w.astype(x.dtype)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def test_forward_and_backward_are_apart():
+    report = audit(jax.value_and_grad(loss))(W, bf16(4, 8))
+    dots = [row for row in report.rows if row.operation == "dot_general"]
+    assert [(row.path, row.backward, row.dtype, row.count) for row in dots] == [
+        ("layer", False, "bfloat16", 1),
+        ("layer", True, "bfloat16", 1),
+    ]
+    casts = {row.dtype for row in report.rows if row.operation == "convert_element_type"}
+    assert casts == {"float32->bfloat16", "bfloat16->float32"}
+
+
+def test_nothing_is_run():
+    def fun(x):
+        jax.debug.callback(lambda: pytest.fail("it ran"))
+        return x @ x
+
+    assert audit(fun)(f32(10**6, 10**6)).flops == 2 * 10**18
+
+
+def test_scan_multiplies_and_while_is_counted_once_and_said_so():
+    report = audit(lambda x: lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c @ c, x))(f32(8, 8))
+    assert [matmul.flops for matmul in report.matmuls] == [2 * 8**3]
+    assert len(report.uncounted_loops) == 1
+    assert re.search(r"test_audit.py:\d+ .*: the body of this while loop counts once", str(report))
+    assert audit(lambda x: lax.fori_loop(0, 5, lambda _, c: c @ c, x))(f32(8, 8)).uncounted_loops == ()
+
+
+def test_second_call_of_a_cached_function_of_jax_has_its_own_line():
+    def fun(x):
+        x = jnp.where(x > 0, x, -1e9)
+        return jnp.where(x < 1, x, 1e9)  # traced by JAX once for both
+
+    lines = [int(re.search(r":(\d+) ", finding.source)[1]) for finding in audit(fun)(f16(3)).findings]
+    assert lines == [fun.__code__.co_firstlineno + 1, fun.__code__.co_firstlineno + 2]
+
+
+def test_dead_code_does_not_count():
+    assert audit(lambda x: (jnp.cumsum(x), x)[1])(bf16(8)).rows == ()
+
+
+def test_float32_program_has_no_float32_matmuls_to_find():
+    assert audit(jax.grad(loss))(W, f32(4, 8)).findings == ()
+
+
+def test_region_in_full_precision_is_meant():
+    report = audit(jmp.force_full_precision(lambda x: x @ x))(bf16(8, 8))
+    assert report.matmuls[0].dtype == "float32"
+    assert report.findings == ()
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8, name="fc")(jax.nn.gelu(nn.LayerNorm(name="norm")(x)))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.remat(Block)(name="first")(x)
+        return nn.Dense(3, name="head")(Block(name="second")(x))
+
+
+MIXED = "params=float32,compute=bfloat16,output=float32"
+
+
+def train_step(model):
+    def loss_fn(params, x):
+        return -jnp.mean(jax.nn.log_softmax(model.apply(params, x)))
+
+    return jax.value_and_grad(loss_fn)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        train_step(jmp.with_policy(Net(), MIXED)),
+        jax.value_and_grad(jmp.autocast(lambda p, x: -jnp.mean(jax.nn.log_softmax(Net().apply(p, x))), MIXED)),
+        jmp.autocast(train_step(Net()), MIXED),
+    ],
+    ids=["with_policy", "autocast", "autocast around grad"],
+)
+def test_mixed_precision_step_of_a_float32_model_is_clean_and_has_module_paths(step):
+    with jax.numpy_dtype_promotion("standard"):  # LayerNorm promotes
+        params = jax.eval_shape(Net().init, jax.random.key(0), f32(4, 8))
+        report = audit(step)(params, f32(4, 8))
+    report.assert_no()
+    report.assert_matmuls_in("bf16")
+    paths = {(matmul.path, matmul.backward) for matmul in report.matmuls}
+    assert paths == {(path, backward) for path in ("first/fc", "second/fc", "head") for backward in (False, True)}
+
+
+def test_modules_of_nnx_have_paths():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    report = audit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x))))(nnx.eval_shape(Pair), f32(2, 4))
+    assert {matmul.path for matmul in report.matmuls} == {"layers/0", "layers/1"}
+
+
+def test_half_psum_of_gradients_in_a_shard_map():
+    def step(w, x):
+        grads = jax.grad(loss)(w, x)
+        return lax.psum(grads.astype(jnp.bfloat16), "data")
+
+    mapped = jax.shard_map(step, mesh=MESH, in_specs=(SPEC, jax.sharding.PartitionSpec("data")), out_specs=SPEC)
+    found = [finding for finding in audit(mapped)(W, bf16(4, 8)).findings if not finding.backward]
+    assert [finding.id for finding in found] == ["half-all-reduce"]
+    assert "of a gradient in bfloat16" in found[0].message
+
+
+def test_result_that_is_no_array_is_ignored():
+    assert audit(lambda x: {"y": x * 2, "name": "net", "none": None})(f32(3)).flops == 3
+
+
+def test_constant_that_overflows_is_found_and_not_warned_of():
+    [finding] = audit(jax.named_scope("mask")(lambda x: x - 1e6))(f16(3)).findings
+    assert (finding.id, finding.path) == ("infinite-constant", "mask")
+
+
+def test_report_goes_to_json_and_back():
+    report = audit(jax.grad(loss))(W, bf16(4, 8))
+    plain = report.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["flops"] == report.flops == sum(row["flops"] for row in plain["rows"])
+    assert plain["bytes"] == report.bytes
+    assert plain["matmuls"][0]["dtypes"] == ["bfloat16"]
+
+
+def test_text_has_the_tables_and_the_findings(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    report = audit(lambda w, x: jax.nn.log_softmax(x @ w.astype(x.dtype)))(W, bf16(4, 8))
+    text = str(report)
+    assert re.search(r"^bfloat16 +1 +0 +512 +100.0%$", text, re.MULTILINE)
+    assert re.search(r"^ +dot_general +bf16 +forward +1 +512 +256 B$", text, re.MULTILINE)
+    assert str(report.findings[0]) in text
+    assert "no findings" in str(audit(jnp.sin)(f32(3)))
+
+
+def test_rows_of_least_work_are_left_out_of_the_text():
+    def fun(x):
+        for i in range(70):
+            with jax.named_scope(f"layer{i}"):
+                x = jnp.sin(x) if i else x @ x
+        return x
+
+    text = str(audit(fun)(f32(4, 4)))
+    assert "10 rows of less work are left out" in text
+    assert "layer0 " in text
+
+
+def test_html_is_escaped():
+    html = audit(lambda x: jnp.cumsum(x))(bf16(8))._repr_html_()
+    assert "<td>cumsum</td>" in html
+    assert "&lt;lambda&gt;" in html
+    assert "<lambda>" not in html
+
+
+def test_every_finding_has_a_remedy():
+    assert FINDINGS.keys() == REMEDIES.keys()
+
+
+class TestAssertions:
+    @functools.cached_property
+    def report(self):
+        return audit(jax.value_and_grad(loss))(W, bf16(4, 8))
+
+    @functools.cached_property
+    def mixed(self):
+        return audit(lambda w, x: (x @ w.astype(x.dtype), x.astype(w.dtype) @ w, jnp.cumsum(x, 1)))(W, bf16(4, 8))
+
+    def test_matmuls_in_any_spelling_of_the_dtype(self):
+        for spelling in ("bfloat16", "bf16", jnp.bfloat16, np.dtype(jnp.bfloat16)):
+            self.report.assert_matmuls_in(spelling)
+
+    def test_matmul_in_another_dtype_is_told_with_its_line(self):
+        message = r"^1 of 2 matmuls are not in bfloat16:\n  \S+test_audit.py:\d+ .*: dot_general reads float32$"
+        with pytest.raises(AssertionError, match=message):
+            self.mixed.assert_matmuls_in("bfloat16")
+
+    def test_backward_matmuls_count(self):
+        with pytest.raises(AssertionError, match=r"^2 of 2 matmuls are not in float16:\n.*\n.*: backward dot"):
+            self.report.assert_matmuls_in("float16")
+
+    def test_no_matmul_at_all_is_no_success(self):
+        with pytest.raises(AssertionError, match="There is no matrix product or convolution, in bfloat16 or any other"):
+            audit(jnp.sin)(f32(3)).assert_matmuls_in("bfloat16")
+
+    def test_findings_are_told_with_their_lines(self):
+        self.mixed.assert_no("half-logits", "float16-exp")
+        with pytest.raises(AssertionError, match=r"^1 finding:\n  \S+test_audit.py:\d+ .*: half-cumulative: "):
+            self.mixed.assert_no("half-logits", "half-cumulative")
+        with pytest.raises(AssertionError, match=r"^2 findings:\n.*float32-matmul.*\n.*half-cumulative"):
+            self.mixed.assert_no()
+        self.report.assert_no()
+
+    def test_unknown_finding_has_the_nearest_name(self):
+        with pytest.raises(ValueError, match=r"Unknown finding 'float32-matmuls'. Did you mean 'float32-matmul'\?"):
+            self.report.assert_no("float32-matmuls")
+
+    def test_unknown_dtype_has_the_nearest_name(self):
+        with pytest.raises(ValueError, match=r"Unknown dtype 'bflaot16'. Did you mean 'bfloat16'\?"):
+            self.report.assert_matmuls_in("bflaot16")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (3, r"audit takes a function, got 3. For example: audit\(train_step\)\(state, batch\)."),
+        (Net, "audit takes a function, got <class"),
+        (dict, "audit takes a function, got <class 'dict'>"),
+        (Net(), r"For example: audit\(model.apply\)\(variables, x\)."),
+        (
+            nnx.eval_shape(lambda: nnx.Linear(99, 99, rngs=nnx.Rngs(0))),
+            r"\(a Linear\). For example: audit\(lambda model, x: model\(x\)\)",
+        ),
+    ],
+    ids=["number", "linen class", "class", "linen module", "nnx module"],
+)
+def test_what_is_no_function_is_an_error_that_shows_one(target, message):
+    with pytest.raises(TypeError, match=message):
+        audit(target)
+
+
+def test_terminal_gets_no_markup():
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        print(audit(jax.named_scope("[bold]")(lambda x: jnp.cumsum(x)))(bf16(8)))
+    assert "[bold]" in out.getvalue()
