@@ -56,7 +56,8 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
 
     The inverse of `master_params`: a run with float32 parameters, or with another of these transformations, goes on in
     half precision. `master_weights` keeps every bit of its parameters, `kahan` what two half-precision numbers can
-    hold; under `stochastic_rounding` they are rounded to nearest. With nnx, give the results of `nnx.as_pure`.
+    hold; under `stochastic_rounding` they are rounded to nearest. With nnx, give the results of `nnx.as_pure`, and
+    write back with `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
 
     Args:
       opt_state: a tree that holds exactly one state of these transformations, for example `tx.init(params)`.

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from half_parameter_registry import METHODS
-from optimizer_registry import types
+from optimizer_registry import bits, types
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -72,6 +72,17 @@ def test_an_nnx_optimizer_gives_params_that_a_model_can_be_updated_with(method):
     nnx.update(wide, master)
     assert wide.kernel.dtype == wide.bias.dtype == jnp.float32
     np.testing.assert_array_equal(wide.kernel[...], model.kernel[...].astype(jnp.float32))
+
+
+def test_an_nnx_optimizer_and_its_model_take_float32_values():
+    model = jmp.nnx.cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "bfloat16")
+    optimizer = jmp.nnx.Optimizer(model, METHODS["split"](optax.sgd(1.0)), wrt=nnx.Param)
+    params, opt_state = nnx.as_pure((nnx.state(model, nnx.Param), optimizer.opt_state))
+    master = jax.tree.map(lambda p: p.astype(jnp.float32) + 2.0**-12, params)
+    params, opt_state = optim.with_master_params(opt_state, params, master)
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    assert bits(nnx.as_pure(optim.master_params(optimizer, nnx.state(model, nnx.Param)))) == bits(master)
 
 
 @pytest.mark.parametrize("after", METHODS)
