@@ -96,7 +96,7 @@ def unused_functions(rules: AutocastRules, program: Jaxpr) -> list[str]:
     if not rules.functions:
         return []
     found = functions(rules)
-    eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *step.around)}
+    eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *(eqn for eqn, _ in step.around))}
     met = {function.name for function in map(found.find, eqns.values()) if function is not None}
     return [
         f"function rule {name!r} decides nothing: no operation is of a function of that name, or another rule covers it"

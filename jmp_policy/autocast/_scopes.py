@@ -14,20 +14,27 @@ from ._scope import Scope, check_compute_dtype, scope_of
 
 
 class ScopeRules:
-    """Rules that say what holds in which scope: the first whose key covers a path, by the law of `PolicyMap`."""
+    """Rules that say what holds in which scope: the first whose key covers a path, as in a `PolicyMap`.
 
-    def __init__(self, rows: Iterable[tuple[Key, Scope | None]]):
-        self.rows = tuple(rows)
+    Args:
+      rules: keys and what they stand for.
+      root: the policy of what none covers.
+
+    Attributes:
+      rows: the keys, and what they mean.
+    """
+
+    def __init__(self, rules: Iterable[tuple[Key, Policy | str]], root: Policy):
+        self.rows = [(key, scope_of(rule, root)) for key, rule in rules]
         self._map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # the policies stand for nothing
 
-    def at(self, path: str, types: Mapping[str, type]) -> tuple[bool, Scope | None]:
-        """Whether a rule covers the path, and what it says."""
+    def at(self, path: str, types: Mapping[str, type]) -> Scope | None:
+        """What the first rule that covers the path says; `None` if there is none."""
         rule = self._map.match(path, types).rule
         if rule is None:
-            return False, None
-        scope = self.rows[self._map.rules.index(rule)][1]
+            return None
         begins = next(outer for outer in _from_the_root(path) if rule.matches(outer, types.get(outer)))
-        return True, None if scope is None else scope._replace(path=begins)
+        return self.rows[self._map.rules.index(rule)][1]._replace(path=begins)
 
     def unused(self, types: Mapping[str, type | None]) -> list[str]:
         """A sentence for each rule that decides for none of these paths."""
@@ -49,8 +56,9 @@ class Scopes:
     def __init__(self, policy: Policy | PolicyMap, rules: AutocastRules, modules: Modules):
         self._key = policy, rules.scopes, rules.backward, modules
         self._types = dict(modules.types)
-        self._everywhere = ScopeRules([*_rows(rules.scopes, policy), *_policy_rows(policy)])
-        self._backward = ScopeRules(_rows(rules.backward, policy))
+        root = root_policy(policy)
+        self._everywhere = ScopeRules([*rules.scopes, *_policy_rules(policy)], root)
+        self._backward = ScopeRules(rules.backward, root)
         self.paths = Paths(modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
 
@@ -64,8 +72,8 @@ class Scopes:
         """What holds at a path, in the backward pass or not; `None` for what holds everywhere."""
         key = path, backward
         if key not in self._found:
-            covered, scope = self._backward.at(path, self._types) if backward else (False, None)
-            self._found[key] = scope if covered else self._everywhere.at(path, self._types)[1]
+            scope = self._backward.at(path, self._types) if backward else None
+            self._found[key] = scope or self._everywhere.at(path, self._types)
         return self._found[key]
 
     def unused(self, program: Jaxpr) -> list[str]:
@@ -103,16 +111,8 @@ def check_policy(policy: Policy | PolicyMap) -> None:
         check_compute_dtype(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
 
 
-def _rows(rules: Iterable[tuple[Key, Policy | str]], policy: Policy | PolicyMap) -> list[tuple[Key, Scope | None]]:
-    return [(key, scope_of(rule, root_policy(policy))) for key, rule in rules]
-
-
-def _policy_rows(policy: Policy | PolicyMap) -> list[tuple[Key, Scope | None]]:
-    """The rules of a map; one that says what holds everywhere else says nothing."""
-    if isinstance(policy, Policy):
-        return []
-    root = policy[""]
-    return [(rule.key, None if rule.policy == root else scope_of(rule.policy, root)) for rule in policy.rules]
+def _policy_rules(policy: Policy | PolicyMap) -> list[tuple[Key, Policy | str]]:
+    return [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
 
 
 def _from_the_root(path: str) -> list[str]:

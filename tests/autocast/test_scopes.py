@@ -71,6 +71,12 @@ def test_the_output_dtype_of_a_scope_holds_outside_of_it_only():
     assert "bf16" not in str(program.jaxpr)
 
 
+def test_a_rule_that_repeats_the_policy_of_the_function_still_makes_a_boundary():
+    policy = "params=float32,compute=bfloat16,output=float32"
+    fun = autocast(lambda x: layer("head", x) * 2, PolicyMap({"head": policy}, policy))
+    assert results(fun, X) == ("mul", "float32")
+
+
 def test_a_scope_may_be_low_in_a_float32_function():
     rules = PolicyMap({"body": "mixed_bfloat16"}, "float32")
     assert dtypes(autocast(net, rules), X) == {"body": "bfloat16", "head": "float32"}
@@ -242,6 +248,33 @@ def test_nnx_modules_have_the_path_of_their_module(key, count):
     found = nnx_products(autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW)), model)
     assert [dtype for _, dtype in found].count("float32") == count
     assert len(found) == 5
+
+
+class Borrower(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(3, 3, rngs=rngs)
+        self.reader = Reader(self.embed)
+
+    def __call__(self, x):
+        return self.reader(self.embed(x))
+
+
+class Reader(nnx.Module):
+    def __init__(self, lent):
+        self.lent = lent
+
+    def __call__(self, x):
+        return self.lent(x) @ jnp.eye(3)
+
+
+def test_an_nnx_module_that_is_called_elsewhere_has_its_own_path():
+    def dtypes_with(key):
+        fun = autocast(lambda model, x: model(x), PolicyMap({key: "float32"}, LOW))
+        found = nnx_products(fun, Borrower(nnx.Rngs(0)))
+        return [dtype for _, dtype in found]
+
+    assert dtypes_with("embed") == ["float32", "float32", "bfloat16"]
+    assert dtypes_with("reader") == ["bfloat16", "bfloat16", "float32"]
 
 
 def test_nnx_modules_stay_what_they_were():
