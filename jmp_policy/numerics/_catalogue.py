@@ -32,7 +32,7 @@ REMEDIES = {
     "half-logits": "cast the logits to float32",
     "log-of-softmax": "use jax.nn.log_softmax of float32 logits",
     "log-of-sigmoid": "use jax.nn.log_sigmoid of float32 logits",
-    "half-gradient": "cast the weight at each use, or inside of the loop, or the contributions to float32",
+    "half-gradient": "cast the weight at each use, inside of a loop, after a lookup; or add in float32",
     "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
     "half-all-reduce": "cast to float32 before, and back after",
 }

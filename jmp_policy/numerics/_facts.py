@@ -80,7 +80,7 @@ def _result(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
         made=made,
         narrowest=narrowest,
         is_gradient=gradient,
-        summed=step if backward and step.name in _SUMS and _is_half(step.results[0]) else None,
+        summed=_summed_in_half(step, facts) if backward and step.name in _SUMS else None,
     )
 
 
@@ -93,14 +93,18 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 """How gradients of several uses become one. XLA adds them in their own dtype, where it reduces in a wider one."""
 
 
-def _is_half(atom: Any) -> bool:
-    return float_dtype(atom) in HALF
+def _summed_in_half(step: Step, facts: Sequence[Fact]) -> Step | None:
+    """What was summed in half is so for good; rows that are looked up in order are each looked up once."""
+    in_order = step.name.startswith("scatter") and facts[1].made == "iota"
+    if float_dtype(step.results[0]) in HALF and not in_order:
+        return step
+    return next((fact.summed for fact in facts if fact.summed is not None), None)
 
 
 def _converted(step: Step, fact: Fact) -> Fact:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None:
-        return Fact(is_given=fact.is_given, made="truth" if step.operands[0].aval.dtype == bool else "")
+        return Fact(is_given=fact.is_given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = narrowest_of([fact.narrowest, target]) if fact.made else None
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)
@@ -111,7 +115,7 @@ def _moved(step: Step, facts: Sequence[Fact]) -> Fact:
     pairs = zip(step.operands, facts, strict=True)
     floats = [fact for atom, fact in pairs if is_float(atom)]
     if not floats:
-        return UNKNOWN
+        return Fact(made="iota") if any(fact.made == "iota" for fact in facts) else UNKNOWN
     if step.name == "carry":
         return Fact(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:
@@ -174,9 +178,10 @@ def _kept(step: Step, facts: Sequence[Fact]) -> str:
     return kinds.pop()
 
 
-_KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares"))
+_KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares", "iota"))
 
 _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
+    "iota": lambda step, facts: "iota",
     "exp": lambda step, facts: "exp",
     "exp2": lambda step, facts: "exp",
     "logistic": lambda step, facts: "sigmoid",

@@ -97,6 +97,7 @@ def deep():
     return fun
 
 
+@pytest.mark.slow
 def test_audit_takes_at_most_twice_the_time_to_trace():
     args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
 

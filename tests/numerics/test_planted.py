@@ -6,6 +6,7 @@ import jax
 import planted_jax  # noqa: F401
 import planted_linen  # noqa: F401
 import planted_nnx  # noqa: F401
+import planted_range  # noqa: F401
 import pytest
 from planted import PLANTED
 
