@@ -15,12 +15,12 @@ class Modules(NamedTuple):
     Attributes:
       types: the type of each module by its path, as pairs.
       roots: what the roots of linen models are called in name stacks: by their class, where a path leaves them out.
-      methods: the names of modules and their methods, such as `encoder.encode`, where a path has `encoder`.
+      methods: the paths of modules, each with the name of it and a method, such as `encoder.encode`.
     """
 
     types: tuple[tuple[str, type], ...] = ()
     roots: frozenset[str] = frozenset()
-    methods: frozenset[str] = frozenset()
+    methods: frozenset[tuple[str, str]] = frozenset()
 
 
 class Register:
@@ -29,7 +29,7 @@ class Register:
     def __init__(self) -> None:
         self._types: dict[str, type] = {}
         self._roots: set[str] = set()
-        self._methods: set[str] = set()
+        self._methods: set[tuple[str, str]] = set()
 
     def enter(self, path: str, kind: type, name: str = "", is_method: bool = False) -> None:
         """Enters a module that is called.
@@ -44,7 +44,7 @@ class Register:
         if not path and name:
             self._roots.add(name)
         elif is_method:
-            self._methods.add(name)
+            self._methods.add((path, name))
 
     def modules(self) -> Modules:
         """Those that were entered."""

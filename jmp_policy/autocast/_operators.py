@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ..interpreter import Kind, Rewriter, Rule, is_float
+from ..interpreter import Kind, Rewriter, Rule, float_dtype, is_float
 
 
 def with_operators(params: dict[str, Any], kind: Kind, rule: Rule, context: Any) -> dict[str, Any] | None:
@@ -16,7 +16,7 @@ def with_operators(params: dict[str, Any], kind: Kind, rule: Rule, context: Any)
 
 
 def _differs(program: Any, kind: Kind) -> bool:
-    return any(is_float(var) and var.aval.dtype != kind.dtype for var in _body(program).invars)
+    return any(float_dtype(var) not in (None, kind.dtype) for var in _body(program).invars)
 
 
 def _in_dtype(program: Any, kind: Kind, rule: Rule, context: Any) -> Any:

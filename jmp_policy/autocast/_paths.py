@@ -17,7 +17,9 @@ class Paths:
 
     def __init__(self, modules: Modules):
         self._modules = modules
-        self._types = dict(modules.types)
+        self._with_methods: dict[str, list[str]] = {}
+        for path, name in modules.methods:
+            self._with_methods.setdefault(name, []).append(path)
         self._joined: dict[tuple[str, str], str] = {}
 
     def of(self, outer: str, eqn: JaxprEqn) -> str:
@@ -27,7 +29,7 @@ class Paths:
     def of_stack(self, stack: str) -> str:
         """The path that a name stack spells.
 
-        >>> paths = Paths(Modules(roots=frozenset(["Net"]), methods=frozenset(["encoder.encode"])))
+        >>> paths = Paths(Modules(roots=frozenset(["Net"]), methods=frozenset([("encoder", "encoder.encode")])))
         >>> paths.of_stack("transpose(jvp(Net))/encoder/encoder.encode/dense")
         'encoder/dense'
         """
@@ -45,15 +47,16 @@ class Paths:
                 continue
             if name.startswith(ELSEWHERE):
                 path = [name.removeprefix(ELSEWHERE)]
-            elif name not in self._modules.methods:
+            elif name not in self._with_methods:
                 path = [*path, name]
-            elif not self._is_own_method(path, name.partition(".")[0]):
+            elif not self._is_own_method(path, name):
                 path = [*path, name.partition(".")[0]]
         return path
 
-    def _is_own_method(self, path: list[str], module: str) -> bool:
-        """Whether a method that is called in the module at `path` is its own, not that of one inside with its name."""
-        return path[-1:] == [module] and "/".join([*path, module]) not in self._types
+    def _is_own_method(self, path: list[str], name: str) -> bool:
+        """Whether a method that is called in the module at `path` is its own, not that of one inside."""
+        here = "/" + "/".join(path)
+        return any(here.endswith(f"/{module}") for module in self._with_methods[name])
 
 
 AUTOCAST = "jmp_autocast"

@@ -6,6 +6,7 @@ from jax.extend.core import JaxprEqn
 
 from .._full_precision import FULL_PRECISION
 from ._functions import Function, Functions
+from ._paths import AUTOCAST
 from ._scope import Scope
 from ._scopes import Scopes
 
@@ -29,7 +30,7 @@ class Place(NamedTuple):
     @property
     def treatment(self) -> str | None:
         """How the operations that stand here are treated together: a user's rule is above the tables."""
-        if self.function is not _REGION and self.scope is not None and self.scope.treatment is not None:
+        if self.function not in _DECIDED and self.scope is not None and self.scope.treatment is not None:
             return self.scope.treatment
         return None if self.function is None else self.function.treatment
 
@@ -55,7 +56,9 @@ class Places:
         stack = str(eqn.source_info.name_stack)
         backward = outer.backward or "transpose(" in stack
         function = outer.function
-        if FULL_PRECISION in stack:
+        if AUTOCAST in stack:
+            function = _NESTED
+        elif FULL_PRECISION in stack:
             function = _REGION
         elif function is None:
             function = self._functions.find(eqn)
@@ -66,3 +69,6 @@ class Places:
 
 
 _REGION = Function(FULL_PRECISION, "full")
+_NESTED = Function(AUTOCAST, "traced")
+_DECIDED = (_REGION, _NESTED)
+"""What an author decided for a region, and what another `autocast` did inside of the function: no rule is above it."""

@@ -1,9 +1,17 @@
 """The paths of linen modules, and what the name stacks that Flax makes have in their place."""
 
+import contextvars
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax
 from flax import linen as nn
+
+from ..autocast._modules import ELSEWHERE
+
+_CALLED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("_CALLED", default=None)
+"""The path of the module whose method is being traced."""
 
 
 def named(fun: Callable[..., Any], enter: Callable[..., None]) -> Callable[..., Any]:
@@ -17,15 +25,29 @@ def named(fun: Callable[..., Any], enter: Callable[..., None]) -> Callable[..., 
 
     def intercept(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
         module: nn.Module = context.module
-        if module.scope is not None:
-            is_method = context.method_name != "__call__"
-            name = module.name or type(module).__name__
-            label = f"{name}.{context.method_name}" if is_method else name
-            enter("/".join(map(str, module.path)), type(module), label, is_method)
-        return call(*args, **kwargs)
+        if module.scope is None:
+            return call(*args, **kwargs)
+        path = tuple(map(str, module.path))
+        name = module.name or type(module).__name__
+        is_method = context.method_name != "__call__"
+        enter("/".join(path), type(module), f"{name}.{context.method_name}" if is_method else name, is_method)
+        outer = _CALLED.get()
+        token = _CALLED.set(path)
+        try:
+            with _scope_of(path, name, outer):
+                return call(*args, **kwargs)
+        finally:
+            _CALLED.reset(token)
 
     def with_modules_named(*args: Any, **kwargs: Any) -> Any:
         with nn.intercept_methods(intercept):
             return fun(*args, **kwargs)
 
     return with_modules_named
+
+
+def _scope_of(path: tuple[str, ...], name: str, outer: tuple[str, ...] | None) -> AbstractContextManager[Any]:
+    """A scope that says the path, where the module is called from one that it is not inside of."""
+    if not path or path == outer or path == (*(outer or ()), name):
+        return nullcontext()
+    return jax.named_scope(ELSEWHERE + "/".join(path))

@@ -211,6 +211,57 @@ def test_a_warm_jitted_model_still_tells_its_modules(params):
         assert [dtype for _, dtype in found].count("float32") == 2
 
 
+class Pair(nn.Module):
+    def setup(self):
+        self.fc = nn.Dense(3)
+        self.pair = nn.Dense(3)
+
+    def __call__(self, x):
+        return self.both(x)
+
+    def both(self, x):
+        return self.pair(self.fc(x))
+
+
+class Borrowing(nn.Module):
+    lent: nn.Module
+
+    def __call__(self, x):
+        return self.lent(x)
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.pair = Pair()
+        self.embed = nn.Dense(3)
+        self.borrowing = Borrowing(self.embed)
+
+    def __call__(self, x):
+        return self.borrowing(self.embed(self.pair.both(x)))
+
+    def features(self, x):
+        return self.pair(x)
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "expected"),
+    [
+        (None, "pair", [1, 1, 0, 0]),
+        (None, "pair/pair", [0, 1, 0, 0]),
+        (None, "embed", [0, 0, 1, 1]),
+        ("features", "pair/fc", [1, 0]),
+        ("features", "pair/pair", [0, 1]),
+        (lambda module, x: module.pair.fc(x), "pair/fc", [1]),
+    ],
+)
+def test_methods_and_modules_of_others_have_the_path_of_their_module(method, key, expected):
+    model = Setup(name="named")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), X)
+    fun = autocast(lambda params: model.apply(params, X, method=method), PolicyMap({key: "float32"}, LOW))
+    found = products(jax.make_jaxpr(fun)(shapes))
+    assert [dtype for _, dtype in found] == [("bfloat16", "float32")[full] for full in expected]
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.fc = nnx.Linear(3, 3, rngs=rngs)
@@ -342,3 +393,9 @@ def test_the_mark_of_a_float32_region_is_no_part_of_the_program():
     marked = jax.jit(jmp.force_full_precision(jnp.cumsum)).lower(jnp.ones(3, jnp.float32)).as_text()
     assert "force_full_precision" not in marked
     assert np.array_equal(jmp.force_full_precision(jnp.cumsum)(jnp.ones(3)), [1, 2, 3])
+
+
+def test_an_autocast_inside_another_decides_for_itself():
+    inner = autocast(net, PolicyMap({"head": "float16"}, "params=float32,compute=float32,output=none"))
+    program = jax.make_jaxpr(autocast(lambda x: layer("outer", inner(layer("outer", x))), LOW))(X)
+    assert [dtype for _, dtype in products(program)] == ["bfloat16", "float32", "float16", "bfloat16"]
