@@ -224,6 +224,9 @@ FUNCTIONS = {
     "jax.nn.selu": "narrow",
     "jax.nn.log_sigmoid": "full",
     "jax.nn.log1mexp": "full",
+    "jax.nn.logmeanexp": "full",
+    "jax.nn.squareplus": "narrow",
+    "optax.losses": "full",
     "flax.linen.LayerNorm.__call__": "narrow",
     "flax.linen.RMSNorm.__call__": "narrow",
     "flax.linen.GroupNorm.__call__": "narrow",
@@ -241,4 +244,9 @@ FUNCTIONS = {
 }
 """Functions that are one operation to a reader. `full`: float32 inside, and out. `narrow`: float32 inside, and the
 compute dtype out, unless a full operation's result went in. `infer`: as the operations that are exact enough in half,
-whatever is inside: its squares do not overflow where its result does not."""
+whatever is inside."""
+
+FUNCTIONS_IN_FLOAT16 = {
+    "jax.nn.gelu": "narrow",
+}
+"""As `FULL_IN_FLOAT16`: the cube in gelu overflows beyond 40, and its derivative is no number beyond 147."""
