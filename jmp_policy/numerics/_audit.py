@@ -24,9 +24,9 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     The function is traced and not run: `jax.ShapeDtypeStruct`s suffice as arguments, and nothing is allocated. The
     report is of the program as JAX traces it, before XLA fuses and rewrites it, with the bodies of jit, scan, cond,
     remat, shard_map and custom rules; of a whole train step it has the forward and the backward pass apart. What runs
-    in kernels of the user's (Pallas, FFI, callbacks) is not seen. The body of a `while` loop counts once, all
-    branches of a `cond` do. What a backward pass sums where the forward pass broadcast, such as the gradient of a
-    bias, is in the table, and is no finding: XLA reduces in float32, and rounds once.
+    in kernels of the user's (Pallas, FFI, callbacks) is not seen. The body of a `while` loop counts once, and each
+    branch of a `cond` does. `numerics.FINDINGS` has the names of all findings, and what they are. What a backward pass
+    sums where the forward pass broadcast, such as the gradient of a bias, is in the table, and is no finding.
 
     Args:
       fun: any function of trees of arrays; what it returns that is no array is ignored.

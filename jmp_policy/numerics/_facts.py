@@ -144,7 +144,7 @@ def _made(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
     return made, narrowest_of([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
 
 
-def _summed(step: Step, facts: Sequence[Fact]) -> str:
+def _total(step: Step, facts: Sequence[Fact]) -> str:
     return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "")
 
 
@@ -187,7 +187,7 @@ _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
     "logistic": lambda step, facts: "sigmoid",
     "square": lambda step, facts: "square",
     "integer_pow": lambda step, facts: "square" if step.eqn.params["y"] == 2 else "",
-    "reduce_sum": _summed,
+    "reduce_sum": _total,
     "reduce_max": _kept,
     "mul": _product,
     "div": _quotient,

@@ -68,11 +68,10 @@ class _Inspector:
         self._places: dict[str, tuple[str, bool]] = {}
 
     def see(self, step: Step) -> None:
-        backward = self._place(step.scope)[1]
         if step.name == "constant":
-            facts = [fact_of_constant(step.operands[0])]
-            self.facts[step.results[0]] = facts[0]
+            self.facts[step.results[0]] = fact_of_constant(step.operands[0])
             return
+        backward = self._place(step.scope)[1]
         facts = [fact_of(atom, self.facts) for atom in step.operands]
         for suspicion in check(step, facts, backward):
             self._suspect(suspicion, backward)

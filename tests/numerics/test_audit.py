@@ -160,6 +160,15 @@ def test_mixed_precision_step_of_a_float32_model_is_clean_and_has_module_paths(s
     assert paths == {(path, backward) for path in ("first/fc", "second/fc", "head") for backward in (False, True)}
 
 
+def test_what_autocast_widens_is_no_accident():
+    def power(x, y):
+        return (x @ x) ** y
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert audit(jmp.autocast(power, MIXED))(f32(4, 4), f32(4)).findings == ()
+        assert [finding.id for finding in audit(power)(bf16(4, 4), f32(4)).findings] == ["accidental-promotion"]
+
+
 def test_modules_of_nnx_have_paths():
     class Pair(nnx.Module):
         def __init__(self):
@@ -301,3 +310,19 @@ def test_terminal_gets_no_markup():
     with contextlib.redirect_stdout(out):
         print(audit(jax.named_scope("[bold]")(lambda x: jnp.cumsum(x)))(bf16(8)))
     assert "[bold]" in out.getvalue()
+
+
+def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
+    """XLA adds scattered rows in their own dtype, where a sum of ones stops at 256; it reduces in float32."""
+    looked_up, broadcast = 1024, 1024
+
+    def gradients(row):
+        row = row.astype(jnp.bfloat16)
+        scattered = row[jnp.zeros(looked_up, int)]
+        return jnp.sum(scattered.astype(jnp.float32)), jnp.sum((row + jnp.zeros((broadcast, 1), row.dtype)).astype("f4"))
+
+    by_lookup, by_broadcast = (jax.grad(lambda row, i=i: gradients(row)[i]) for i in range(2))
+    assert jax.jit(by_lookup)(jnp.ones(1)) == 256
+    assert jax.jit(by_broadcast)(jnp.ones(1)) == broadcast
+    assert [finding.id for finding in audit(by_lookup)(f32(1)).findings] == ["half-gradient"]
+    assert audit(by_broadcast)(f32(1)).findings == ()
