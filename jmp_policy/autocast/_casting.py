@@ -71,7 +71,7 @@ class CastingRule(Rule):
         self._casting = casting
         self._compute = casting.compute_dtype
         self._table = table(casting.rules, casting.compute_dtype)
-        self._places = Places(functions(casting.rules, casting.compute_dtype), casting.scopes)
+        self._places = Places(functions(casting.rules), casting.scopes)
         self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
         finfo = jnp.finfo(self._compute)
         self._largest, self._smallest = float(finfo.max), float(finfo.smallest_normal)

@@ -81,29 +81,21 @@ def table(rules: AutocastRules, compute_dtype: Any) -> Mapping[str, Precision]:
     found = {}
     for precision in Precision:
         found |= dict.fromkeys(getattr(_tables, precision.name), precision)
-    if _has_narrow_range(compute_dtype):
+    if jnp.finfo(compute_dtype).maxexp < 100:
         found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
     return found | {name: Precision[precision.upper()] for name, precision in rules.primitives}
 
 
-def functions(rules: AutocastRules, compute_dtype: Any) -> Functions:
-    """The functions of the tables under these rules, where the compute dtype is this one."""
-    listed = _tables.FUNCTIONS
-    if _has_narrow_range(compute_dtype):
-        listed = listed | _tables.FUNCTIONS_IN_FLOAT16
-    return Functions(listed | dict(rules.functions))
-
-
-def _has_narrow_range(dtype: Any) -> bool:
-    """Whether squares of ordinary numbers overflow it."""
-    return jnp.finfo(dtype).maxexp < 100
+def functions(rules: AutocastRules) -> Functions:
+    """The functions of the tables under these rules."""
+    return Functions(_tables.FUNCTIONS | dict(rules.functions))
 
 
 def unused_functions(rules: AutocastRules, program: Jaxpr) -> list[str]:
     """A sentence for each function with a rule of which a program has no operation."""
     if not rules.functions:
         return []
-    found = functions(rules, jnp.float32)
+    found = functions(rules)
     eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *(eqn for eqn, _ in step.around))}
     met = {function.name for function in map(found.find, eqns.values()) if function is not None}
     return [

@@ -245,8 +245,3 @@ FUNCTIONS = {
 """Functions that are one operation to a reader. `full`: float32 inside, and out. `narrow`: float32 inside, and the
 compute dtype out, unless a full operation's result went in. `infer`: as the operations that are exact enough in half,
 whatever is inside."""
-
-FUNCTIONS_IN_FLOAT16 = {
-    "jax.nn.gelu": "narrow",
-}
-"""As `FULL_IN_FLOAT16`: the cube in gelu overflows beyond 40, and its derivative is no number beyond 147."""
