@@ -318,8 +318,8 @@ def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
 
     def gradients(row):
         row = row.astype(jnp.bfloat16)
-        scattered = row[jnp.zeros(looked_up, int)]
-        return jnp.sum(scattered.astype(jnp.float32)), jnp.sum((row + jnp.zeros((broadcast, 1), row.dtype)).astype("f4"))
+        added = row + jnp.zeros((broadcast, 1), row.dtype)
+        return jnp.sum(row[jnp.zeros(looked_up, int)].astype("float32")), jnp.sum(added.astype("float32"))
 
     by_lookup, by_broadcast = (jax.grad(lambda row, i=i: gradients(row)[i]) for i in range(2))
     assert jax.jit(by_lookup)(jnp.ones(1)) == 256
