@@ -3,6 +3,8 @@
 import abc
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from .._scaled_state import check_outermost
@@ -48,8 +50,8 @@ def step(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: `tx` is a transformation of optax with a `loss_scaled` inside. `optax.inject_hyperparams` of numbers
-        may be outside of it, and nothing else.
+      ValueError: gradients do not have the shapes of their parameters; or `tx` is a transformation of optax with a
+        `loss_scaled` inside. `optax.inject_hyperparams` of numbers may be outside of it, and nothing else.
 
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
     >>> params = {"w": jnp.ones(2)}
@@ -57,6 +59,7 @@ def step(
     >>> params["w"].tolist(), bool(opt_state.grads_finite)
     ([1.0, 1.0], False)
     """
+    _check_shapes(grads, params)
     if has_float0(grads):
         new_params, opt_state = step(tx, without_float0(grads), opt_state, params, **extra)
         return unless_float0(grads, new_params, params), opt_state
@@ -65,6 +68,18 @@ def step(
     check_outermost(opt_state)
     updates, opt_state = with_extra_args(tx).update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
+
+
+def _check_shapes(grads: PyTree, params: PyTree) -> None:
+    if jax.tree.structure(grads) != jax.tree.structure(params):  # of lookahead, say; or optax says so
+        return
+    for (path, grad), param in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        if jnp.shape(grad) != jnp.shape(param):
+            raise ValueError(
+                f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
+                f"shape {jnp.shape(grad)}, where the parameter has the shape {jnp.shape(param)}. Take them of the "
+                "same parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
 
 
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:

@@ -302,3 +302,10 @@ def test_state_saved_without_a_loss_scale_is_an_error_that_says_where_it_goes(wa
     take = tx.update if way == "update" else functools.partial(jmp.optim.step, tx)
     with pytest.raises(TypeError, match=r"Expected the state of loss_scaled .* got tuple: .*_replace\(inner_state="):
         take(params, optax.sgd(1.0).init(params), params)
+
+
+def test_gradients_of_another_shape_are_named():
+    tx = jmp.optim.skip_nonfinite(optax.adam(1e-3))
+    params = {"layer": {"w": jnp.ones((2, 3))}}
+    with pytest.raises(ValueError, match=r"\['layer'\]\['w'\] has the shape \(3, 2\), where the parameter has"):
+        jmp.optim.step(tx, {"layer": {"w": jnp.ones((3, 2))}}, tx.init(params), params)
