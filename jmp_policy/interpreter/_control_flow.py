@@ -45,7 +45,7 @@ def _scan(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, co
         lambda carry: (
             rewriter.rewrite(
                 program, [*kinds[:consts], *carry, *kinds[end:]], context, [*_dtypes(carry), *others]
-            ).kinds
+            ).made
         ),
     )
     inner = rewriter.rewrite(program, kinds, context, [*_dtypes(kinds[consts:end]), *others])
@@ -63,7 +63,7 @@ def _while(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, c
         kinds[start:],
         start - first,
         lambda carry: (
-            rewriter.rewrite(params["body_jaxpr"], [*kinds[first:start], *carry], context, _dtypes(carry)).kinds
+            rewriter.rewrite(params["body_jaxpr"], [*kinds[first:start], *carry], context, _dtypes(carry)).made
         ),
     )
     inner = rewriter.rewrite(params["body_jaxpr"], kinds[first:], context, _dtypes(kinds[start:]))

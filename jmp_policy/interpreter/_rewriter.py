@@ -18,10 +18,17 @@ from ._rule import Context, Rule
 
 
 class Rewritten(NamedTuple):
-    """A program and the kinds of its results."""
+    """A program that was rewritten.
+
+    Attributes:
+      program: it.
+      kinds: those of its results.
+      made: what the kinds of its results were before they were cast to the dtypes that were asked for.
+    """
 
     program: Program
     kinds: tuple[Kind, ...]
+    made: tuple[Kind, ...]
 
 
 class Rewriter:
@@ -79,13 +86,13 @@ class Rewriter:
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
 
-        results = [read(atom) for atom in old.outvars]
+        results = made = [read(atom) for atom in old.outvars]
         if out_dtypes is not None:
             end = _end_of(old)
             results = [_in(result, dtype, body, end) for result, dtype in zip(results, out_dtypes, strict=True)]
         invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
         new = with_body(program, invars, body.equations, outvars)
-        return Rewritten(new, tuple(result.kind for result in results))
+        return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, place: Context) -> list[Value]:
         write = WRITERS.get(eqn.primitive.name)

@@ -158,12 +158,18 @@ def test_a_rule_reaches_a_derivative_that_it_opens():
     np.testing.assert_allclose(tangent, X * jnp.cos(X), rtol=1e-6)
 
 
-def test_a_carry_gets_the_dtype_that_it_has_after_each_turn():
-    narrow = lambda x: lax.scan(lambda c, _: ((c[1], jnp.sin(c[0])), None), (x, x), None, length=4)[0]
-    wide = rewritten(Narrowing(), narrow, X)
-    assert [kind.dtype for kind in wide.kinds] == [np.float32, np.float32]
-    results = jaxpr_as_fun(wide.program)(X)
-    np.testing.assert_allclose(results[0], jnp.sin(jnp.sin(X)), atol=1e-3)
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_carry_has_the_dtype_that_reaches_it_after_some_turns(loop):
+    def fun(x):
+        narrow = jnp.sin(x)
+        turn = lambda carry: (carry[1], carry[2], x)
+        if loop == "scan":
+            return lax.scan(lambda carry, _: (turn(carry), None), (narrow,) * 3, None, length=4)[0]
+        return lax.while_loop(lambda carry: carry[0][0] != x[0], turn, (narrow,) * 3)
+
+    new = rewritten(Narrowing(), fun, X + 1)
+    assert [kind.dtype for kind in new.kinds] == [np.float32] * 3
+    np.testing.assert_array_equal(jaxpr_as_fun(new.program)(X + 1)[0], X + 1)
 
 
 def test_branches_give_what_they_have_in_common():
