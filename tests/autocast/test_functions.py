@@ -192,10 +192,9 @@ def exact() -> Callable:
 
 
 @functools.cache
-def results(dtype: str, kind: str) -> list[tuple[Any, Any]]:
-    """What autocast and torch make of some batches, and what float64 does."""
-    largest = 2.0**15 if kind == "extreme" else 0.0
-    batches = [extreme(largest)] if largest else [ordinary(seed) for seed in range(3)]
+def results(dtype: str, largest: float | None = None) -> list[tuple[Any, Any]]:
+    """What autocast and torch make of ordinary batches, or of an extreme one, and what float64 does."""
+    batches = [ordinary(seed) for seed in range(3)] if largest is None else [extreme(largest)]
     with jax.numpy_dtype_promotion("standard"):
         found = [jax.tree.map(np.asarray, pair(dtype)(in_float32(batch))) for batch in batches]
         with jax.enable_x64(True):
@@ -212,25 +211,26 @@ def error(got: Any, expected: Any) -> float:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("part", [0, 1], ids=["value", "gradient"])
 def test_error_against_float64_is_at_most_one_and_a_half_of_that_of_torch(part, dtype, name):
-    found = results(dtype, "ordinary")
+    found = results(dtype)
     ours, torch = (np.mean([error(half[name][i][part], true[name][part]) for half, true in found]) for i in (0, 1))
     assert ours <= 1.5 * torch
 
 
-GELU_REACHES = 147
-"""The derivative of the cube in gelu overflows float16 beyond, by hand as well; a cube in float32 costs 3.5 % of the
-bytes of a GPT's step."""
+REACH = {("gelu", "float16", "gradient"): 2.0**7}
+"""The derivative of its cube overflows float16 beyond 147, by hand as well. The cube in float32 would not, and costs
+3.5 % of the bytes of a GPT's step."""
+
+FINITE = sorted(set(FUNCTIONS) - {"dot_product_attention"})  # whose second product is too large itself
 
 
-@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"dot_product_attention"}))  # its second product is too large itself
+@pytest.mark.parametrize("name", FINITE)
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("part", [0, 1], ids=["value", "gradient"])
+@pytest.mark.parametrize("part", ["value", "gradient"])
 def test_what_half_precision_can_hold_is_finite(part, dtype, name):
-    [(half, true)] = results(dtype, "extreme")
-    got, expected = half[name][0][part], true[name][part]
+    [(half, true)] = results(dtype, REACH.get((name, dtype, part), 2.0**15))
+    i = ["value", "gradient"].index(part)
+    got, expected = half[name][0][i], true[name][i]
     fits = np.abs(expected) < float(jnp.finfo(dtype).max) / 2
-    if (name, dtype, part) == ("gelu", "float16", 1):
-        fits &= np.abs(extreme(2.0**15).weights) < GELU_REACHES
     assert fits.any()
     assert np.isfinite(got[fits]).all()
 

@@ -186,9 +186,10 @@ CLEAR: dict[str, Callable] = {
 }  # fmt: skip
 
 COMPARE: dict[str, Callable] = {
-    **{name: lambda x, name=name: getattr(lax, name)(x.signed, x.unit) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: lambda x, name=name: getattr(lax, name)(x.signed, x.unit) for name in (
+        "eq", "ne", "lt", "le", "gt", "ge")},
     "is_finite": lambda x: lax.is_finite(x.signed),
-}
+}  # fmt: skip
 
 if hasattr(lax, "polynomial"):  # from JAX 0.12 on
     FULL["log2"] = lambda x: lax.log2(x.unit)
