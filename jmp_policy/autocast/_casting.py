@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
+from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
 from ._place import Place, Places
 from ._rules import AutocastRules, functions, table
@@ -117,6 +118,8 @@ class CastingRule(Rule):
         self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Any
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], context
+        if is_gradient_sum(program, start) and _is_castable(eqn):
+            return 1, [self._placed(result, place) for result in self._full(eqn, values, body)]
         if eqn.primitive.name != PATTERN[0] or values[0].kind.dtype == _FLOAT32 or not _is_castable(eqn):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
@@ -198,7 +201,7 @@ class CastingRule(Rule):
 
     def _infer(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         kind = self._followed(eqn, values)
-        if kind.mark.colour is Colour.LOW and any(self._underflows(value) for value in values):
+        if kind.mark.colour is Colour.LOW and any(self._is_out_of_range(value, eqn) for value in values):
             kind = Kind(_FLOAT32, _FULL)
         return self._run(eqn, values, body, kind)
 
@@ -211,7 +214,7 @@ class CastingRule(Rule):
 
     def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        dtypes = {kind.dtype for kind in floats if kind.mark.constant is None}
+        dtypes = {kind.dtype for kind in floats if not _is_exact(kind.mark.constant, self._compute)}
         return self._run(eqn, values, body, Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED))
 
     def _traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
@@ -285,15 +288,22 @@ class CastingRule(Rule):
     def _dtype(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
-    def _underflows(self, value: Value) -> bool:
-        """Whether it is a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon."""
+    def _is_out_of_range(self, value: Value, eqn: JaxprEqn) -> bool:
+        """Whether it is a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon.
+
+        One that is too large is clamped where it is a mask, or added to make one; as a factor it means itself.
+        """
         constant = None if value.kind.dtype is None else value.kind.mark.constant
-        return constant is not None and 0 < abs(constant) < self._smallest
+        if constant is None or constant == 0 or not np.isfinite(constant):
+            return False
+        return abs(constant) < self._smallest or (abs(constant) > self._largest and eqn.primitive.name in _FACTORS)
 
 
 _FLOAT32 = np.dtype(np.float32)
 _CASTABLE = COMPUTE_DTYPES
 _TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
+
+_FACTORS = frozenset(("mul", "div", "rem"))
 
 _ALL_FULL = dict.fromkeys(
     (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
@@ -313,6 +323,11 @@ _JAX = os.path.dirname(jax.__file__)
 def _is_of_jax(eqn: JaxprEqn) -> bool:
     """Whether JAX wrote the custom derivative: those rules are good for any dtype."""
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
+
+
+def _is_exact(constant: float | None, dtype: np.dtype) -> bool:
+    """Whether a value is a constant that a dtype has."""
+    return constant is not None and float(np.asarray(constant, np.float32).astype(dtype)) == constant
 
 
 def _is_castable(eqn: JaxprEqn) -> bool:

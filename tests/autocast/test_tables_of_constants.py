@@ -1,0 +1,90 @@
+"""Constants under autocast: those that half precision has not, and how functions of the tables are found."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_policy as jmp
+from jmp_policy.autocast import AutocastRules, autocast
+
+EYE = np.eye(8, dtype=np.float32)
+
+
+def under(dtype: str, function, rules: AutocastRules | None = None):
+    """A function of the result of a low operation."""
+    policy = jmp.get_policy(f"params=float32,compute={dtype},output=none")
+    return jax.jit(autocast(lambda x: function(x @ EYE), policy, rules=rules))
+
+
+def test_an_epsilon_too_small_for_float16_stays_an_epsilon():
+    x = np.zeros((8, 8), np.float32)
+    assert np.isfinite(under("float16", lambda h: h / (h + 1e-8))(x)).all()
+
+
+@pytest.mark.parametrize("operation", [lambda h: h / 1e6, lambda h: h * 1e6])
+def test_a_factor_too_large_for_float16_means_itself(operation):
+    x = np.full((8, 8), 2.0, np.float32)
+    np.testing.assert_allclose(under("float16", operation)(x), operation(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mask", [-1e9, float(np.finfo(np.float32).min)])
+def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):
+    masked = under(dtype, lambda h: jnp.where(h > 0, h, mask))(-EYE)
+    assert np.isfinite(masked).all()
+    assert np.all(masked <= -65504)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_infinite_mask_stays_infinite(dtype):
+    assert np.all(under(dtype, lambda h: jnp.where(h > 0, h, -jnp.inf))(-EYE) == -np.inf)
+
+
+def test_a_comparison_with_a_constant_is_exact():
+    # 0.1 is 0.10009765625 in bfloat16, which a comparison in bfloat16 would take for equal.
+    x = np.full((8, 8), 0.10009765625, np.float32)
+    assert np.all(under("bfloat16", lambda h: h > 0.1)(x))
+
+
+@pytest.mark.parametrize("operation", [lax.cumprod, lax.cumsum])
+def test_what_accumulates_errors_in_bfloat16_has_those_of_float32(operation):
+    rng = np.random.default_rng(0)
+    x = np.asarray(jnp.asarray(rng.uniform(0.9, 1.1, (256, 8)), jnp.bfloat16))
+    expected = getattr(np, operation.__name__)(x.astype(np.float64), axis=0)
+    errors = [
+        np.mean(np.abs(np.asarray(got, np.float64) - expected) / np.abs(expected))
+        for got in (under("bfloat16", operation)(x.astype(np.float32)), operation(x))
+    ]
+    assert errors[0] < 1e-5
+    assert errors[1] > 1e-3
+
+
+def test_a_user_may_move_one_loss_out_of_the_package():
+    loss = lambda h: optax.losses.squared_error(h, jnp.ones_like(h)) * 1.0
+    rules = AutocastRules(functions={"optax.losses.squared_error": "infer"})
+    texts = [under("bfloat16", loss, rules).lower(EYE).as_text() for rules in (None, rules)]
+    assert "subtract" in texts[0]
+    assert ["tensor<8x8xbf16>" in next(line for line in text.splitlines() if "subtract" in line) for text in texts] == [
+        False,
+        True,
+    ]
+
+
+def test_a_package_imported_after_autocast_was_applied_is_found():
+    script = """
+import sys, jax.numpy as jnp, jax, jmp_policy as jmp
+step = jmp.autocast(lambda x: losses()(x @ x), "mixed_bfloat16")
+assert "optax" not in sys.modules
+def losses():
+    import optax
+    return lambda h: optax.losses.squared_error(h, jnp.ones_like(h))
+text = jax.jit(step).lower(jnp.ones((8, 8))).as_text()
+assert "tensor<8x8xf32>" in next(line for line in text.splitlines() if "subtract" in line), text
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
