@@ -147,6 +147,8 @@ class CastingRule(Rule):
         values = [self._arriving(value, precision, eqn, body, place) for value in values]
         if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
             results = self._conversion(eqn, values, body)
+        elif precision in (Precision.INFER, Precision.CLEAR) and _is_of_each(eqn):
+            results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
             results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
         return [self._placed(result, place) for result in results]
@@ -328,6 +330,11 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
 def _is_exact(constant: float | None, dtype: np.dtype) -> bool:
     """Whether a value is a constant that a dtype has."""
     return constant is not None and float(np.asarray(constant, np.float32).astype(dtype)) == constant
+
+
+def _is_of_each(eqn: JaxprEqn) -> bool:
+    """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
+    return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
 
 
 def _is_castable(eqn: JaxprEqn) -> bool:

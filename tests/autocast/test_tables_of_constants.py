@@ -65,6 +65,12 @@ def test_what_accumulates_errors_in_bfloat16_has_those_of_float32(operation):
     assert errors[1] > 1e-3
 
 
+@pytest.mark.parametrize("operation", [lax.optimization_barrier, lambda arrays: lax.sort(arrays, num_keys=1)])
+def test_each_of_several_arrays_keeps_its_own_dtype(operation):
+    text = under("bfloat16", lambda h: operation((h * jnp.exp(h), h))).lower(EYE).as_text()
+    assert "tensor<8x8xf32>, tensor<8x8xbf16>" in text
+
+
 def test_a_user_may_move_one_loss_out_of_the_package():
     loss = lambda h: optax.losses.squared_error(h, jnp.ones_like(h)) * 1.0
     rules = AutocastRules(functions={"optax.losses.squared_error": "infer"})
