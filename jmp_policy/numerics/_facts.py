@@ -94,11 +94,13 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 
 
 def _summed_in_half(step: Step, facts: Sequence[Fact]) -> Step | None:
-    """What was summed in half is so for good; rows that are looked up in order are each looked up once."""
-    in_order = step.name.startswith("scatter") and facts[1].made == "iota"
+    """What was summed in half is so for good; what a scatter sums are rows of an activation's gradient, itself a sum
+    wherever a residual stream forks. Rows that are looked up in order are each looked up once."""
+    scatters = step.name.startswith("scatter")
+    in_order = scatters and facts[1].made == "iota"
     if float_dtype(step.results[0]) in HALF and not in_order:
         return step
-    return next((fact.summed for fact in facts if fact.summed is not None), None)
+    return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)
 
 
 def _converted(step: Step, fact: Fact) -> Fact:

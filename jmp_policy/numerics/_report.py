@@ -80,7 +80,7 @@ class Finding:
         return f"{self.source}: {self.id}{where}{', backward' if self.backward else ''}: {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class AuditReport:
     """What `numerics.audit` found: a table in a terminal, and in a notebook.
 
@@ -149,6 +149,10 @@ class AuditReport:
             "flops": self.flops,
             "bytes": self.bytes,
         }
+
+    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+        counts = f"{len(self.rows)} rows, {len(self.matmuls)} matmuls, {len(self.findings)} findings"
+        return f"<AuditReport: {counts}; print it for the table>"
 
     def __str__(self) -> str:
         from ._text import as_text
