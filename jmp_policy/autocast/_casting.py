@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
+from ._constants import Numbers, is_exact, numbers_of, within
 from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
 from ._place import Place, Places
@@ -45,14 +44,14 @@ class Mark(NamedTuple):
       colour: its colour.
       narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
       backward: whether a backward pass made it: a gradient, once something else uses it.
-      constant: the number that it is everywhere, if that is known.
+      numbers: those that it consists of, if they are known.
       scope: that of the rule that it was made under, which says what it leaves as.
     """
 
     colour: Colour
     narrow: bool = False
     backward: bool = False
-    constant: float | None = None
+    numbers: Numbers = ()
     scope: Scope | None = None
 
 
@@ -91,7 +90,7 @@ class CastingRule(Rule):
 
     def literal(self, literal: Literal) -> Kind:
         is_scalar = is_float(literal) and np.ndim(literal.val) == 0
-        return Kind(float_dtype(literal), _TRACED._replace(constant=float(literal.val)) if is_scalar else _TRACED)
+        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_scalar else _TRACED)
 
     def join(self, kinds: Sequence[Kind]) -> Kind:
         first = kinds[0]
@@ -208,15 +207,11 @@ class CastingRule(Rule):
         return self._run(eqn, values, body, kind)
 
     def _clear(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        kind = self._followed(eqn, values)
-        floats = [value for value in values if value.kind.dtype is not None]
-        if len(floats) == 1 and kind.mark.colour is Colour.TRACED:  # a constant that is broadcast is still one
-            kind = kind._replace(mark=floats[0].kind.mark)
-        return self._run(eqn, values, body, kind)
+        return self._run(eqn, values, body, self._followed(eqn, values))
 
     def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        dtypes = {kind.dtype for kind in floats if not _is_exact(kind.mark.constant, self._compute)}
+        dtypes = {kind.dtype for kind in floats if not is_exact(kind.mark.numbers, self._compute)}
         return self._run(eqn, values, body, Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED))
 
     def _traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
@@ -240,7 +235,9 @@ class CastingRule(Rule):
         [value], target = values, eqn.params["new_dtype"]
         source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
         if source is None or dtype is None:
-            return body.append(eqn, [value.atom], [Kind(dtype, _TRACED)])
+            aval: Any = eqn.invars[0].aval
+            numbers = (0.0, 1.0) if dtype is not None and aval.dtype == bool else ()
+            return body.append(eqn, [value.atom], [Kind(dtype, _TRACED._replace(numbers=numbers))])
         if target == source:
             return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
         mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
@@ -260,45 +257,35 @@ class CastingRule(Rule):
         atom, source = value.atom, value.kind.dtype
         if source == dtype:
             return atom
-        constant = value.kind.mark.constant
-        if constant is not None and dtype == self._compute and self._largest < abs(constant) < np.inf:
-            atom = self._clamped(atom, constant, body, eqn)
+        if dtype == self._compute:  # of a mask that is added, half of it: with what it is added to, it overflows
+            largest = self._largest / 2 if eqn.primitive.name in ("add", "sub") else self._largest
+            atom = within(atom, value.kind.mark.numbers, largest, eqn, body)
         if at_least_float32(source) == source:  # narrowing, at each use: the gradients of a weight are summed wide
             return body.cast(atom, dtype, eqn)
         return body.cast_once(atom, dtype, eqn)
 
-    def _clamped(self, atom: Any, constant: float, body: Body, eqn: JaxprEqn) -> Any:
-        """A constant that is too large for the compute dtype, such as that of a mask, as the largest that is not."""
-        largest = np.float32(self._largest if constant > 0 else -self._largest)
-        if isinstance(atom, Literal):
-            return Literal(largest, atom.aval)
-        bound = _bound(constant > 0)
-        clamp = eqn.replace(
-            primitive=bound.primitive, params=bound.params, effects=bound.effects, outvars=[type(atom)(atom.aval)]
-        )
-        [clamped] = body.append(clamp, [atom, Literal(largest, bound.invars[1].aval)], [Kind(None)])
-        return clamped.atom
-
     def _followed(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
         """The kind that follows of several: the greatest colour, and its dtype."""
-        mark = _joined([value.kind for value in values if value.kind.dtype is not None])
+        kinds = [value.kind for value in values if value.kind.dtype is not None]
+        mark = _joined(kinds)
         if mark.colour is not Colour.TRACED:
             return Kind(self._dtype(mark.colour), mark)
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
-        return Kind(next((dtype for dtype in traced if dtype is not None), None), mark)
+        numbers = numbers_of(eqn, [kind.mark.numbers for kind in kinds])
+        return Kind(next((dtype for dtype in traced if dtype is not None), None), mark._replace(numbers=numbers))
 
     def _dtype(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
     def _is_out_of_range(self, value: Value, eqn: JaxprEqn) -> bool:
-        """Whether it is a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon.
+        """Whether it has a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon.
 
-        One that is too large is clamped where it is a mask, or added to make one; as a factor it means itself.
+        One that is too large is bounded where it is a mask, or added to make one; as a factor it means itself.
         """
-        constant = None if value.kind.dtype is None else value.kind.mark.constant
-        if constant is None or constant == 0 or not np.isfinite(constant):
-            return False
-        return abs(constant) < self._smallest or (abs(constant) > self._largest and eqn.primitive.name in _FACTORS)
+        numbers = () if value.kind.dtype is None else value.kind.mark.numbers
+        sizes = [abs(number) for number in numbers if number and np.isfinite(number)]
+        too_large = eqn.primitive.name in _FACTORS and any(size > self._largest for size in sizes)
+        return too_large or any(size < self._smallest for size in sizes)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -327,11 +314,6 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
-def _is_exact(constant: float | None, dtype: np.dtype) -> bool:
-    """Whether a value is a constant that a dtype has."""
-    return constant is not None and float(np.asarray(constant, np.float32).astype(dtype)) == constant
-
-
 def _is_of_each(eqn: JaxprEqn) -> bool:
     """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
     return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
@@ -347,10 +329,3 @@ def _joined(kinds: Sequence[Kind]) -> Mark:
     marks = [kind.mark for kind in kinds]
     colour = max((mark.colour for mark in marks), default=Colour.TRACED)
     return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
-
-
-@functools.cache
-def _bound(upper: bool) -> JaxprEqn:
-    """An equation that bounds float32 numbers, as JAX would trace it."""
-    operation = lax.min if upper else lax.max
-    return jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]

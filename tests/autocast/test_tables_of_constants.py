@@ -42,6 +42,30 @@ def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda allowed: jnp.where(allowed, 0.0, -1e9),
+        lambda allowed: jnp.where(allowed, 0.0, jnp.finfo(jnp.float32).min),
+        lambda allowed: (1.0 - allowed.astype(jnp.float32)) * -1e9,
+        lambda allowed: -jnp.where(allowed, 0.0, 1e9)[None],
+        lambda allowed: -(1e9 * ~allowed)[None],
+    ],
+    ids=["where", "finfo.min", "one minus", "negated", "times a truth value"],
+)
+def test_a_mask_that_is_added_stays_finite(dtype, bias):
+    """Rows without a single allowed entry are uniform, as in float32; the logits below zero must not tip it over."""
+    allowed = np.tri(8, k=-1, dtype=bool)
+    x = np.random.default_rng().uniform(-60, 60, (8, 8)).astype(np.float32)
+    attend = lambda h: jax.nn.softmax(h + bias(jnp.asarray(allowed)), axis=-1)
+    with jax.numpy_dtype_promotion("standard"):
+        ours, float32 = (np.reshape(fun(x), (8, 8)) for fun in (under(dtype, attend), jax.jit(attend)))
+    np.testing.assert_allclose(ours[1:], float32[1:], atol=0.3)
+    assert np.isfinite(ours).all()
+    assert not ours[1:][~allowed[1:]].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_infinite_mask_stays_infinite(dtype):
     assert np.all(under(dtype, lambda h: jnp.where(h > 0, h, -jnp.inf))(-EYE) == -np.inf)
 
