@@ -1,0 +1,85 @@
+"""Values that consist of a few known numbers: epsilons, factors, and masks that are added or selected."""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from ..interpreter import Body, Kind
+
+Numbers = tuple[float, ...]
+"""The numbers that are all elements of a value; empty if they are not known, or too many."""
+
+_MOST = 8
+
+_CHOOSING = frozenset(
+    ["broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "max", "min", "pad", "reduce_max"]
+    + ["reduce_min", "reshape", "rev", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose"]
+)
+"""Primitives whose results consist of numbers of their operands."""
+
+_COMPUTING: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "add": operator.add,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "sub": operator.sub,
+}
+
+
+def numbers_of(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
+    """What the results of an equation consist of, where the numbers of its floating operands are known."""
+    if not operands or not all(operands):
+        return ()
+    if eqn.primitive.name in _CHOOSING:
+        found = set(itertools.chain(*operands))
+    elif eqn.primitive.name in _COMPUTING:
+        with np.errstate(all="ignore"):
+            compute = _COMPUTING[eqn.primitive.name]
+            found = {float(compute(*map(np.float32, numbers))) for numbers in itertools.product(*operands)}
+    else:
+        return ()
+    return tuple(sorted(found)) if len(found) <= _MOST and not any(map(np.isnan, found)) else ()
+
+
+def within(atom: Any, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Body) -> Any:
+    """A value whose finite numbers are not above `largest`: what is beyond in a mask becomes the largest number.
+
+    An infinite mask stays infinite.
+    """
+    if not all(map(np.isfinite, numbers)):
+        return atom
+    for sign in (1, -1):
+        if any(sign * number > largest for number in numbers):
+            atom = _bounded(atom, np.float32(sign * largest), eqn, body)
+    return atom
+
+
+def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
+    """Whether a value consists of numbers that a dtype has."""
+    exact = (float(np.asarray(number, np.float32).astype(dtype)) == number for number in numbers)
+    return bool(numbers) and all(exact)
+
+
+def _bounded(atom: Any, bound: np.float32, eqn: JaxprEqn, body: Body) -> Any:
+    if isinstance(atom, Literal):
+        return Literal(bound, atom.aval)
+    pattern = _bound(bool(bound > 0))
+    clamp = eqn.replace(
+        primitive=pattern.primitive, params=pattern.params, effects=pattern.effects, outvars=[type(atom)(atom.aval)]
+    )
+    [clamped] = body.append(clamp, [atom, Literal(bound, pattern.invars[1].aval)], [Kind(None)])
+    return clamped.atom
+
+
+@functools.cache
+def _bound(upper: bool) -> JaxprEqn:
+    """An equation that bounds float32 numbers, as JAX would trace it."""
+    operation = lax.min if upper else lax.max
+    return jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]
