@@ -65,6 +65,12 @@ def test_a_mask_that_is_added_stays_finite(dtype, bias):
     assert not ours[1:][~allowed[1:]].any()
 
 
+def test_a_mask_leaves_room_for_what_it_is_added_to():
+    # Operation by operation: XLA would keep the sum in float32 between two operations that it fuses.
+    fun = autocast(lambda x: x @ EYE + jnp.where(x > 0, 0.0, -1e9), "params=float32,compute=float16,output=none")
+    assert np.isfinite(np.asarray(fun(jnp.full((8, 8), -60.0)))).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_infinite_mask_stays_infinite(dtype):
     assert np.all(under(dtype, lambda h: jnp.where(h > 0, h, -jnp.inf))(-EYE) == -np.inf)
