@@ -133,6 +133,18 @@ class CastingRule(Rule):
         results = body.append(here, [values[0].atom], [values[0].kind])
         return len(eqns), [self._placed(result, place) for result in results]
 
+    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
+        if context.treatment not in ("full", "narrow"):
+            return values
+        # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
+        return [self._widened(value, eqn, body) if value.kind.dtype in _CASTABLE else value for value in values]
+
+    def _widened(self, value: Value, eqn: JaxprEqn, body: Body) -> Value:
+        dtype, mark = value.kind
+        if dtype == _FLOAT32:
+            return value
+        return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, mark._replace(colour=Colour.FULL)))
+
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
         place: Place = context
         if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):

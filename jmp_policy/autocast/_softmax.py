@@ -78,8 +78,9 @@ def _softmax_jvp(axes: tuple[int, ...], primals: tuple, tangents: tuple) -> tupl
 def _change(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array], jax.Array]:
     @functools.partial(jax.checkpoint, prevent_cse=False)  # or `wide` is what would be kept
     def change(y: jax.Array, tangent: jax.Array) -> jax.Array:
-        wide, wide_tangent = y.astype(jnp.float32), tangent.astype(jnp.float32)
-        return (wide * (wide_tangent - (wide * wide_tangent).sum(axes, keepdims=True))).astype(y.dtype)
+        wide = y.astype(jnp.float32)
+        products = wide * tangent.astype(jnp.float32)
+        return (products - wide * products.sum(axes, keepdims=True)).astype(y.dtype)
 
     return change
 

@@ -96,7 +96,9 @@ class Rewriter:
 
     def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, place: Context) -> list[Value]:
         write = WRITERS.get(eqn.primitive.name)
-        results = None if write is None else write(self, eqn, values, body, place)
+        results = None
+        if write is not None:
+            results = write(self, eqn, self.rule.entering(eqn, values, body, place), body, place)
         return self.rule.equation(eqn, values, body, place) if results is None else results
 
 

@@ -42,6 +42,11 @@ class Rule(abc.ABC):
         """
         del program, start, values, body, context
 
+    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+        """What the bodies of an equation are given: the values that it reads, cast before they enter, it may be."""
+        del eqn, body, context
+        return values
+
     @abc.abstractmethod
     def argument(self, dtype: np.dtype | None) -> Kind:
         """The kind of an argument or constant that is as it was traced."""

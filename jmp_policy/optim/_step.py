@@ -74,7 +74,7 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
     if jax.tree.structure(grads) != jax.tree.structure(params):  # of lookahead, say; or optax says so
         return
     for (path, grad), param in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
-        if jnp.shape(grad) != jnp.shape(param):
+        if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):  # of each example, as some optimizers take
             raise ValueError(
                 f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
                 f"shape {jnp.shape(grad)}, where the parameter has the shape {jnp.shape(param)}. Take them of the "

@@ -13,6 +13,8 @@ from trained import trained
 import jmp_policy as jmp
 from benchmarks.architectures._registry import ARCHITECTURES, make_transformer
 
+pytestmark = pytest.mark.slow
+
 
 @functools.partial(jax.jit, static_argnums=0)
 def decode(model: Any, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:

@@ -11,7 +11,7 @@ from jmp_policy.demo._trainer import TrainerConfig, make_trainer, scaling_figure
 WINDOWS = np.random.default_rng(0).integers(97, 101, (4, MODEL.context + 1)).astype(np.uint8)
 
 # Flax's norms and optax's Adam promote by themselves.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
 
 

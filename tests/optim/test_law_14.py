@@ -14,6 +14,8 @@ from optimizer_registry import OPTIMIZERS, WAYS, bits, params_of, types
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.slow
+
 TREES = (
     params_of(),
     {"w": jnp.array([[1.0, -0.0], [2.0, 3.0], [-1.5, 0.5]]), "b": jnp.bfloat16([-0.0, 0.5])},
