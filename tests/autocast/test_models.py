@@ -26,7 +26,7 @@ NAMES = {"bfloat16": "bf16", "float16": "f16"}
 RESNET = dataclasses.replace(
     ARCHITECTURES["ResNet-50"],
     make=functools.partial(_resnet.ResNet, stage_sizes=(1, 1), num_classes=4, num_filters=8),
-    batches=_data.gratings(np.random.default_rng(0), 40, 16, classes=4),
+    batches=_data.gratings(np.random.default_rng(0), 1, 16, classes=4),
 )
 MODELS = {"GPT": autocast.gpt(GPTConfig(width=32, depth=2, heads=2, context=32)), "ResNet": RESNET}
 
@@ -89,14 +89,13 @@ def test_no_layer_returns_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer", "ResNet"])
-def test_training_ends_where_float32_ends(name):
+def test_training_ends_where_float32_ends():
     """Within two standard deviations of five float32 seeds, from the same parameters and on the same batches."""
-    architecture = RESNET if name == "ResNet" else ARCHITECTURES[name]
+    architecture = ARCHITECTURES["transformer"]
     initial = initialize(architecture, 5)
     float32 = train_model(architecture.without_policy(), architecture, jmp.NoOpLossScale(), initial)
     assert float32.final.mean() < 0.7 * float32.losses[:, 0].mean()
-    for half, policy in list(autocast.POLICIES.items())[: 1 if name == "ResNet" else 2]:
+    for half, policy in autocast.POLICIES.items():
         run = train_model(autocast.autocasted(architecture, policy), architecture, policy.loss_scale(), initial)
         assert abs(run.distance(float32)) < 2.0, half
         assert (run.losses != float32.losses).any()
