@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,12 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
 
 
-def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array, or stands for one."""
+def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct]:
+    """Whether a leaf is an array, or stands for one.
+
+    >>> is_array(jax.ShapeDtypeStruct((2,), "int32")), is_array(2)
+    (True, False)
+    """
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -123,8 +127,7 @@ def is_floating(leaf: object) -> bool:
     >>> is_floating(np.float32(1)), is_floating(1.0), is_floating(jnp.arange(3))
     (True, False, False)
     """
-    arrays = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    return isinstance(leaf, arrays) and is_floating_dtype(leaf.dtype)
+    return is_array(leaf) and is_floating_dtype(leaf.dtype)
 
 
 def first_floating_dtype(tree: PyTree) -> np.dtype | None:

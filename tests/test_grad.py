@@ -119,7 +119,8 @@ def test_a_half_loss_warns_while_tracing_and_says_what_to_do(dtype):
 
 
 def test_a_half_loss_does_not_warn_without_scaling():
-    jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16))
+    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16))
+    assert (loss.dtype, grads.dtype) == (jnp.float16, jnp.float16)  # and a warning is an error in these tests
 
 
 def test_aux_is_returned_untouched():

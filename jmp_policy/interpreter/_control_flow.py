@@ -136,8 +136,6 @@ def _dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
 CONTROL_FLOW: dict[str, Any] = {
     "jit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"),
-    "checkpoint": _call("jaxpr"),
     "remat2": _call("jaxpr"),
     "shard_map": _call("jaxpr"),
     "scan": _scan,

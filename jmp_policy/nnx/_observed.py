@@ -36,7 +36,10 @@ def watch_modules(module: nnx.Module, watch: Watch) -> dict[str, type]:
       The classes that the modules had, by path.
     """
     found: dict[str, type] = {}
-    _watch_inside(module, (), watch, found, set())
+    for path, inside in _inside(module, (), set()):
+        found[path] = type(inside)
+        vars(inside)[_PATH] = path
+        object.__setattr__(inside, "__class__", _watched_class(type(inside), watch))
     return found
 
 
@@ -47,36 +50,22 @@ def is_watched(module: nnx.Module) -> bool:
 
 def unwatch_modules(module: nnx.Module) -> None:
     """Gives the modules in a tree their own classes back; in place."""
-    for value in _inside(module, set()):
+    for _, value in _inside(module, (), set()):
         if vars(value).pop(_PATH, None) is not None:
             object.__setattr__(value, "__class__", type(value).__base__)
 
 
-def _watch_inside(value: Any, path: tuple[str, ...], watch: Watch, found: dict[str, type], seen: set[int]) -> None:
+def _inside(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, nnx.Module]]:
+    """The modules in a tree, each once, with the first path that leads to it."""
     kind = kind_of(type(value))
     if kind not in (Kind.MODULE, Kind.PYTREE, Kind.BUILTIN) or id(value) in seen:
         return
     seen.add(id(value))
-    items = items_of(value)
+    items = items_of(value)  # before its class may change
     if kind is Kind.MODULE:
-        found["/".join(path)] = type(value)
-        vars(value)[_PATH] = "/".join(path)
-        object.__setattr__(value, "__class__", _watched_class(type(value), watch))
+        yield "/".join(path), value
     for name, item in items:
-        _watch_inside(item, (*path, name), watch, found, seen)
-
-
-def _inside(value: Any, seen: set[int]) -> Iterator[nnx.Module]:
-    """The modules in a tree."""
-    kind = kind_of(type(value))
-    if kind not in (Kind.MODULE, Kind.PYTREE, Kind.BUILTIN) or id(value) in seen:
-        return
-    seen.add(id(value))
-    items = items_of(value)
-    if kind is Kind.MODULE:
-        yield value
-    for _, item in items:
-        yield from _inside(item, seen)
+        yield from _inside(item, (*path, name), seen)
 
 
 @functools.cache
