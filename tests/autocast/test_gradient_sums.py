@@ -5,6 +5,7 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jmp_policy as jmp
 
@@ -41,6 +42,18 @@ def test_gradients_of_activations_are_summed_in_half():
     assert counts[(8, 8), "bfloat16"] == 0
     assert counts[(4, 8), "bfloat16"] >= USES - 1
     assert counts[(4, 8), "float32"] == 0
+
+
+def test_the_gradient_of_logits_is_summed_in_float32_over_the_parts_of_a_loss():
+    """Parts that JAX traces as jitted functions of their own: each would cast the logits for itself."""
+
+    def classify(weight, x):
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.softmax_cross_entropy_with_integer_labels(x @ weight, jnp.arange(4)).mean()
+
+    counts = sums(jax.grad(jmp.autocast(classify, POLICY)), *arguments())
+    assert counts[(4, 8), "float32"] >= 1
+    assert counts[(4, 8), "bfloat16"] == 0
 
 
 def test_the_sum_has_the_error_of_float32():
