@@ -1,6 +1,8 @@
 """The strings that name a policy.
 
-    policy     ::= dtype | "mixed_" half | dtype "_with_float32_vars"
+    policy     ::= [quantized "_from_"] plain
+    quantized  ::= "int8" | "int4" ["/" block_size]                    (with options: int8(activations=false))
+    plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
     field      ::= "params" | "compute" | "output" | "precision"       (or p, c, o)
@@ -14,7 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ._dtypes import did_you_mean, dtype_names, parse_dtype
-from ._policy import Policy
+from ._formats import parse_quantization
+from ._policy import FROM, Policy
 
 EXAMPLE = "params=float32,compute=bfloat16,output=float32"
 
@@ -47,6 +50,9 @@ def parse_policy(text: str) -> Policy:
     >>> parse_policy("C = bf16")
     Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
     """
+    quantized, found, source = _split(text)
+    if found:
+        return _quantized(quantized, source, text)
     name = text.strip().lower()
     if "=" in name:
         return _parse_fields(text)
@@ -59,6 +65,19 @@ def parse_policy(text: str) -> Policy:
         dtype = _dtype(name.removesuffix(_FLOAT32_VARS), text)
         return Policy("float32", dtype, dtype)
     return Policy(*[_whole(name, text)] * 3)
+
+
+def _split(text: str) -> tuple[str, bool, str]:
+    """What stands before and after the first `_from_`, in any case, and whether there is one."""
+    at = text.lower().find(FROM)
+    return (text[:at], True, text[at + len(FROM) :]) if at >= 0 else ("", False, text)
+
+
+def _quantized(quantized: str, source: str, text: str) -> Policy:
+    plain = parse_policy(source)
+    if plain.quantization is not None:
+        _fail(f"{source.strip()!r} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
+    return plain.replace(quantization=parse_quantization(quantized, where=f" in policy {text!r}"))
 
 
 def _parse_fields(text: str) -> Policy:
@@ -113,6 +132,8 @@ def _whole(name: str, text: str) -> np.dtype:
     try:
         return parse_dtype(name)
     except ValueError:
+        if name.startswith(("int8", "int4")):
+            _fail(f"{name!r} says nothing of the dtypes around it", text, f"For example: '{name}_from_mixed_bfloat16'.")
         remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
         raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
 

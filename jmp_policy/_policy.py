@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ._dtypes import DTypeLike, did_you_mean, parse_dtype
+from ._formats import Quantization, parse_quantization
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._tree import cast_floating, first_floating_dtype
 
@@ -32,9 +33,11 @@ class Policy:
       output_dtype: what results are cast to; `None` leaves them as they are.
       precision: the matmul precision inside what the policy is applied to, as `jax.default_matmul_precision` takes
         it (`"highest"`, `jax.lax.Precision.HIGHEST`, ...); `None` leaves it alone.
+      quantization: how the weights of Flax layers are quantized, and their inputs: `quant.Int8()`, `quant.Int4()`, or
+        a string such as `"int4/64"`; `None` does not. It holds in modules; a plain function has no weights to quantize.
 
     Raises:
-      ValueError: a dtype is no floating dtype, or the precision is unknown.
+      ValueError: a dtype is no floating dtype, or the precision or quantization is unknown.
 
     >>> policy = Policy("float32", "bfloat16", "float32")
     >>> policy is Policy(np.float32, "bf16", jax.numpy.float32)
@@ -47,6 +50,7 @@ class Policy:
     compute_dtype: np.dtype | None
     output_dtype: np.dtype | None
     precision: str | None
+    quantization: Quantization | None
 
     def __new__(
         cls,
@@ -55,6 +59,7 @@ class Policy:
         output_dtype: DTypeLike | None,
         *,
         precision: Any = None,
+        quantization: Any = None,
     ) -> "Policy":
         """The one policy of these dtypes."""
         fields = (
@@ -62,6 +67,7 @@ class Policy:
             _optional_dtype(compute_dtype, "compute_dtype"),
             _optional_dtype(output_dtype, "output_dtype"),
             _precision_name(precision),
+            parse_quantization(quantization, where=" for quantization"),
         )
         new = object.__new__(cls)
         vars(new).update(zip(_FIELDS, fields, strict=True))
@@ -126,6 +132,8 @@ class Policy:
         >>> Policy("float32", "float16", "float16").name
         'mixed_float16'
         """
+        if self.quantization is not None:
+            return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spelled(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         if self.precision is None and compute == output:
             if param == compute:
@@ -138,8 +146,8 @@ class Policy:
         """The fields as plain strings and `None`, for JSON.
 
         >>> Policy("float32", "float16", None).get_config()
-        {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None}
-        """
+        {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
+        """  # noqa: E501
         return {name: None if value is None else str(value) for name, value in self._fields().items()}
 
     @classmethod
@@ -149,11 +157,12 @@ class Policy:
         Raises:
           ValueError: a field is missing, unknown, or has a bad value.
         """
-        required = set(_FIELDS) - {"precision"}
+        required = set(_FIELDS) - {"precision", "quantization"}
         if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
-                f"A policy's config has the keys {sorted(required)}, and 'precision' if need be, got {got}. "
+                f"A policy's config has the keys {sorted(required)}, and 'precision' and 'quantization' if need be, "
+                f"got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)
@@ -164,15 +173,20 @@ class Policy:
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         parts = [f"{key}={_spelled(dtype)}" for key, dtype in zip(("params", "compute", "output"), dtypes, strict=True)]
-        return ",".join(parts if self.precision is None else [*parts, f"precision={self.precision}"])
+        plain = ",".join(parts if self.precision is None else [*parts, f"precision={self.precision}"])
+        return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
 
     def __repr__(self) -> str:
-        dtypes = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items() if name != "precision")
-        return f"Policy({dtypes}{'' if self.precision is None else f', precision={self.precision!r}'})"
+        optional = ("precision", "quantization")
+        given = [f"{n}={v!r}" for n, v in self.get_config().items() if n not in optional or v is not None]
+        return f"Policy({', '.join(given)})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
         return Policy.from_config, (self.get_config(),)
 
+
+FROM = "_from_"
+"""What stands between the quantization and the rest of a policy's name."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
 _INTERNED: dict[tuple, Policy] = {}

@@ -1,0 +1,156 @@
+"""Quantized formats: what a policy may say of weights and activations beyond a dtype. Data only."""
+
+import dataclasses
+import re
+from typing import Any
+
+from ._dtypes import did_you_mean
+
+DEFAULT_MIN_SIZE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Weights in 8 bits, symmetric, a scale per output channel; activations too, unless told otherwise.
+
+    With `activations` each row of a layer's input is quantized as it comes (dynamically, a scale per row), and the
+    product is one of integers, int8 by int8 into int32. Without, the weights alone are stored in 8 bits.
+
+    Args:
+      activations: whether inputs are quantized as well.
+      min_size: the number of elements below which a weight is left in the compute dtype: a small product takes less
+        time than the conversions around it.
+
+    Raises:
+      TypeError, ValueError: an argument is not of its kind.
+
+    Source: Jacob et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference,
+    CVPR 2018; Dettmers et al., LLM.int8(), NeurIPS 2022 (a scale per row and column).
+
+    >>> str(Int8()), str(Int8(activations=False))
+    ('int8', 'int8(activations=false)')
+    """
+
+    activations: bool = True
+    min_size: int = DEFAULT_MIN_SIZE
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.activations, bool):
+            raise TypeError(f"activations is True or False, got {self.activations!r}. For example: Int8().")
+        _check_count(self, "min_size", 0)
+
+    @property
+    def bits(self) -> int:
+        """The bits of a stored weight."""
+        return 8
+
+    def __str__(self) -> str:
+        return "int8" + _options(self, "activations", "min_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """Weights in 4 bits, asymmetric, a scale and a zero point per block of inputs of an output channel.
+
+    Activations stay in the compute dtype, and so does the product: 4 bits are for memory.
+
+    Args:
+      block_size: how many weights, along the axes that are summed over, share a scale. It divides their number; a
+        weight with fewer has one block.
+      min_size: as for `Int8`.
+
+    Raises:
+      TypeError, ValueError: an argument is not of its kind.
+
+    Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
+
+    >>> str(Int4()), str(Int4(block_size=64))
+    ('int4/128', 'int4/64')
+    """
+
+    block_size: int = 128
+    min_size: int = DEFAULT_MIN_SIZE
+
+    def __post_init__(self) -> None:
+        _check_count(self, "block_size", 1)
+        _check_count(self, "min_size", 0)
+
+    @property
+    def bits(self) -> int:
+        """The bits of a stored weight."""
+        return 4
+
+    def __str__(self) -> str:
+        return f"int4/{self.block_size}" + _options(self, "min_size")
+
+
+Quantization = Int8 | Int4
+
+_KINDS: dict[str, type] = {"int8": Int8, "int4": Int4}
+_SLASH = {"int4": "block_size"}
+_SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
+
+
+def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
+    """Reads a quantization: one of the classes, a string such as `"int8"` or `"int4/64"`, or `None`.
+
+    Args:
+      spec: what to read; spaces and case of a string are forgiven.
+      where: what the error message says of the place it stands in.
+
+    Raises:
+      ValueError: it is none.
+
+    >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
+    (Int4(block_size=64, min_size=4096), Int8(activations=False, min_size=4096))
+    """
+    if spec is None or isinstance(spec, Quantization):
+        return spec
+    known = [*_KINDS, "int4/64"]
+    found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
+    if found is None or found["kind"] not in _KINDS:
+        name = found["kind"] if found else spec
+        raise ValueError(f"Unknown quantization {spec!r}{where}. {did_you_mean(name, known)} For example: 'int8'.")
+    kind, given = found["kind"], {}
+    if found["slash"] is not None:
+        if kind not in _SLASH:
+            raise ValueError(f"{kind} takes no '/{found['slash'].strip()}'{where}. For example: {str(_KINDS[kind]())!r}.")
+        given[_SLASH[kind]] = _value(found["slash"], spec, where)
+    for option in filter(None, (found["options"] or "").split(",")):
+        name, _, value = (piece.strip() for piece in option.partition("="))
+        fields = [field.name for field in dataclasses.fields(_KINDS[kind])]
+        if name not in fields or name in given:
+            again = "is given twice" if name in given else f"is no option of {kind}"
+            raise ValueError(f"{name!r} {again} in {spec!r}{where}. {did_you_mean(name, fields)}")
+        given[name] = _value(value, spec, where)
+    try:
+        return _KINDS[kind](**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"In {spec!r}{where}: {error}") from None
+
+
+def _value(text: str, spec: str, where: str) -> Any:
+    words = {"true": True, "false": False}
+    text = text.strip()
+    if text in words:
+        return words[text]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} in {spec!r}{where} is no number. For example: 'int4/128'.") from None
+
+
+def _options(format: Any, *names: str) -> str:
+    """What differs from the defaults, as the options of a string."""
+    default = {field.name: field.default for field in dataclasses.fields(format)}
+    given = [f"{n}={str(getattr(format, n)).lower()}" for n in names if getattr(format, n) != default[n]]
+    return f"({','.join(given)})" if given else ""
+
+
+def _check_count(format: Any, name: str, least: int) -> None:
+    value = getattr(format, name)
+    example = f"For example: {type(format).__name__}({name}={max(least, 128)})."
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}. {example}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}. {example}")

@@ -1,0 +1,10 @@
+"""Quantized policies: int8 and int4 weights, as explicit arrays."""
+
+from .._formats import Int4 as Int4, Int8 as Int8
+from ._array import QuantizedArray as QuantizedArray, quantize_array as quantize_array
+from ._operations import (
+    conv_general_dilated as conv_general_dilated,
+    dot_general as dot_general,
+    einsum as einsum,
+    take as take,
+)

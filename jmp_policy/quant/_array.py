@@ -1,0 +1,185 @@
+"""The array of integers and scales that stands for a weight."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
+from .._formats import Int4, Int8, Quantization, parse_quantization
+from .._rounding import round_to_half
+from .._tree import Uncast, is_array
+from ._clip import Clip, clipped_bounds, clipped_peak
+from ._integers import Quantized, asymmetric, packed, symmetric, unpacked
+from ._layout import Layout, block_length
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizedArray(Uncast):
+    """A weight in 8 or 4 bits: integers, the scales they are multiples of, and what they stand for.
+
+    A pytree of arrays whose other fields are static; no policy casts it. Made by `quant.quantize` from a model, and by
+    `quantize_array` from an array. A stack of weights may be cut along its leading axes, as `scan` and `vmap` do.
+
+    Attributes:
+      values: int8 of the weight's shape; or uint8, two numbers of 4 bits to a byte, of shape
+        `(*stack, blocks, bytes of a block, *channels)`.
+      scale: float32: of the weight's shape with length 1 where the weight is summed over; or
+        `(*stack, blocks, 1, *channels)`.
+      zero_point: uint8 of the shape of `scale` for 4 bits, else `None`.
+      input_clip: float32, `()`: the magnitude that calibration chose to clip the layer's inputs to; `None` without.
+      format: `Int8` or `Int4`.
+      layout: which axes are summed over.
+      dtype: the dtype that the weight had.
+
+    >>> w = quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
+    >>> w
+    QuantizedArray(int8, shape=(2, 2), dtype=float32)
+    >>> w.dequantize().round(2).tolist()
+    [[1.0, -4.0], [0.5, 2.02]]
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
+    input_clip: jax.Array | None
+    format: Quantization = dataclasses.field(metadata={"static": True})
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        if isinstance(self.format, Int8):
+            return self.values.shape
+        stack = self.values.shape[: self.values.ndim - 2 - self.layout.channels]
+        channels = self.values.shape[self.values.ndim - self.layout.channels :]
+        return (*stack, *self.layout.contracted, *channels)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the weight."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the weight."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays in it."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def sharding(self) -> Any:
+        """The sharding of the values."""
+        return self.values.sharding
+
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """The weight as an ordinary array.
+
+        Args:
+          dtype: the floating dtype to return; `None` for the one the weight had. The product with the scale is
+            computed in float32 and rounded once.
+        """
+        dtype = self.dtype if dtype is None else parse_dtype(dtype)
+        if isinstance(self.format, Int8):
+            wide = self.values.astype(jnp.float32) * self.scale
+        else:
+            axis = -1 - self.layout.channels
+            length = block_length(self.layout, self.format)
+            numbers = unpacked(self.values, axis, length).astype(jnp.float32)
+            wide = ((numbers - self.zero_point.astype(jnp.float32)) * self.scale).reshape(self.shape)  # type: ignore[union-attr]
+        # A mere conversion could be dropped where the product computes in float32: the rounding is part of the number.
+        is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
+        return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
+
+    def shard(self, sharding: NamedSharding) -> "QuantizedArray":
+        """The same on devices: the values as told, and the scales beside the values they belong to.
+
+        Args:
+          sharding: that of the weight, an axis of the mesh for each of its axes. Of the axes that 4 bits sum over,
+            the first is that of the blocks.
+        """
+        spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
+        if isinstance(self.format, Int4):
+            first = self.ndim - self.layout.channels - len(self.layout.contracted)
+            spec = (*spec[: first + 1], None, *spec[self.ndim - self.layout.channels :])
+
+        def place(leaf: jax.Array) -> jax.Array:
+            fits = [n for n in range(leaf.ndim) if leaf.shape[n] > 1]
+            here = PartitionSpec(*[spec[n] if n in fits else None for n in range(leaf.ndim)])
+            return jax.device_put(leaf, NamedSharding(sharding.mesh, here))
+
+        return jax.tree.map(place, self)
+
+    def __repr__(self) -> str:
+        try:
+            shape = self.shape
+        except (AttributeError, TypeError):  # JAX rebuilds pytrees with anything as leaves
+            shape = "?"
+        return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
+
+
+def quantize_array(
+    array: Any,
+    quantization: Any,
+    layout: Layout | None = None,
+    *,
+    clip: Clip = "absmax",
+    input_clip: jax.Array | None = None,
+    where: str = "",
+) -> QuantizedArray:
+    """Quantizes one weight.
+
+    Args:
+      array: real floating, of one or more axes.
+      quantization: `Int8`, `Int4`, or their string.
+      layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
+      clip: how the range is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes, and
+        `"mse"`, the range of the least mean square error, clip what is outside.
+      input_clip: what to clip the inputs of the layer to.
+      where: what the error message says of the place the weight stands in.
+
+    Raises:
+      TypeError: `array` is no floating array.
+      ValueError: blocks do not divide it, it has no axes, or it is quantized already.
+
+    >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
+    (2, 1, 8)
+    """
+    format = parse_quantization(quantization)
+    if isinstance(array, QuantizedArray):
+        raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize what its dequantize() returns.")
+    if not is_array(array) or not is_floating_dtype(array.dtype) or format is None or np.ndim(array) == 0:
+        got = array if np.ndim(array) == 0 else jax.typeof(array)
+        raise TypeError(f"Only floating arrays with axes are quantized, got {got}{where}. For example: jnp.ones((8, 8)).")
+    array = jnp.asarray(array)
+    layout = layout or _all_but_last(array.shape)
+    if isinstance(format, Int8):
+        made = symmetric(array, clipped_peak(array, layout.axes, clip))
+    else:
+        made = _in_blocks(array, layout, format, clip, where)
+    return QuantizedArray(*made, input_clip, format, layout, np.dtype(array.dtype))
+
+
+def _all_but_last(shape: tuple[int, ...]) -> Layout:
+    """All axes but the last are summed over; of a vector, its only one."""
+    return Layout(shape[:-1], 1) if len(shape) > 1 else Layout(shape, 0)
+
+
+def _in_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip, where: str) -> Quantized:
+    block = block_length(layout, format, where)
+    stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
+    channels = array.shape[array.ndim - layout.channels :]
+    blocks = array.reshape(*stack, layout.length // block, block, *channels)
+    axis = -1 - layout.channels
+    low, high = clipped_bounds(blocks, (axis,), clip)
+    made = asymmetric(blocks, low, high)
+    return made._replace(values=packed(made.values, axis))

@@ -1,0 +1,160 @@
+"""The operations between a layer's input and its weight, by the labels of their axes.
+
+A product is described once, by three tuples of labels: those of the left, of the right, and of the result. An axis whose
+label is not in the result is summed over; what remains says where a scale of the left or the right belongs.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Labels = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bilinear:
+    """An operation that is linear in both of its operands.
+
+    Attributes:
+      left: the labels of the axes of the left operand, a layer's input.
+      right: those of the right operand, its weight.
+      out: those of the result.
+      compute: `(left, right, preferred_element_type) -> result`, by an operation of JAX's; equal if it is the same
+        operation, for JAX's caches.
+    """
+
+    left: Labels
+    right: Labels
+    out: Labels
+    compute: "Dot | Convolution | Einsum"
+
+    def summed(self, operand: Labels) -> tuple[int, ...]:
+        """The axes of an operand that are summed over, counted from the front."""
+        return tuple(i for i, label in enumerate(operand) if label not in self.out)
+
+    def aligned(self, scale: jax.Array, operand: Labels) -> jax.Array:
+        """A scale of an operand, with length 1 on the axes that are summed over, to multiply the result with."""
+        kept = [i for i, label in enumerate(operand) if label in self.out]
+        order = sorted(kept, key=lambda i: self.out.index(operand[i]))
+        lengths = {operand[i]: scale.shape[i] for i in kept}
+        flat = lax.transpose(scale, (*order, *self.summed(operand)))
+        return flat.reshape([lengths.get(label, 1) for label in self.out])
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """`lax.dot_general` with all but its operands."""
+
+    dimension_numbers: Any
+    precision: Any = None
+    preferred_element_type: Any = None
+    out_sharding: Any = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+        sharding = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        return lax.dot_general(
+            left,
+            right,
+            self.dimension_numbers,
+            precision=self.precision,
+            preferred_element_type=preferred or self.preferred_element_type,
+            **sharding,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """`lax.conv_general_dilated` with all but its operands."""
+
+    options: tuple[tuple[str, Any], ...]
+    preferred_element_type: Any = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+        preferred = preferred or self.preferred_element_type
+        return lax.conv_general_dilated(left, right, **dict(self.options), preferred_element_type=preferred)
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """`jnp.einsum` of two operands with all but these."""
+
+    equation: str
+    precision: Any = None
+    preferred_element_type: Any = None
+    out_sharding: Any = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+        sharding = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        return jnp.einsum(
+            self.equation,
+            left,
+            right,
+            precision=self.precision,
+            preferred_element_type=preferred or self.preferred_element_type,
+            **sharding,
+        )
+
+
+def dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
+    """`lax.dot_general`: the result has the axes of the batch, then those left over of the left, then of the right.
+
+    >>> dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
+    ('l0', 'r1')
+    """
+    (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
+    left: list[Any] = [f"l{i}" for i in range(left_ndim)]
+    right: list[Any] = [f"r{i}" for i in range(right_ndim)]
+    for kind, pairs in (("sum", zip(left_sum, right_sum, strict=True)), ("b", zip(left_batch, right_batch, strict=True))):
+        for n, (i, j) in enumerate(pairs):
+            left[i] = right[j] = f"{kind}{n}"
+    batch = [left[i] for i in left_batch]
+    free = [label for label in (*left, *right) if label[0] in "lr"]
+    return Bilinear(tuple(left), tuple(right), (*batch, *free), compute)
+
+
+def convolution(left_ndim: int, compute: Convolution) -> Bilinear:
+    """`lax.conv_general_dilated`: an example of the batch and an output feature are axes of their own.
+
+    Each window overlaps with others, so that a scale of the input is one for all places of an example.
+    """
+    numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
+    left, right, out = (["-"] * left_ndim for _ in range(3))
+    left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "example"
+    right[numbers.rhs_spec[0]] = out[numbers.out_spec[1]] = "feature"
+    places = [f"place{i}" if label == "-" else label for i, label in enumerate(out)]
+    return Bilinear(tuple(left), tuple(right), tuple(places), compute)
+
+
+def einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
+    """`jnp.einsum` of two operands, written out.
+
+    Raises:
+      ValueError: it is no equation of two operands and a result.
+
+    >>> einsum(3, 2, Einsum("...d,nd->...n")).out
+    ('.0', '.1', 'n')
+    """
+    equation = compute.equation.replace(" ", "")
+    operands, arrow, out = equation.partition("->")
+    if not arrow or operands.count(",") != 1:
+        raise ValueError(
+            f"The equation {compute.equation!r} is not of two operands and a result. For example: 'abc,cd->abd'."
+        )
+    left, right = operands.split(",")
+    dots = max(_dots(left, left_ndim), _dots(right, right_ndim))
+    named = (_labels(left, _dots(left, left_ndim), dots), _labels(right, _dots(right, right_ndim), dots))
+    return Bilinear(*named, _labels(out, dots, dots), compute)
+
+
+
+def _dots(term: str, ndim: int) -> int:
+    return ndim - len(term.replace("...", "")) if "..." in term else 0
+
+
+def _labels(term: str, count: int, dots: int) -> Labels:
+    """The labels of a term; the axes under its ellipsis are counted from the last, as broadcasting does."""
+    before, _, after = term.partition("...")
+    return (*before, *(f".{i}" for i in range(dots - count, dots)), *after)

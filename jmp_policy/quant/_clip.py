@@ -1,0 +1,76 @@
+"""Which range of a weight the integers span: all of it, or the part that serves most of its elements best."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._integers import asymmetric, bounds, peak, symmetric
+
+Clip = Any
+"""`"absmax"`, `"mse"`, or a percentile: a number in (0, 100]."""
+
+_FRACTIONS = tuple(1 - 0.02 * i for i in range(26))
+"""The parts of the whole range that `"mse"` tries, from all of it to half."""
+
+
+def clipped_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
+    """The magnitude that becomes the largest integer, over some axes.
+
+    Args:
+      x: floating.
+      axes: what shares one; they stay with length 1.
+      clip: `"absmax"`, `"mse"`, or a percentile of the magnitudes.
+
+    Raises:
+      ValueError: `clip` is none of these.
+    """
+    whole = peak(x, axes)
+    match checked(clip):
+        case "absmax":
+            return whole
+        case "mse":
+            return _best(x, whole, axes, lambda fraction: symmetric(x, whole * fraction)) * whole
+        case percentile:
+            clipped = jnp.percentile(jnp.abs(x.astype(jnp.float32)), percentile, axis=axes, keepdims=True)
+            return jnp.where(jnp.isfinite(whole), clipped, whole)
+
+
+def clipped_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.Array, jax.Array]:
+    """The numbers that become the least and the greatest integer, over some axes; arguments as of `clipped_peak`."""
+    low, high = bounds(x, axes)
+    match checked(clip):
+        case "absmax":
+            return low, high
+        case "mse":
+            fraction = _best(x, low, axes, lambda fraction: asymmetric(x, low * fraction, high * fraction))
+            return low * fraction, high * fraction
+        case percentile:
+            limit = clipped_peak(x, axes, percentile)
+            return jnp.maximum(low, -limit), jnp.minimum(high, limit)
+
+
+def checked(clip: Clip) -> Clip:
+    """A valid way to choose a range.
+
+    Raises:
+      ValueError: it is none.
+    """
+    is_percentile = isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip <= 100
+    if clip in ("absmax", "mse") or is_percentile:
+        return clip
+    raise ValueError(f"clip is 'absmax', 'mse' or a percentile in (0, 100], got {clip!r}. For example: clip=99.9.")
+
+
+def _best(x: jax.Array, like: jax.Array, axes: tuple[int, ...], quantized: Any) -> jax.Array:
+    """The fraction of the range with the least mean square error, for each that shares one."""
+    wide = x.astype(jnp.float32)
+
+    def error(fraction: jax.Array) -> jax.Array:
+        values, scale, zero_point = quantized(fraction)
+        numbers = values.astype(jnp.float32) - (0 if zero_point is None else zero_point.astype(jnp.float32))
+        return jnp.mean((numbers * scale - wide) ** 2, axis=axes, keepdims=True)
+
+    fractions = jnp.array(_FRACTIONS, jnp.float32)
+    errors = jax.lax.map(error, fractions)  # one after the other: a copy of the weight for each would not fit
+    return fractions[jnp.argmin(errors, axis=0)]

@@ -1,0 +1,109 @@
+"""Which axes of a weight are summed over, and share a scale."""
+
+import dataclasses
+import math
+
+from .._formats import Int4, Quantization
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The axes of a weight: those of a stack, those that are summed over, and those of the output channels.
+
+    Attributes:
+      contracted: the lengths of the axes that are summed over, which share a scale. They stand together.
+      channels: the number of axes after them, of output channels; the axes before them are of a stack or a batch.
+    """
+
+    contracted: tuple[int, ...]
+    channels: int
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that are summed over, counted from the end: a stack may be cut into its layers."""
+        return tuple(range(-self.channels - len(self.contracted), -self.channels))
+
+    @property
+    def length(self) -> int:
+        """How many weights an output channel sums over."""
+        return math.prod(self.contracted)
+
+
+def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = None, stacked: int = 0) -> Layout:
+    """The layout of a Flax `kernel`: the axes of its bias are the output channels, or the last axis without a bias.
+
+    A kernel says nothing of its axes by itself: `(4, 8, 16)` may be the query projection of an attention of 8 heads,
+    its output projection, a convolution, or a stack of four Dense layers. Its bias tells them apart.
+
+    Args:
+      shape: of the kernel.
+      bias_shape: of the bias beside it, if there is one.
+      stacked: how many leading axes are those of a stack of layers (`nn.scan`, `nn.vmap`). A stack whose layers have
+        biases is known by these, but for one as deep as its layers are wide.
+
+    >>> kernel_layout((64, 4, 16), (4, 16)), kernel_layout((4, 16, 64), (64,))
+    (Layout(contracted=(64,), channels=2), Layout(contracted=(4, 16), channels=1))
+    >>> kernel_layout((12, 64, 256), (12, 256)), kernel_layout((12, 64, 256), stacked=1)
+    (Layout(contracted=(64,), channels=1), Layout(contracted=(64,), channels=1))
+    """
+    shape = shape[stacked:]
+    bias = () if bias_shape is None else bias_shape[stacked:]
+    fitting = (n for n in range(min(len(shape) - 1, len(bias)), 0, -1) if shape[-n:] == bias[-n:])
+    channels = next(fitting, 1)
+    before = len(bias) - channels  # a batch of kernels, or a stack, has the same axes before those of both
+    if before < 0 or len(shape) - channels <= before or shape[:before] != bias[:before]:
+        before = 0
+    return Layout(shape[before : len(shape) - channels], channels)
+
+
+def table_layout(shape: tuple[int, ...]) -> Layout:
+    """The layout of a Flax `embedding`: each row has its scale.
+
+    >>> table_layout((256, 64))
+    Layout(contracted=(64,), channels=0)
+    """
+    return Layout(shape[-1:], 0)
+
+
+def size_of(shape: tuple[int, ...], layout: Layout) -> int:
+    """The number of elements of a weight, of one layer if it is a stack.
+
+    >>> size_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
+    16384
+    """
+    return math.prod(shape[layout.axes[0] :])
+
+
+def why_left(shape: tuple[int, ...], layout: Layout, quantization: Quantization) -> str | None:
+    """Why a weight stays in the compute dtype: `None` if it does not.
+
+    >>> why_left((8, 8), kernel_layout((8, 8)), Int4())
+    '64 elements are fewer than min_size=4096'
+    """
+    size = size_of(shape, layout)
+    if size >= quantization.min_size and size > 0:
+        return None
+    return f"{size} elements are fewer than min_size={quantization.min_size}"
+
+
+def block_length(layout: Layout, quantization: Int4, where: str = "") -> int:
+    """How many weights share a scale in 4 bits.
+
+    Args:
+      layout: of the weight.
+      quantization: its block size.
+      where: what the error message says of the place the weight stands in.
+
+    Raises:
+      ValueError: the blocks do not divide what is summed over.
+    """
+    block, length = quantization.block_size, layout.length
+    if length <= block:
+        return length
+    if length % block:
+        fitting = max(n for n in range(1, block + 1) if length % n == 0)
+        raise ValueError(
+            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. The largest that do are of "
+            f"{fitting}: 'int4/{fitting}', or leave the weight out by a rule of a PolicyMap: {{'path': 'float32'}}."
+        )
+    return block

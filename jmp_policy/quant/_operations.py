@@ -1,0 +1,154 @@
+"""The operations of JAX that take a quantized weight in second place: `dot_general`, `einsum`, convolution, `take`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._dtypes import DTypeLike
+from .._formats import parse_quantization
+from ._array import QuantizedArray
+from ._bilinear import Bilinear, Convolution, Dot, Einsum, convolution, dot, einsum as einsum_of
+from ._layout import Layout, table_layout
+from ._product import product
+from ._weight import Unquantized, fake_quantized
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+    quantization: Any = None,
+) -> jax.Array:
+    """`jax.lax.dot_general` whose right operand is a quantized weight.
+
+    Args:
+      lhs: real floating, of any shape.
+      rhs: a `QuantizedArray`, which says how it is to be computed with; or a floating array, which is quantized as
+        `quantization` says, each of its rows or columns that are summed over by a scale of its own.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
+      precision: as for JAX; integers ignore it.
+      preferred_element_type: the dtype of the result; that of `lhs`, if `None`.
+      out_sharding: as for JAX.
+      quantization: `Int8`, `Int4`, or their string, for a floating `rhs`; with `None` it is JAX's own operation.
+
+    Returns:
+      The product, as JAX would order its axes. Its derivative passes straight through the rounding, to `lhs` and to a
+      floating `rhs`.
+
+    Raises:
+      ValueError: `quantization` is none, or its blocks do not divide what is summed over; or a quantized `rhs` is
+        given another one.
+
+    >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
+    >>> dot_general(x, quantize_array(w, "int8"), (((1,), (0,)), ((), ()))).tolist()[0]
+    [2.0, 2.0, 2.0]
+    """
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
+    compute = Dot(numbers, precision, preferred_element_type, out_sharding)
+    return _applied(dot(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization)
+
+
+def einsum(
+    equation: str,
+    lhs: jax.Array,
+    rhs: Any,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    quantization: Any = None,
+) -> jax.Array:
+    """`jax.numpy.einsum` of two operands, of which the second is a quantized weight.
+
+    Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
+
+    >>> einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
+    [[4.0, 4.0]]
+    """
+    compute = Einsum(equation, precision, preferred_element_type, out_sharding)
+    return _applied(einsum_of(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization)
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: Any,
+    window_strides: Any,
+    padding: Any,
+    *,
+    dimension_numbers: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+    quantization: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` whose filter is a quantized weight.
+
+    With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. Other
+    arguments, result and errors are as of JAX's operation and of `dot_general`.
+
+    >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
+    >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
+    [[[2.0, 2.0, 2.0]]]
+    """
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    padding = padding if isinstance(padding, str) else tuple(tuple(p) for p in padding)
+    given = {"window_strides": tuple(window_strides), "padding": padding, "dimension_numbers": numbers, **options}
+    given |= {} if out_sharding is None else {"out_sharding": out_sharding}
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    compute = Convolution(tuple(hashable.items()), preferred_element_type)
+    return _applied(convolution(lhs.ndim, compute), lhs, rhs, quantization)
+
+
+def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Rows of an embedding table in 8 or 4 bits, as floating numbers: only the rows that are read are dequantized.
+
+    Args:
+      table: a `QuantizedArray` of shape `(rows, features)` whose rows have scales of their own, or an `Unquantized`.
+      indices: integers of any shape.
+      dtype: of the result; that of the table, if `None`.
+
+    Returns:
+      Shape `(*indices.shape, features)`.
+    """
+    dtype = table.dtype if dtype is None else dtype
+    if table.layout != table_layout(table.shape):
+        return jnp.take(fake_quantized(table, dtype), indices, axis=0)
+    if isinstance(table, QuantizedArray):
+        rows: Any = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
+    else:
+        rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
+    return fake_quantized(rows, dtype)
+
+
+def _applied(operation: Bilinear, lhs: jax.Array, rhs: Any, quantization: Any) -> jax.Array:
+    if isinstance(rhs, QuantizedArray | Unquantized):
+        if quantization is not None and parse_quantization(quantization) != rhs.format:
+            raise ValueError(
+                f"The weight is quantized already, as {str(rhs.format)!r}, and cannot be as {str(quantization)!r}. "
+                "Leave quantization out, or pass rhs.dequantize()."
+            )
+        return product(operation, lhs, rhs)
+    format = parse_quantization(quantization)
+    if format is None:
+        return operation.compute(lhs, rhs)
+    return product(operation, lhs, Unquantized(rhs, format, _layout(operation, rhs.shape)))
+
+
+def _layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
+    """The layout of a floating weight by what the operation sums over; all but the channels, where that is spread."""
+    summed = operation.summed(operation.right)
+    if not summed:
+        return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)
+    first, last = summed[0], summed[-1]
+    return Layout(shape[first : last + 1], len(shape) - 1 - last)
+
+
+def _axes(axes: Any) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in axes)

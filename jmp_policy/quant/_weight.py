@@ -1,0 +1,82 @@
+"""A weight on its way into a product: quantized already, or yet to be."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from .._formats import Quantization
+from ._array import QuantizedArray, quantize_array
+from ._layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Unquantized:
+    """A floating weight that computes as if it were quantized: in training, and before `quant.quantize`.
+
+    Attributes:
+      array: as it is stored.
+      format: what it is to be quantized to.
+      layout: which of its axes are summed over.
+    """
+
+    array: Any
+    format: Quantization
+    layout: Layout
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.array.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that the weight is stored in."""
+        return self.array.dtype
+
+    def quantized(self) -> QuantizedArray:
+        """The weight as `quant.quantize` would make it."""
+        return quantize_array(self.array, self.format, self.layout)
+
+
+Weight = QuantizedArray | Unquantized
+
+
+def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
+    """A weight rounded to what its integers stand for; the gradient passes straight through to the one stored.
+
+    Args:
+      weight: a weight.
+      dtype: of the result; `None` for that of the weight.
+
+    Source: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013 (straight-through);
+    Jacob et al., CVPR 2018, section 3 (fake quantization).
+    """
+    if isinstance(weight, QuantizedArray):
+        return weight.dequantize(dtype)
+    spec = _Spec(weight.format, weight.layout, weight.dtype if dtype is None else dtype)
+    return _rounded_straight_through(weight.array, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    format: Quantization
+    layout: Layout
+    dtype: Any
+
+
+def _rounded(array: jax.Array, spec: _Spec) -> jax.Array:
+    return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
+
+
+_rounded_straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1,))
+
+
+@_rounded_straight_through.defjvp
+def _straight_through(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _rounded_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
