@@ -36,12 +36,12 @@ from ._tree import (
 from .autocast import autocast as autocast  # the function, which has the name of its package
 
 if _TYPE_CHECKING:
-    from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim
+    from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim, quant as quant
     from .autocast import AutocastRules as AutocastRules
 
 __version__ = "0.1.0"
 
-_LAZY = ("compat", "linen", "nnx", "numerics", "optim")  # most import Flax or optax
+_LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant")  # most import Flax or optax
 
 
 def __getattr__(name: str) -> object:

@@ -114,7 +114,8 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
     kind, given = found["kind"], {}
     if found["slash"] is not None:
         if kind not in _SLASH:
-            raise ValueError(f"{kind} takes no '/{found['slash'].strip()}'{where}. For example: {str(_KINDS[kind]())!r}.")
+            extra = f"/{found['slash'].strip()}"
+            raise ValueError(f"{kind} takes no {extra!r}{where}. For example: {str(_KINDS[kind]())!r}.")
         given[_SLASH[kind]] = _value(found["slash"], spec, where)
     for option in filter(None, (found["options"] or "").split(",")):
         name, _, value = (piece.strip() for piece in option.partition("="))

@@ -23,6 +23,7 @@ from ._fields import (
 )
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
+from ._quantized import quantized_fields, quantized_method
 from ._variables import policied_param, policied_variable, stores_params, written
 
 POLICY = "_jmp_policy"
@@ -52,6 +53,8 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             match = inside.match(module)
         with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
             check_cache(module)
+            if match.policy.quantization is not None:
+                next_fun = quantized_method(module, context.method_name, match.policy.quantization, next_fun)
             if at_boundary:
                 out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
             else:
@@ -103,10 +106,12 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
         values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
-    if reads_in_compute or "param_dtype" in values or stores_params(module, policy):
+    if reads_in_compute or "param_dtype" in values or stores_params(module, policy) or policy.quantization is not None:
         values["param"] = policied_param(module, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = policied_variable(module)
+    if policy.quantization is not None:
+        values |= quantized_fields(module, policy.quantization)
     filled = written(module, values)
     return _and_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
 

@@ -10,6 +10,7 @@ from flax import linen as nn
 from .._policy import Policy
 from .._tree import cast_floating
 from ._fields import authors_dtype, is_filled_in
+from ._quantized import quantized_param
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
@@ -60,7 +61,10 @@ def _param(
     **kwargs: Any,
 ) -> Any:
     init = functools.partial(_stored, policy, functools.partial(_made, module, "params", init_fn))
-    value = param(name, init, *init_args, **kwargs)
+    if policy.quantization is not None and not kwargs:
+        value = quantized_param(module, param, policy, name, init, *init_args)
+    else:
+        value = param(name, init, *init_args, **kwargs)
     return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
 
 

@@ -14,6 +14,7 @@ from ._explain import explain as explain
 from ._lifted import lifted as lifted
 from ._mismatch import reject
 from ._named import named as named
+from ._quantize import quantize as quantize
 from ._roles import role_of
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"

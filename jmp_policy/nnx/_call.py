@@ -43,11 +43,11 @@ def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs
     kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
-        return method.__get__(shadow, role.base)(*args, **kwargs)
+        return method.__get__(shadow, role.runs)(*args, **kwargs)
 
     params_dtype = policy.compute_dtype if role.casts_params else None
     with inferred_inside(role.policy, policy), matmul_precision(policy):
-        out = call_on_shadow(module, role.base, attributes, params_dtype, call)
+        out = call_on_shadow(module, role.runs, attributes, params_dtype, call)
     if casts and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)

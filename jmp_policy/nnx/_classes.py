@@ -16,8 +16,8 @@ _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 @functools.cache
 def policied_class(role: Role, adopt: Adopt) -> type:
-    """The subclass of `role.base` for the modules of a role; one for equal roles, so that jit caches hit."""
-    base = role.base
+    """The subclass of `role.runs` for the modules of a role; one for equal roles, so that jit caches hit."""
+    base = role.runs
     namespace = {
         ROLE: role,
         "__module__": base.__module__,

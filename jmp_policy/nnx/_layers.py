@@ -10,6 +10,7 @@ from flax import nnx
 
 from .._dtypes import at_least_float32
 from .._policy import Policy
+from ._quantized import quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Layers whose `dtype` is that of the weight they rewrite: what is stored, not what is computed in."""
@@ -49,7 +50,7 @@ def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    return new
+    return new | quantized_attributes(base, attributes, policy.quantization)
 
 
 def _stored_dtype(attributes: dict[str, Any], param_dtype: np.dtype | None) -> dict[str, Any]:

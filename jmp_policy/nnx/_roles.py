@@ -24,6 +24,7 @@ class Role:
 
     Attributes:
       base: the class the module has without a policy.
+      body: the class whose methods run, if it is another: a subclass of `base` that knows quantized weights.
       policy: the policy that holds for this module.
       given: what was attached to this module or to the one around it that has a policy of its own.
       lineage: with a map, the types by path of this module and those around it, for the rules that name types.
@@ -49,6 +50,12 @@ class Role:
     open_dtype: bool = False
     bridges: bool = False
     authored: tuple[tuple[str, Any], ...] = ()
+    body: type | None = None
+
+    @property
+    def runs(self) -> type:
+        """The class whose methods run."""
+        return self.body or self.base
 
     @property
     def path(self) -> str:

@@ -8,3 +8,4 @@ from ._operations import (
     einsum as einsum,
     take as take,
 )
+from ._quantize import quantize as quantize

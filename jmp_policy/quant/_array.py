@@ -119,6 +119,13 @@ class QuantizedArray(Uncast):
 
         return jax.tree.map(place, self)
 
+    def __jax_array__(self) -> Any:
+        raise TypeError(
+            f"{self!r} is quantized, and stands in a place that does not know how to compute with it. A layer does "
+            f"under the policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); "
+            "anywhere else use its dequantize()."
+        )
+
     def __repr__(self) -> str:
         try:
             shape = self.shape
@@ -157,9 +164,13 @@ def quantize_array(
     format = parse_quantization(quantization)
     if isinstance(array, QuantizedArray):
         raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize what its dequantize() returns.")
-    if not is_array(array) or not is_floating_dtype(array.dtype) or format is None or np.ndim(array) == 0:
-        got = array if np.ndim(array) == 0 else jax.typeof(array)
-        raise TypeError(f"Only floating arrays with axes are quantized, got {got}{where}. For example: jnp.ones((8, 8)).")
+    if format is None:
+        raise ValueError("quantize_array needs a quantization, got None. For example: quantize_array(w, 'int8').")
+    if not is_array(array) or not is_floating_dtype(array.dtype) or len(array.shape) == 0:
+        got = f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)
+        raise TypeError(
+            f"Only floating arrays with axes are quantized, got {got}{where}. For example: jnp.ones((8, 8))."
+        )
     array = jnp.asarray(array)
     layout = layout or _all_but_last(array.shape)
     if isinstance(format, Int8):

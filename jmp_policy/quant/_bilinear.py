@@ -1,7 +1,7 @@
 """The operations between a layer's input and its weight, by the labels of their axes.
 
-A product is described once, by three tuples of labels: those of the left, of the right, and of the result. An axis whose
-label is not in the result is summed over; what remains says where a scale of the left or the right belongs.
+A product is described once, by three tuples of labels: those of the left, of the right, and of the result. An axis
+whose label is not in the result is summed over; what remains says where a scale of the left or the right belongs.
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ def dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
     (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
     left: list[Any] = [f"l{i}" for i in range(left_ndim)]
     right: list[Any] = [f"r{i}" for i in range(right_ndim)]
-    for kind, pairs in (("sum", zip(left_sum, right_sum, strict=True)), ("b", zip(left_batch, right_batch, strict=True))):
-        for n, (i, j) in enumerate(pairs):
+    for kind, of_left, of_right in (("sum", left_sum, right_sum), ("b", left_batch, right_batch)):
+        for n, (i, j) in enumerate(zip(of_left, of_right, strict=True)):
             left[i] = right[j] = f"{kind}{n}"
     batch = [left[i] for i in left_batch]
     free = [label for label in (*left, *right) if label[0] in "lr"]

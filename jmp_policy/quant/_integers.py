@@ -64,8 +64,8 @@ def asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
     Args:
       x: floating, any shape.
       low: float32, broadcastable to `x`, at most 0.
-      high: as `low`, at least 0; where either is not finite, the scale is not. A range without zero would put the zero point outside of 4 bits, and decode a block
-        of one sign wrong.
+      high: as `low`, at least 0. Where either is not finite, the scale is not. A range without zero would put the zero
+        point outside of 4 bits, and decode a block of one sign wrong.
 
     Returns:
       uint8 values from 0 to 15 of the shape of `x`; a float32 scale and a uint8 zero point of the shape of `low`.
@@ -76,7 +76,7 @@ def asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
     >>> values.tolist(), zero.tolist()
     ([5, 15, 10], [0])
     """
-    # Halved first: the width may overflow, and halving is exact, so that a fused multiply-add has nothing to round less.
+    # Halved first: the width may overflow; and halving is exact, so that a fused multiply-add rounds nothing less.
     scale = jnp.maximum((high * 0.5 - low * 0.5) * np.float32(2 / UINT4_MAX), _TINY)
     zero_point = lax.clamp(0.0, _nearest(-low / scale), float(UINT4_MAX))
     values = lax.clamp(0.0, _nearest(x.astype(jnp.float32) / scale) + zero_point, float(UINT4_MAX))
