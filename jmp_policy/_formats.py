@@ -86,7 +86,10 @@ class Int4:
 
 Quantization = Int8 | Int4
 
-_KINDS: dict[str, type] = {"int8": Int8, "int4": Int4}
+_KINDS: dict[str, type[Quantization]] = {"int8": Int8, "int4": Int4}
+KINDS = tuple(_KINDS)
+"""What the strings of quantizations begin with."""
+
 _SLASH = {"int4": "block_size"}
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
@@ -106,31 +109,44 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
     """
     if spec is None or isinstance(spec, Quantization):
         return spec
-    known = [*_KINDS, "int4/64"]
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
     if found is None or found["kind"] not in _KINDS:
-        name = found["kind"] if found else spec
-        raise ValueError(f"Unknown quantization {spec!r}{where}. {did_you_mean(name, known)} For example: 'int8'.")
-    kind, given = found["kind"], {}
-    if found["slash"] is not None:
-        if kind not in _SLASH:
-            extra = f"/{found['slash'].strip()}"
-            raise ValueError(f"{kind} takes no {extra!r}{where}. For example: {str(_KINDS[kind]())!r}.")
-        given[_SLASH[kind]] = _value(found["slash"], spec, where)
-    for option in filter(None, (found["options"] or "").split(",")):
-        name, _, value = (piece.strip() for piece in option.partition("="))
-        fields = [field.name for field in dataclasses.fields(_KINDS[kind])]
-        if name not in fields or name in given:
-            again = "is given twice" if name in given else f"is no option of {kind}"
-            raise ValueError(f"{name!r} {again} in {spec!r}{where}. {did_you_mean(name, fields)}")
-        given[name] = _value(value, spec, where)
+        remedy = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
+        raise ValueError(f"Unknown quantization {spec!r}{where}. {remedy} For example: 'int8'.")
+    kind, place = found["kind"], f" in {spec!r}{where}"
+    pairs = [] if found["slash"] is None else [(_slash_field(kind, found["slash"], place), found["slash"])]
+    options = (found["options"] or "").strip()
+    pairs += [_option(kind, piece, place) for piece in options.split(",") if options]
+    given: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in given:
+            raise ValueError(f"{name!r} is given twice{place}. For example: {_example(kind)}.")
+        given[name] = _value(value, place)
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"In {spec!r}{where}: {error}") from None
 
 
-def _value(text: str, spec: str, where: str) -> Any:
+def _slash_field(kind: str, slash: str, place: str) -> str:
+    """What a number after a slash says."""
+    if kind not in _SLASH:
+        raise ValueError(f"{kind} takes no '/{slash.strip()}'{place}. For example: {_example(kind)}.")
+    return _SLASH[kind]
+
+
+def _option(kind: str, piece: str, place: str) -> tuple[str, str]:
+    """The name and value of `name=value`."""
+    name, _, value = (part.strip() for part in piece.partition("="))
+    known = [field.name for field in dataclasses.fields(_KINDS[kind])]
+    if name not in known:
+        raise ValueError(
+            f"{name!r} is no option of {kind}{place}. {did_you_mean(name, known)} For example: {_example(kind)}."
+        )
+    return name, value
+
+
+def _value(text: str, place: str) -> int | bool:
     words = {"true": True, "false": False}
     text = text.strip()
     if text in words:
@@ -138,7 +154,13 @@ def _value(text: str, spec: str, where: str) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} in {spec!r}{where} is no number. For example: 'int4/128'.") from None
+        raise ValueError(
+            f"{text!r}{place} is no number, and neither true nor false. For example: 'int4/128'."
+        ) from None
+
+
+def _example(kind: str) -> str:
+    return repr(f"{_KINDS[kind](min_size=0)}")
 
 
 def _options(format: Any, *names: str) -> str:

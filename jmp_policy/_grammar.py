@@ -11,12 +11,13 @@
 Spaces and case are forgiven. Parameters default to float32, compute to parameters, output to compute.
 """
 
+import re
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ._dtypes import did_you_mean, dtype_names, parse_dtype
-from ._formats import parse_quantization
+from ._formats import KINDS, parse_quantization
 from ._policy import FROM, Policy
 
 EXAMPLE = "params=float32,compute=bfloat16,output=float32"
@@ -37,6 +38,7 @@ _NAMED = {
     "infer_float32_vars": ("float32", None, None),
     "infer_with_float32_vars": ("float32", None, None),
 }
+_QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
 _MIXED = "mixed_"
 _FLOAT32_VARS = "_with_float32_vars"
 
@@ -50,9 +52,9 @@ def parse_policy(text: str) -> Policy:
     >>> parse_policy("C = bf16")
     Policy(param_dtype='float32', compute_dtype='bfloat16', output_dtype='bfloat16')
     """
-    quantized, found, source = _split(text)
-    if found:
-        return _quantized(quantized, source, text)
+    quantized = _QUANTIZED.match(text)
+    if quantized:
+        return _quantized(quantized["format"], quantized["source"], text)
     name = text.strip().lower()
     if "=" in name:
         return _parse_fields(text)
@@ -67,17 +69,14 @@ def parse_policy(text: str) -> Policy:
     return Policy(*[_whole(name, text)] * 3)
 
 
-def _split(text: str) -> tuple[str, bool, str]:
-    """What stands before and after the first `_from_`, in any case, and whether there is one."""
-    at = text.lower().find(FROM)
-    return (text[:at], True, text[at + len(FROM) :]) if at >= 0 else ("", False, text)
-
-
-def _quantized(quantized: str, source: str, text: str) -> Policy:
-    plain = parse_policy(source)
+def _quantized(format: str, source: str, text: str) -> Policy:
+    try:
+        plain = parse_policy(source)
+    except ValueError as error:
+        raise ValueError(f"In policy {text!r}: {error}") from None
     if plain.quantization is not None:
         _fail(f"{source.strip()!r} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
-    return plain.replace(quantization=parse_quantization(quantized, where=f" in policy {text!r}"))
+    return plain.replace(quantization=parse_quantization(format, where=f" in policy {text!r}"))
 
 
 def _parse_fields(text: str) -> Policy:
@@ -132,8 +131,9 @@ def _whole(name: str, text: str) -> np.dtype:
     try:
         return parse_dtype(name)
     except ValueError:
-        if name.startswith(("int8", "int4")):
-            _fail(f"{name!r} says nothing of the dtypes around it", text, f"For example: '{name}_from_mixed_bfloat16'.")
+        if name.startswith(KINDS):
+            example = f"For example: '{name[:4]}{FROM}mixed_bfloat16'."
+            _fail(f"{name!r} says nothing of the dtypes around it", text, example)
         remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
         raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
 

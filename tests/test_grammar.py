@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jmp_policy import Policy, get_policy
 from jmp_policy._dtypes import dtype_names
+from jmp_policy._formats import Int4, Int8, parse_quantization
 from jmp_policy._grammar import parse_policy
 from jmp_policy._policy import PRECISIONS
 
@@ -36,8 +37,19 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_",
-          "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
+          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_", "(",
+          "(min_size=0)", "/", "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
+
+QUANTIZED = {
+    "int8": Int8(),
+    "int8()": Int8(),
+    "int8(activations=false)": Int8(activations=False),
+    "int8(min_size=0,activations=true)": Int8(min_size=0),
+    "int4": Int4(),
+    "int4/64": Int4(block_size=64),
+    "int4(block_size=64)": Int4(block_size=64),
+    "int4/64(min_size=10)": Int4(block_size=64, min_size=10),
+}
 
 
 @pytest.mark.parametrize(("text", "dtypes"), MEANINGS.items())
@@ -49,6 +61,15 @@ def test_strings_mean_what_the_law_says(text, dtypes):
 def test_spaces_and_case_are_forgiven(text):
     spaced = f"  {text.upper().replace('=', ' = ').replace(',', ' , ')}\t"
     assert parse_policy(spaced) is parse_policy(text)
+
+
+@pytest.mark.parametrize(("text", "format"), QUANTIZED.items())
+def test_a_quantization_stands_before_any_other_string(text, format):
+    assert parse_quantization(text) == parse_quantization(str(format)) == format
+    for plain in MEANINGS:
+        assert parse_policy(f"{text}_from_{plain}") is parse_policy(plain).replace(quantization=format)
+    spaced = f" {text.upper().replace('=', ' = ').replace('/', ' / ').replace('(', ' ( ')}_FROM_ mixed_float16 "
+    assert parse_policy(spaced) is parse_policy(f"{text}_from_mixed_float16")
 
 
 def policy_or_message(text):
@@ -71,19 +92,29 @@ def test_any_text_is_a_policy_or_a_value_error(text):
 
 dtypes = st.sampled_from([None, *dtype_names()])
 precisions = st.sampled_from([None, *PRECISIONS, "F32_F32_F32", "BF16_BF16_F32_X3"])
+counts = st.integers(0, 2**40)
+quantizations = st.one_of(
+    st.none(),
+    st.builds(Int8, activations=st.booleans(), min_size=counts),
+    st.builds(Int4, block_size=st.integers(1, 2**40), min_size=counts),
+)
 
 
-@given(dtypes, dtypes, dtypes, precisions)
+@given(dtypes, dtypes, dtypes, precisions, quantizations)
 @settings(max_examples=200, deadline=None)
-def test_every_policy_survives_its_strings(param, compute, output, precision):
-    policy = Policy(param, compute, output, precision=precision)
+def test_every_policy_survives_its_strings(param, compute, output, precision, quantization):
+    policy = Policy(param, compute, output, precision=precision, quantization=quantization)
+    assert policy.quantization == quantization
     assert get_policy(str(policy)) is policy
     assert get_policy(policy.name) is policy
     assert eval(repr(policy), {"Policy": Policy}) is policy
     assert Policy.from_config(policy.get_config()) is policy
 
 
-@given(st.sampled_from(list(MEANINGS)), st.integers(0, 60), st.sampled_from(string.ascii_lowercase))
+KNOWN = [*MEANINGS, *(f"{text}_from_bfloat16" for text in QUANTIZED)]
+
+
+@given(st.sampled_from(KNOWN), st.integers(0, 60), st.sampled_from(string.ascii_lowercase))
 @settings(max_examples=200, deadline=None)
 def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     mistaken = text[:at] + letter + text[at + 1 :]
@@ -107,6 +138,27 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
         ("int8_with_float32_vars", r"^Unknown dtype 'int8' in policy 'int8_with_float32_vars'"),
         ("", r"^Unknown dtype or policy ''\."),
+        ("int8", r"^'int8' says nothing of the dtypes around it in policy 'int8'\. .*'int8_from_mixed_bfloat16'\.$"),
+        ("int4/6", r"^'int4/6' says nothing of the dtypes around it in .*For example: 'int4_from_mixed_bfloat16'\.$"),
+        ("int9_from_f32",
+         r"^Unknown quantization 'int9' in policy 'int9_from_f32'\. Did you mean 'int8'\? For example: 'int8'\.$"),
+        ("_from_f32", r"^Unknown quantization '' in policy '_from_f32'\. Known are 'int8', 'int4', 'int4/64'\. For ex"),
+        ("int8_from_bflaot16",
+         r"^In policy 'int8_from_bflaot16': Unknown dtype or policy 'bflaot16'\. Did you mean 'bfloat16'\? For exa"),
+        ("int8_from_int4_from_f32",
+         r"^'int4_from_f32' is quantized already in policy 'int8_from_int4_from_f32'\. For example: 'int8_from_"),
+        ("int8/3_from_f32", r"^int8 takes no '/3' in 'int8/3' in policy 'int8/3_from_f32'\. For example: 'int8\(min_s"),
+        ("int8(min=0)_from_f32",
+         r"^'min' is no option of int8 in 'int8\(min=0\)' in policy .*\. Known are 'activations', 'min_size'\. For "),
+        ("int8(min_size=0,)_from_f32", r"^'' is no option of int8 in 'int8\(min_size=0,\)' in policy "),
+        ("int4/3(block_size=4)_from_f32",
+         r"^'block_size' is given twice in 'int4/3\(block_size=4\)' in policy .*For example: 'int4/128\(min_size=0\)"),
+        ("int4/x_from_f32",
+         r"^'x' in 'int4/x' in policy 'int4/x_from_f32' is no number, and neither true nor false\. .* 'int4/128'\.$"),
+        ("int4/0_from_f32",
+         r"^In 'int4/0' in policy 'int4/0_from_f32': block_size must be at least 1, got 0\. For example: Int4\(block"),
+        ("int8(min_size=true)_from_f32", r"^In .*: min_size must be an int, got True\. For example: Int8\(min_size"),
+        ("int8(activations=1)_from_f32", r"^In .*: activations is True or False, got 1\. For example: Int8\(\)\.$"),
     ],
 )  # fmt: skip
 def test_errors_quote_the_piece_its_place_and_the_nearest_spelling(text, message):
@@ -119,3 +171,26 @@ def test_precision_is_a_field_of_the_string():
     assert policy.precision == "highest"
     assert policy.compute_dtype == np.float32
     assert parse_policy("c=f32,precision=none").precision is None
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Int8(activations=1), TypeError, r"^activations is True or False, got 1\. For example: Int8\(\)\.$"),
+        (lambda: Int8(min_size=2.0), TypeError, r"^min_size must be an int, got 2\.0\. For example: Int8\(min_size"),
+        (lambda: Int8(min_size=-1), ValueError, r"^min_size must be at least 0, got -1\. For example: Int8\(min_size"),
+        (lambda: Int4(block_size=True), TypeError, r"^block_size must be an int, got True\. For example: Int4\(block"),
+        (lambda: Int4(block_size=0), ValueError, r"^block_size must be at least 1, got 0\. For example: Int4\(block"),
+        (lambda: parse_quantization(8), ValueError, r"^Unknown quantization 8\. .* For example: 'int8'\.$"),
+        (lambda: parse_quantization(Int8), ValueError, r"^Unknown quantization <class '.*Int8'>\. .* For example: "),
+    ],
+)
+def test_a_bad_format_is_an_error(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_formats_know_their_bits_and_have_no_other_spelling_than_their_repr():
+    assert (Int8().bits, Int4().bits) == (8, 4)
+    assert eval(repr(Int4(64)), {"Int4": Int4}) == Int4(64)
+    assert len({Int4(), Int4(128), Int8(), Int8(True)}) == 2

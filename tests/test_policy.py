@@ -167,7 +167,11 @@ def test_policies_are_immutable(any_policy):
         ),
         (
             lambda: Policy.from_config(Policy(None, None, None).get_config() | {"name": "x"}),
-            r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype', 'precision'\]",
+            r"got \['compute_dtype', 'name', 'output_dtype', 'param_dtype', 'precision', 'quantization'\]",
+        ),
+        (
+            lambda: Policy(None, None, None, quantization="int7"),
+            r"^Unknown quantization 'int7' for quantization\. Did you mean 'int8'\? For example: 'int8'\.$",
         ),
         (lambda: Policy.from_config("float32"), r"^A policy's config has the keys .*, got 'float32'\. For example: \{"),
     ],
@@ -175,6 +179,18 @@ def test_policies_are_immutable(any_policy):
 def test_errors_quote_what_is_wrong_and_show_what_works(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    "given", ["int4/64", "INT4 / 64", " int4(block_size=64)", jmp.quant.Int4(64), jmp.quant.Int4(block_size=64)]
+)
+def test_every_spelling_of_a_quantization_gives_one_policy(given):
+    policy = Policy("float32", "bfloat16", "bfloat16", quantization=given)
+    assert policy is jmp.get_policy("int4/64_from_mixed_bfloat16")
+    assert hash(policy) == hash(Policy("float32", "bfloat16", "bfloat16").replace(quantization=given))
+    assert policy.name == "int4/64_from_mixed_bfloat16"
+    assert policy.quantization == jmp.quant.Int4(64)
+    assert policy != policy.replace(quantization=None)
 
 
 def test_a_config_without_precision_is_read():

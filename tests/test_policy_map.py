@@ -24,6 +24,7 @@ class Norm:
 
 RULES = {"head": "float32", r"block_\d+": "mixed_bfloat16", r"block_\d+/norm": "float32", Norm: "float32"}
 MAPS = [
+    PolicyMap({"mlp": "int8_from_mixed_bfloat16", "attention": "int4/64_from_bf16", "head": "float32"}, "int8_from_f32"),
     PolicyMap({}),
     PolicyMap({}, "bfloat16"),
     PolicyMap({"head": "float32"}),
@@ -85,7 +86,7 @@ def reference(rules, default, path):
 
 
 keys = st.sampled_from(["a", "b", "a/b", ".*", r"a/\w", "(a|b)/c", "", ".+/c"])
-names = st.sampled_from(["float32", "bfloat16", "mixed_float16"])
+names = st.sampled_from(["float32", "bfloat16", "mixed_float16", "int8_from_mixed_float16"])
 
 
 @given(
@@ -115,8 +116,15 @@ def test_every_round_trip_gives_the_map_itself(rules, round_trip):
 
 
 def test_repr_of_path_rules_can_be_pasted_back():
-    for rules in MAPS[:3]:
+    for rules in MAPS[:4]:
         assert eval(repr(rules), {"PolicyMap": PolicyMap}) is rules
+
+
+def test_rules_give_quantizations_to_the_modules_they_cover_and_to_no_other():
+    rules = PolicyMap({r"block_\d+/mlp": "int8_from_mixed_bfloat16", r"block_\d+": "int4/64_from_bfloat16"}, "float32")
+    quantizations = [rules[path].quantization for path in ("block_0/mlp/up", "block_1/attention", "head")]
+    assert quantizations == [jmp.quant.Int8(), jmp.quant.Int4(64), None]
+    assert rules.get_config()["rules"][1][1]["quantization"] == "int4/64"
 
 
 def test_maps_are_immutable_and_do_not_follow_the_mapping_they_were_made_from():
@@ -153,6 +161,7 @@ def test_a_map_may_be_the_default_policy():
         (PolicyMap({"a": "float32"}, "mixed_bfloat16"), False),
         (PolicyMap({"a": "float32"}, "float16"), True),
         (PolicyMap({"a": "c=f16,o=f32"}, "float32"), True),
+        (PolicyMap({"a": "int4_from_mixed_float16"}, "int8_from_float32"), True),
         (PolicyMap({"a": "float32"}), False),
     ],
 )
