@@ -24,7 +24,7 @@ class Norm:
 
 RULES = {"head": "float32", r"block_\d+": "mixed_bfloat16", r"block_\d+/norm": "float32", Norm: "float32"}
 MAPS = [
-    PolicyMap({"mlp": "int8_from_mixed_bfloat16", "attention": "int4/64_from_bf16", "head": "float32"}, "int8_from_f32"),
+    PolicyMap({"mlp": "int8_from_mixed_bfloat16", "attention": "int4/64_from_bf16", "head": "f32"}, "int8_from_f32"),
     PolicyMap({}),
     PolicyMap({}, "bfloat16"),
     PolicyMap({"head": "float32"}),

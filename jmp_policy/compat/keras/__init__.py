@@ -18,3 +18,4 @@ from ._global_policy import (
 )
 from ._legacy_policy import Policy as Policy
 from ._loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
+from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy

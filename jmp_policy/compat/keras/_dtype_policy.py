@@ -15,11 +15,11 @@ class DTypePolicy:
 
     Args:
       name: the name of a floating dtype, `"mixed_float16"`, `"mixed_bfloat16"`, or any other string that
-        `jmp_policy.get_policy` reads; `None` for the global policy's.
+        `jmp_policy.get_policy` reads and that quantizes nothing; `None` for the global policy's.
 
     Raises:
       TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy.
+      ValueError: `name` is the name of no policy, or of a quantized one, which is a `QuantizedDTypePolicy`.
 
     Source: `keras.DTypePolicy` of Keras 3.
 
@@ -48,6 +48,11 @@ class DTypePolicy:
     def variable_dtype(self) -> str | None:
         """The name of the dtype of variables; `None` if it is inferred from the first input."""
         return _name(self._policy.param_dtype)
+
+    @property
+    def quantization_mode(self) -> str | None:
+        """The quantization mode; `None` but for a `QuantizedDTypePolicy`."""
+        return None
 
     def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
         """Casts the floating arrays of `x` to `dtype` if `autocast` is true."""
@@ -96,12 +101,21 @@ def _parse(name: object) -> JmpPolicy:
             f"'name' must be a string, such as 'mixed_float16'. Received: name={name} (of type {type(name)})"
         )
     try:
-        return parse_policy(name)
+        policy = parse_policy(name)
     except ValueError as error:
+        raise ValueError(f"{_cannot_convert(name)} {error}") from None
+    if policy.quantization is not None:
         raise ValueError(
-            f"Cannot convert '{name}' to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
-            f"'mixed_bfloat16', and the name of any float dtype such as 'float32'. {error}"
-        ) from None
+            f"{_cannot_convert(name)} It is quantized. For example: QuantizedDTypePolicy('int8', 'mixed_bfloat16')."
+        )
+    return policy
+
+
+def _cannot_convert(name: str) -> str:
+    return (
+        f"Cannot convert '{name}' to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
+        "'mixed_bfloat16', and the name of any float dtype such as 'float32'."
+    )
 
 
 def _name(dtype: Any) -> str | None:

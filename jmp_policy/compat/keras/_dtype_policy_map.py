@@ -7,10 +7,11 @@ from typing import Any
 from ..._get_policy import get_policy, is_policy_spec
 from ..._policy import Policy as JmpPolicy
 from ..._policy_map import PolicyMap
-from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_policy_name
+from ._dtype_policy import DTypePolicy, FloatDTypePolicy
 from ._legacy_policy import Policy
+from ._quantized_dtype_policy import QuantizedDTypePolicy, dtype_policy_named
 
-_CLASSES = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, Policy)}
+_CLASSES = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, Policy, QuantizedDTypePolicy)}
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):
@@ -55,7 +56,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     @property
     def default_policy(self) -> DTypePolicy:
         """The policy of what no key names; the global policy, if none was given."""
-        return DTypePolicy(default_policy_name()) if self._default is None else self._default
+        return dtype_policy_named(None) if self._default is None else self._default
 
     @property
     def name(self) -> str:
@@ -71,6 +72,11 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def variable_dtype(self) -> str | None:
         """The default policy's variable dtype."""
         return self.default_policy.variable_dtype
+
+    @property
+    def quantization_mode(self) -> str | None:
+        """The default policy's quantization mode."""
+        return self.default_policy.quantization_mode
 
     def __getitem__(self, key: str) -> DTypePolicy:
         if key in self._policies:
@@ -141,14 +147,14 @@ def dtype_policy_of(spec: Any) -> DTypePolicy:
     if isinstance(spec, dict) and spec.get("class_name") in _CLASSES:
         return _CLASSES[spec["class_name"]].from_config(spec["config"])
     if spec is None or isinstance(spec, str):
-        return DTypePolicy(spec)
+        return dtype_policy_named(spec)
     policy = get_policy(spec) if is_policy_spec(spec) else None
     if not isinstance(policy, JmpPolicy):
         raise ValueError(
             f"Cannot interpret the assigned value as a dtype policy. Received: {spec!r} of type {type(spec)}. "
             "For example: 'mixed_bfloat16'."
         )
-    return DTypePolicy(policy.name)
+    return dtype_policy_named(policy.name)
 
 
 def _serialized(policy: DTypePolicy) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from ..._policy import Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
 from ._legacy_policy import Policy
+from ._quantized_dtype_policy import dtype_policy_named
 
 # The object that was set last, for its name, class and loss scale, what it stood for, and the default policy that it
 # made. It is the answer only as long as both are still so: a map is mutable, and the default can be set elsewhere.
@@ -15,7 +16,8 @@ def dtype_policy() -> DTypePolicy:
     """The global policy: `jmp_policy.default_policy()` as a dtype policy, or a map.
 
     Raises:
-      ValueError: the default policy is a `PolicyMap` with types as keys, which Keras cannot express.
+      ValueError: the default policy is a `PolicyMap` with types as keys, or quantizes to int8 what computes in float16,
+        which Keras cannot express.
 
     >>> dtype_policy()
     <DTypePolicy "float32">
@@ -25,7 +27,7 @@ def dtype_policy() -> DTypePolicy:
         if made == current and policy.__jmp_policy__() == stood_for:
             return policy
     if isinstance(current, JmpPolicy):
-        return DTypePolicy(current.name)
+        return dtype_policy_named(current.name)
     policies = DTypePolicyMap(current.default)
     for rule in current.rules:
         if not isinstance(rule.key, str):
@@ -51,7 +53,7 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
     >>> set_dtype_policy("float32")
     """
     if isinstance(policy, str):
-        policy = DTypePolicy(policy)
+        policy = dtype_policy_named(policy)
     if not isinstance(policy, DTypePolicy):
         raise ValueError(
             "Invalid `policy` argument. Expected the string name of a policy (such as 'mixed_float16') or a "

@@ -1,0 +1,84 @@
+"""Keras's dtype policy with a quantization mode."""
+
+from typing import Any
+
+from ..._formats import Int8, Quantization, parse_quantization
+from ..._policy import FROM
+from ._dtype_policy import DTypePolicy, default_policy_name
+
+MODES = ("int8", "int4", "int4/<block size>")
+
+
+class QuantizedDTypePolicy(DTypePolicy):
+    """A dtype policy that also quantizes the weights of layers, under Keras's name and with Keras's attributes.
+
+    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` take it as is.
+
+    Args:
+      mode: `"int8"`, `"int4"`, `"int4/64"`, or another string that names a quantization.
+      source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
+
+    Raises:
+      TypeError: `source_name` is no string.
+      ValueError: `mode` is no quantization mode; `source_name` is the name of no policy, or of a quantized one; or the
+        mode is int8 and the compute dtype float16, which Keras refuses (`jmp_policy.get_policy` does not).
+
+    Source: `keras.dtype_policies.QuantizedDTypePolicy` and `Int4DTypePolicy` of Keras 3.
+
+    >>> policy = QuantizedDTypePolicy("int8", "mixed_bfloat16")
+    >>> policy, policy.quantization_mode, policy.compute_dtype, policy.variable_dtype
+    (<QuantizedDTypePolicy "int8_from_mixed_bfloat16">, 'int8', 'bfloat16', 'float32')
+    >>> jmp.get_policy(policy) is jmp.get_policy("int8_from_mixed_bfloat16")
+    True
+    """
+
+    def __init__(self, mode: str, source_name: str | None = None):
+        super().__init__(source_name)
+        self._source_name, self._mode = self._name, mode
+        self._policy = self._policy.replace(quantization=_format(mode, self.compute_dtype))
+        self._name = f"{mode}{FROM}{self._source_name}"
+
+    @property
+    def quantization_mode(self) -> str:
+        """The mode that the policy was given."""
+        return self._mode
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make this policy again, for JSON."""
+        return {"mode": self._mode, "source_name": self._source_name}
+
+
+def dtype_policy_named(name: str | None) -> DTypePolicy:
+    """Keras's policy of a name, quantized if the name is; `None` stands for the global policy's.
+
+    Raises:
+      TypeError: `name` is no string.
+      ValueError: `name` is the name of no policy.
+
+    >>> dtype_policy_named("int4/64_from_bfloat16")
+    <QuantizedDTypePolicy "int4/64_from_bfloat16">
+    """
+    name = default_policy_name() if name is None else name
+    if not isinstance(name, str) or FROM not in name.lower():
+        return DTypePolicy(name)
+    at = name.lower().index(FROM)
+    return QuantizedDTypePolicy(name[:at], name[at + len(FROM) :])
+
+
+def _format(mode: object, compute_dtype: str | None) -> Quantization:
+    try:
+        format = parse_quantization(mode) if isinstance(mode, str) else None
+    except ValueError as error:
+        raise ValueError(f"{_expected(mode)} {error}") from None
+    if format is None:
+        raise ValueError(_expected(mode))
+    if isinstance(format, Int8) and compute_dtype == "float16":
+        raise ValueError(
+            f"Quantization mode='{mode}' doesn't work well with compute_dtype='float16' in Keras. For example: "
+            f"QuantizedDTypePolicy('{mode}', 'mixed_bfloat16')."
+        )
+    return format
+
+
+def _expected(mode: object) -> str:
+    return f"Invalid quantization mode. Expected one of {MODES}. Received: mode={mode}"
