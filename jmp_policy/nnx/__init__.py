@@ -3,3 +3,4 @@
 from ._cast_params import cast_params as cast_params
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._optimizer import Optimizer as Optimizer
+from ._quantized import QuantizedParam as QuantizedParam

@@ -11,8 +11,8 @@ from .._policy_map import Match, PolicyMap
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
-from ._layers import dtype_attributes, has_written_dtype, is_dtype_open
-from ._quantized import quantized_body
+from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
+from ._quantized import check_weight, quantized_body
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
@@ -20,10 +20,17 @@ Mismatch = Callable[[str, nnx.Param, Policy], None]
 
 
 class _Around(NamedTuple):
-    """What holds around a value in the tree: the policy, and an open dtype that the layer may have handed on."""
+    """What holds around a value in the tree.
+
+    Attributes:
+      policy: that of the module around it.
+      handed_on: an open dtype that this module may have handed on.
+      rewritten: whether a module around it rewrites the weights of what is inside, which therefore stay floats.
+    """
 
     policy: Policy
     handed_on: Any = None
+    rewritten: bool = False
 
 
 class Attachment:
@@ -74,7 +81,8 @@ class Attachment:
 
     def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
-        return self._value(value, path, _Around(policy))
+        rewritten = policy is not self._match("/".join(path[:-1])).policy  # it was taken its quantization
+        return self._value(value, path, _Around(policy, rewritten=rewritten))
 
     def _value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
         match kind_of(type(value)):
@@ -112,26 +120,35 @@ class Attachment:
             return self._rebuilt(module, type(module), path, None, vars(module), {})
         attributes = vars(module) | dict(role.authored if role else ())
         open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
-        new_role = self._role(base, attributes, path, attached, open_dtype)
+        rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
+        new_role = self._role(base, attributes, path, attached, open_dtype, rewritten)
         policy = new_role.policy
+        check_weight("/".join(path), base, attributes, policy)
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
         if has_open_linen_module(base, attributes, role):
             new_role = dataclasses.replace(new_role, bridges=True)
             new_attributes |= linen_attributes(attributes, new_role)
-        inside = _Around(policy, attributes["dtype"] if open_dtype else None)
+        inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
         return self._rebuilt(module, policied_class(new_role, self._adopt), path, inside, attributes, new_attributes)
 
     def _role(
-        self, base: type, attributes: dict[str, Any], path: tuple[str, ...], attached: bool, open_dtype: bool
+        self,
+        base: type,
+        attributes: dict[str, Any],
+        path: tuple[str, ...],
+        attached: bool,
+        open_dtype: bool,
+        rewritten: bool,
     ) -> Role:
         match = self._match("/".join(path))
+        policy = match.policy.replace(quantization=None) if rewritten else match.policy
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
-        replaced = dtype_attributes(base, attributes, match.policy, open_dtype)
-        does_nothing = not boundary and match.policy.compute_dtype is not None and _is_plain_layer(base, attributes)
+        replaced = dtype_attributes(base, attributes, policy, open_dtype)
+        does_nothing = not boundary and policy.compute_dtype is not None and _is_plain_layer(base, attributes)
         return Role(
             base=base,
-            policy=match.policy,
+            policy=policy,
             given=self.given,
             lineage=self._lineage(path),
             attached=attached,
@@ -141,7 +158,7 @@ class Attachment:
             casts_params="dtype" not in attributes and not is_bridge(base),
             open_dtype=open_dtype,
             authored=tuple((name, attributes[name]) for name in replaced),
-            body=quantized_body(base, attributes, match.policy.quantization),
+            body=quantized_body(base, attributes, policy.quantization),
         )
 
     def _rebuilt(

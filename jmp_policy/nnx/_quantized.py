@@ -3,141 +3,184 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._formats import Quantization
-from ..quant import QuantizedArray, dot_general, take
+from .._formats import Int4, Quantization
+from .._policy import Policy
+from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
-from ..quant._layer import Multiply, Promote, Round, weight_of
-from ..quant._layout import Layout, kernel_layout, table_layout, why_left
-from ..quant._weight import Unquantized, fake_quantized
+from ..quant._layer import Multiply, Promote, Round, as_format
+from ..quant._layout import Layout, block_length, kernel_layout, table_layout, why_left
+from ._quantized_embed import PromoteTable, quantized_embed
+
+Attributes = dict[str, Any]
+Shape = tuple[int, ...]
 
 
 class QuantizedParam(nnx.Variable):
-    """The Variable of a quantized weight: it holds a `QuantizedArray`, and is no `nnx.Param`, for nothing trains it."""
+    """The Variable of a quantized weight: it holds a `QuantizedArray`, and is no `nnx.Param`, for nothing trains it.
+
+    Optimizers and gradients of `nnx.Param` pass it by. Its arrays are part of `nnx.state` as any others.
+
+    >>> from flax import nnx
+    >>> model = jmp.quant.quantize(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "int8_from_float32")
+    >>> type(model.kernel).__name__, model.kernel[...]
+    ('QuantizedParam', QuantizedArray(int8, shape=(64, 64), dtype=float32))
+    """
 
     def get_value(self, **options: Any) -> Any:
         """The quantized weight, of which `param[...]` is the whole and no other part can be had."""
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def quantized_attributes(base: type, attributes: dict[str, Any], format: Quantization | None) -> dict[str, Any]:
+class Weight(NamedTuple):
+    """The weight of a layer of Flax's.
+
+    Attributes:
+      value: what its Variable holds.
+      layout: which of its axes are summed over.
+    """
+
+    value: Any
+    layout: Layout
+
+
+def weight_in(base: type, attributes: Attributes) -> Weight | None:
+    """The weight of two or more axes of a layer of Flax's; `None` if there is none."""
+    layer = _layer_of(base)
+    variable = attributes.get(layer.weight) if layer else None
+    value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+    shape = getattr(value, "shape", ())
+    return Weight(value, layer.layout(attributes, shape)) if layer and len(shape) > 1 else None
+
+
+def quantized_attributes(base: type, attributes: Attributes, format: Quantization | None) -> Attributes:
     """The attributes that a quantized policy gives a layer: how it promotes, and how it multiplies.
 
-    None, where its weight is too small, or its author wrote the functions that it multiplies with.
+    None, where its weight is too small, or its author wrote the functions that it computes with.
     """
-    found = None if format is None else weight_in(base, attributes)
-    if found is None or format is None or attributes.get("promote_dtype") is not _default_promote():
+    layer, weight = _layer_of(base), weight_in(base, attributes)
+    if format is None or layer is None or weight is None or _has_written_function(layer, attributes):
         return {}
-    value, layout = found
-    if not isinstance(value, QuantizedArray) and why_left(value.shape, layout, format):
+    if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
         return {}
-    name, operation = _multiplies_with(base)
-    if issubclass(base, nnx.Embed):
-        return {"promote_dtype": Promote(format, attributes["promote_dtype"], as_tuple=True, layout=layout)}
-    if name is None or attributes.get("mask") is not None:
-        return {"promote_dtype": Round(format, attributes["promote_dtype"], as_tuple=True, layout=layout)}
-    own = attributes[name]
-    if own not in (None, *_DEFAULTS) or attributes.get("dot_general_cls") is not None:
-        return {}
-    promote = Promote(format, attributes["promote_dtype"], as_tuple=True, layout=layout)
-    return {"promote_dtype": promote, name: Multiply(lax.dot_general if own is None else own, operation)}
+    promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
+    return {"promote_dtype": promote} | ({layer.function: layer.multiply} if layer.function else {})
 
 
-def quantized_body(base: type, attributes: dict[str, Any], format: Quantization | None) -> type | None:
+def quantized_body(base: type, attributes: Attributes, format: Quantization | None) -> type | None:
     """The class whose methods run in place of a layer's, where its functions are no attributes."""
-    if not issubclass(base, nnx.Embed) or not quantized_attributes(base, attributes, format):
-        return None
-    return _embed_class(base)
+    if issubclass(base, nnx.Embed) and quantized_attributes(base, attributes, format):
+        return quantized_embed(base)
+    return None
 
 
-def weight_in(base: type, attributes: dict[str, Any]) -> tuple[Any, Layout] | None:
-    """The weight of a layer of Flax's that can be quantized, and its layout; `None` if it has none."""
-    name = "embedding" if issubclass(base, nnx.Embed) else "kernel"
-    variable = attributes.get(name)
-    if not isinstance(variable, nnx.Variable) or "promote_dtype" not in attributes:
-        return None
-    value: Any = variable.get_raw_value()
-    shape = getattr(value, "shape", ())
-    if len(shape) < 2:
-        return None
-    return value, _layout(base, attributes, shape)
+def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:
+    """Checks that a layer can compute with its weight as its policy says.
+
+    Raises:
+      ValueError: the weight is quantized already and the policy has another format or none, or blocks do not divide it.
+    """
+    weight = weight_in(base, attributes)
+    if weight is None:
+        return
+    where = f" {f'{path}/{weight_name(base)}'.lstrip('/')!r}"
+    if isinstance(weight.value, QuantizedArray):
+        if policy.quantization is None:
+            raise ValueError(
+                f"The weight{where} is quantized, as {str(weight.value.format)!r}, and the policy {policy.name!r} is "
+                f"not. Give the model one that is, such as '{weight.value.format}_from_{policy.name}', or give this "
+                "policy to the original."
+            )
+        as_format(weight.value, policy.quantization, where)
+    elif isinstance(policy.quantization, Int4) and quantized_attributes(base, attributes, policy.quantization):
+        block_length(weight.layout, policy.quantization, where)
 
 
-def _layout(base: type, attributes: dict[str, Any], shape: tuple[int, ...]) -> Layout:
-    """The layout as the layer tells it; axes before those of the layer are of a stack."""
-    if issubclass(base, nnx.Embed):
-        return table_layout(shape)
-    if issubclass(base, nnx.Linear):
-        return Layout(shape[-2:-1], 1)
-    if issubclass(base, nnx.LinearGeneral):
-        channels, summed = len(attributes["out_features"]), len(attributes["in_features"])
-        return Layout(shape[len(shape) - channels - summed : len(shape) - channels], channels)
-    if issubclass(base, nnx.Conv | nnx.ConvTranspose):
-        return Layout(shape[len(shape) - len(attributes["kernel_shape"]) : -1], 1)
-    if issubclass(base, nnx.Einsum):
-        return _einsum_layout(attributes, shape)
-    bias = attributes.get("bias")
-    return kernel_layout(shape, None if bias is None else bias.shape)
+def weight_name(base: type) -> str:
+    """The attribute that holds the weight of a layer of Flax's."""
+    layer = _layer_of(base)
+    assert layer is not None
+    return layer.weight
 
 
-def _einsum_layout(attributes: dict[str, Any], shape: tuple[int, ...]) -> Layout:
-    equation, own = attributes["einsum_str"], tuple(attributes["kernel_shape"])
+def _linear(attributes: Attributes, shape: Shape) -> Layout:
+    return Layout(shape[-2:-1], 1)
+
+
+def _linear_general(attributes: Attributes, shape: Shape) -> Layout:
+    channels = len(attributes["out_features"])
+    last = len(shape) - channels
+    return Layout(shape[last - len(attributes["in_features"]) : last], channels)
+
+
+def _convolution(attributes: Attributes, shape: Shape) -> Layout:
+    return Layout(shape[len(shape) - len(attributes["kernel_shape"]) : -1], 1)
+
+
+def _einsum(attributes: Attributes, shape: Shape) -> Layout:
+    """All axes from the first that the equation sums over to the last; all but the channels, where that is open."""
+    equation, own = attributes["einsum_str"], shape[len(shape) - len(attributes["kernel_shape"]) :]
     if equation is None or "..." in equation.partition("->")[0].split(",")[1]:
         return kernel_layout(own)
-    left = equation.partition(",")[0].replace(" ", "").replace("...", "")
+    left = equation.partition(",")[0].replace("...", "")
     labels = labels_of(len(left), len(own), Einsum(equation))
     summed = labels.summed(labels.right)
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 
 
-def _multiplies_with(base: type) -> tuple[str | None, str]:
-    """The attribute that a layer multiplies with, and what it is."""
-    if issubclass(base, nnx.Linear | nnx.LinearGeneral):
-        return "dot_general", "dot_general"
-    if issubclass(base, nnx.Conv):
-        return "conv_general_dilated", "conv_general_dilated"
-    return ("einsum_op", "einsum") if issubclass(base, nnx.Einsum) else (None, "")
+def _table(attributes: Attributes, shape: Shape) -> Layout:
+    return table_layout(shape)
 
 
-_DEFAULTS = (lax.dot_general, lax.conv_general_dilated, jnp.einsum)
+class _Layer(NamedTuple):
+    """What there is to know of a kind of layer.
+
+    Attributes:
+      weight: the attribute that holds its weight.
+      layout: `(attributes, shape of the weight) -> Layout`; axes before those of the layer are of a stack.
+      promote: what takes the place of its `promote_dtype`.
+      function: the attribute that holds the function it multiplies with; `None` without one.
+      multiply: what takes that one's place.
+    """
+
+    weight: str
+    layout: Callable[[Attributes, Shape], Layout]
+    promote: type[Promote] = Promote
+    function: str | None = None
+    multiply: Multiply | None = None
+
+
+_DOT = ("dot_general", Multiply(lax.dot_general, "dot_general"))
+_CONVOLUTION = ("conv_general_dilated", Multiply(lax.conv_general_dilated, "conv_general_dilated"))
+_LAYERS: dict[type, _Layer] = {
+    nnx.Linear: _Layer("kernel", _linear, Promote, *_DOT),
+    nnx.LinearGeneral: _Layer("kernel", _linear_general, Promote, *_DOT),
+    nnx.Einsum: _Layer("kernel", _einsum, Promote, "einsum_op", Multiply(jnp.einsum, "einsum")),
+    nnx.Conv: _Layer("kernel", _convolution, Promote, *_CONVOLUTION),
+    nnx.ConvTranspose: _Layer("kernel", _convolution, Round),
+    nnx.Embed: _Layer("embedding", _table, PromoteTable),
+}
+
+
+@functools.cache
+def _layer_of(base: type) -> _Layer | None:
+    """What there is to know of a class of layers: of Flax's own, or of the one that it is a subclass of."""
+    return next((_LAYERS[kind] for kind in base.__mro__ if kind in _LAYERS), None)
+
+
+def _has_written_function(layer: _Layer, attributes: Attributes) -> bool:
+    """Whether an author wrote one of the functions that a layer computes with."""
+    if attributes.get("promote_dtype") is not _default_promote() or attributes.get("dot_general_cls") is not None:
+        return True
+    own = attributes[layer.function] if layer.function else None
+    return own is not None and own is not getattr(layer.multiply, "own", None)
 
 
 @functools.cache
 def _default_promote() -> Callable[..., Any]:
     return inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
-
-
-@functools.cache
-def _embed_class(base: type[nnx.Embed]) -> type:
-    """A subclass of an embedding that reads rows, and attends to them, by their integers."""
-
-    def call(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        table = _table(self)
-        if isinstance(table, QuantizedArray | Unquantized) and jnp.issubdtype(inputs.dtype, jnp.integer):
-            if self.num_embeddings == 1:
-                return jnp.broadcast_to(fake_quantized(table, self.dtype), (*inputs.shape, self.features))
-            return take(table, inputs, self.dtype)
-        return base.__call__(self, inputs, *args, **kwargs)
-
-    def attend(self: Any, query: jax.Array, *, out_sharding: Any = None) -> Any:
-        query, table, _ = self.promote_dtype((query, self.embedding[...], None), dtype=self.dtype)
-        return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)
-
-    methods: dict[str, Any] = {}
-    if base.__call__ is nnx.Embed.__call__:
-        methods["__call__"] = call
-    if base.attend is nnx.Embed.attend:
-        methods["attend"] = attend
-    metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **methods})
-
-
-def _table(embed: Any) -> Any:
-    promote: Promote = embed.promote_dtype
-    return weight_of(embed.embedding[...], promote.format, table_layout(embed.embedding[...].shape))

@@ -24,7 +24,6 @@ class Role:
 
     Attributes:
       base: the class the module has without a policy.
-      body: the class whose methods run, if it is another: a subclass of `base` that knows quantized weights.
       policy: the policy that holds for this module.
       given: what was attached to this module or to the one around it that has a policy of its own.
       lineage: with a map, the types by path of this module and those around it, for the rules that name types.
@@ -36,6 +35,7 @@ class Role:
       open_dtype: whether the module has a `dtype` that its author left open.
       bridges: whether the policy was handed on to the linen module that this one wraps.
       authored: attributes that the policy replaced, as their author left them.
+      body: the class whose methods run, if it is another: a subclass of `base` that knows quantized weights.
     """
 
     base: type

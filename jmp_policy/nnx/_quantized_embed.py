@@ -1,0 +1,61 @@
+"""An embedding with a quantized table: its functions are no attributes, so that its methods run in a subclass."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..quant import dot_general, take
+from ..quant._layer import Promote, weight_of
+from ..quant._layout import table_layout
+from ..quant._weight import fake_quantized
+
+
+class PromoteTable(Promote):
+    """The `promote_dtype` of an embedding: the table, last of the arrays, becomes the numbers its integers stand for.
+
+    That is for methods which a subclass wrote itself, or calls by `super()`: those of Flax read the table by `rows`
+    and `operands`.
+    """
+
+    def __call__(self, arrays: Any, *, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
+        *others, table = arrays
+        numbers = fake_quantized(weight_of(table, self.format, table_layout(table.shape)), dtype)
+        return self.promote((*others, numbers), dtype=dtype, **options)
+
+    def rows(self, table: Any, indices: jax.Array, dtype: Any) -> jax.Array:
+        """Rows of the table, and no others, as floating numbers."""
+        return take(weight_of(table, self.format, table_layout(table.shape)), indices, dtype)
+
+    def operands(self, query: jax.Array, table: Any, dtype: Any) -> tuple[Any, ...]:
+        """The operands of the product with the whole table: the query in the dtype to compute in, and the weight."""
+        return super().__call__((query, table, None), dtype=dtype)[:2]
+
+
+@functools.cache
+def quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
+    """A subclass of an embedding that reads rows, and attends to them, by their integers; one for equal classes."""
+    methods: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    if base.__call__ is nnx.Embed.__call__:
+        methods["__call__"] = _call
+    if base.attend is nnx.Embed.attend:
+        methods["attend"] = _attend
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (base,), methods)
+
+
+def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    table, read = self.embedding[...], self.promote_dtype.rows
+    if self.num_embeddings == 1 or not jnp.issubdtype(inputs.dtype, jnp.integer):
+        return nnx.Embed.__call__(self, inputs, out_sharding=out_sharding)
+    if out_sharding is None:
+        return read(table, inputs, self.dtype)
+    read = functools.partial(read, dtype=self.dtype)
+    return jax.sharding.auto_axes(read, out_sharding=out_sharding)(table, inputs)
+
+
+def _attend(self: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    query, table = self.promote_dtype.operands(query, self.embedding[...], self.dtype)
+    return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)
