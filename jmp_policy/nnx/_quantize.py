@@ -1,39 +1,44 @@
 """Post-training quantization of nnx models."""
 
-from collections.abc import Mapping
+import warnings
 from typing import Any
 
 from flax import nnx
 
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from ..quant import quantize_array
-from ..quant._clip import Clip
-from ..quant._layout import why_left
+from ..quant._layer import Promote
+from ..quant._quantizer import Quantizer
 from ._adopt import adopt
 from ._attachment import Attachment
 from ._mismatch import reject
 from ._quantized import QuantizedParam, weight_in
-from ._roles import role_of
+from ._roles import Role, role_of
 
 
-def quantize(model: nnx.Module, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> nnx.Module:
+def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     """A copy of an nnx model with the policy, whose weights are quantized; see `jmp_policy.quant.quantize`."""
-    attached = Attachment(given, reject, adopt).attach(nnx.clone(model))
-    found = 0
+    attachment = Attachment(quantizer.given, reject, adopt)
+    attached = attachment.attach(nnx.clone(model))
+    done: dict[int, tuple[nnx.Variable, nnx.Variable]] = {}  # by id: a weight of two layers stays one; keys kept alive
     for path, module in nnx.iter_modules(attached):
         role = role_of(module)
-        format = None if role is None else role.policy.quantization
-        weight = None if role is None else weight_in(role.base, vars(module))
-        if role is None or format is None or weight is None or why_left(weight[0].shape, weight[1], format):
+        found = None if role is None else weight_in(role.base, vars(module))
+        if role is None or found is None:
             continue
-        here = "/".join(map(str, path))
         name = "embedding" if issubclass(role.base, nnx.Embed) else "kernel"
-        array, layout = weight
-        options = {"clip": clip, "input_clip": input_clips.get(here), "where": f" '{here}/{name}'"}
-        new = quantize_array(array, format, layout, **options)
-        vars(module)[name] = QuantizedParam(new)
-        found += 1
-    if not found:
-        raise ValueError(f"Nothing to quantize under {given}.")
+        variable = vars(module)[name]
+        if id(variable) not in done:
+            new = _quantized(quantizer, "/".join(map(str, path)), name, module, role, found)
+            done[id(variable)] = variable, variable if new is None else QuantizedParam(new)
+        vars(module)[name] = done[id(variable)][1]
+    unused = attachment.unused_rules()
+    quantizer.check(unused)
+    for message in unused:
+        warnings.warn(message, stacklevel=3)
     return attached
+
+
+def _quantized(quantizer: Quantizer, path: str, name: str, module: nnx.Module, role: Role, found: tuple) -> Any:
+    array, layout = found
+    is_ours = isinstance(vars(module).get("promote_dtype"), Promote)
+    unfit = None if is_ours else "its author wrote the functions that it computes with"
+    return quantizer.weight(path, name, array, layout, role.policy, unfit)

@@ -15,7 +15,7 @@ from .._rounding import round_to_half
 from .._tree import Uncast, is_array
 from ._clip import Clip, clipped_bounds, clipped_peak
 from ._integers import Quantized, asymmetric, packed, symmetric, unpacked
-from ._layout import Layout, block_length
+from ._layout import Layout, block_length, stack_of
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,8 @@ class QuantizedArray(Uncast):
       scale: float32: of the weight's shape with length 1 where the weight is summed over; or
         `(*stack, blocks, 1, *channels)`.
       zero_point: uint8 of the shape of `scale` for 4 bits, else `None`.
-      input_clip: float32, `()`: the magnitude that calibration chose to clip the layer's inputs to; `None` without.
+      input_clip: float32, one for each of a stack: the magnitude that calibration chose to clip the layer's inputs to;
+        `None` without.
       format: `Int8` or `Int4`.
       layout: which axes are summed over.
       dtype: the dtype that the weight had.
@@ -40,8 +41,8 @@ class QuantizedArray(Uncast):
     >>> w = quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
     >>> w
     QuantizedArray(int8, shape=(2, 2), dtype=float32)
-    >>> w.dequantize().round(2).tolist()
-    [[1.0, -4.0], [0.5, 2.02]]
+    >>> jnp.allclose(w.dequantize(), jnp.array([[1.0, -4.0], [0.504, 2.016]]), atol=0.005).item()
+    True
     """
 
     values: jax.Array
@@ -140,18 +141,18 @@ def quantize_array(
     layout: Layout | None = None,
     *,
     clip: Clip = "absmax",
-    input_clip: jax.Array | None = None,
+    input_clip: Any = None,
     where: str = "",
 ) -> QuantizedArray:
     """Quantizes one weight.
 
     Args:
-      array: real floating, of one or more axes.
+      array: real floating, of one or more axes; an abstract one (`jax.ShapeDtypeStruct`) becomes an abstract result.
       quantization: `Int8`, `Int4`, or their string.
       layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
       clip: how the range is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes, and
         `"mse"`, the range of the least mean square error, clip what is outside.
-      input_clip: what to clip the inputs of the layer to.
+      input_clip: a number to clip the inputs of the layer to, where the format quantizes these.
       where: what the error message says of the place the weight stands in.
 
     Raises:
@@ -171,13 +172,24 @@ def quantize_array(
         raise TypeError(
             f"Only floating arrays with axes are quantized, got {got}{where}. For example: jnp.ones((8, 8))."
         )
+    if isinstance(array, jax.ShapeDtypeStruct):
+        options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
+        return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
     layout = layout or _all_but_last(array.shape)
     if isinstance(format, Int8):
         made = symmetric(array, clipped_peak(array, layout.axes, clip))
     else:
         made = _in_blocks(array, layout, format, clip, where)
+    input_clip = _clip_of_each(array, layout, format, input_clip)
     return QuantizedArray(*made, input_clip, format, layout, np.dtype(array.dtype))
+
+
+def _clip_of_each(array: jax.Array, layout: Layout, format: Quantization, input_clip: Any) -> jax.Array | None:
+    """The magnitude to clip inputs to, once for each weight of a stack, so that it is cut into layers as the others."""
+    if input_clip is None or not getattr(format, "activations", False):
+        return None
+    return jnp.full(stack_of(array.shape, layout), input_clip, jnp.float32)
 
 
 def _all_but_last(shape: tuple[int, ...]) -> Layout:

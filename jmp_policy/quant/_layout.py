@@ -68,10 +68,20 @@ def table_layout(shape: tuple[int, ...]) -> Layout:
 def size_of(shape: tuple[int, ...], layout: Layout) -> int:
     """The number of elements of a weight, of one layer if it is a stack.
 
-    >>> size_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
-    16384
+    >>> size_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1)), size_of((256, 64), table_layout((256, 64)))
+    (16384, 16384)
     """
-    return math.prod(shape[layout.axes[0] :])
+    return math.prod(shape[len(stack_of(shape, layout)) :])
+
+
+def stack_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """The leading axes of a weight that are those of a stack or a batch; the rows of a table are none.
+
+    >>> stack_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1)), stack_of((256, 64), table_layout((256, 64)))
+    ((12,), ())
+    """
+    own = len(layout.contracted) + max(layout.channels, 1)
+    return shape[: max(len(shape) - own, 0)]
 
 
 def why_left(shape: tuple[int, ...], layout: Layout, quantization: Quantization) -> str | None:

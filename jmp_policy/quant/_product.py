@@ -1,6 +1,7 @@
 """Products with quantized weights: of integers where both sides are, else in the dtype of the input."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._formats import Int8, Quantization
+from .._formats import Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._integers import Quantized, peak, symmetric
-from ._layout import Layout
 from ._weight import Unquantized, Weight, fake_quantized
 
 
@@ -37,40 +37,25 @@ def product(operation: Bilinear, left: jax.Array, weight: Weight) -> jax.Array:
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
-    if isinstance(weight, Unquantized):
-        spec = _Spec(operation, weight.format, weight.layout)
-        return _straight_through(spec, left, weight.array)
-    frozen = jax.tree.map(lax.stop_gradient, weight)
-    return _straight_through(_Spec(operation, weight.format, weight.layout), left, frozen)
+    if isinstance(weight, QuantizedArray):
+        weight = jax.tree.map(lax.stop_gradient, weight)
+    if not _in_integers(operation, weight):
+        return operation.compute(left, fake_quantized(weight, left.dtype))
+    right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _rounded(weight))
+    # Rounded here, not in the function below: its derivative needs the same integers, and would round once more.
+    rows = _rows(operation, lax.stop_gradient(left), rounded)
+    return _of_integers(operation, left, right, rows, rounded)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    operation: Bilinear
-    format: Quantization
-    layout: Layout
-
-    def weight(self, right: Any) -> Weight:
-        return right if isinstance(right, QuantizedArray) else Unquantized(right, self.format, self.layout)
+def _rounded(weight: Unquantized) -> QuantizedArray:
+    return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantized()
 
 
-def _computed(spec: _Spec, left: jax.Array, right: Any) -> jax.Array:
-    weight = spec.weight(right)
-    if not _in_integers(spec, weight):
-        return spec.operation.compute(left, fake_quantized(weight, left.dtype))
-    operation = spec.operation
-    weight = weight if isinstance(weight, QuantizedArray) else weight.quantized()
-    rows = _rows(spec, left, weight)
-    sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
-    scale = operation.aligned(rows.scale, operation.left) * operation.aligned(weight.scale, operation.right)
-    return (sums * scale).astype(operation.compute.preferred_element_type or left.dtype)
-
-
-def _in_integers(spec: _Spec, weight: Weight) -> bool:
-    if not isinstance(spec.format, Int8) or not spec.format.activations:
+def _in_integers(operation: Bilinear, weight: Weight) -> bool:
+    if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
     shared = {axis % weight.ndim for axis in weight.layout.axes}
-    return set(spec.operation.summed(spec.operation.right)) <= shared and not _joins_groups(spec.operation)
+    return set(operation.summed(operation.right)) <= shared and not _joins_groups(operation)
 
 
 def _joins_groups(operation: Bilinear) -> bool:
@@ -78,30 +63,46 @@ def _joins_groups(operation: Bilinear) -> bool:
     return dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1) != 1
 
 
-def _rows(spec: _Spec, left: jax.Array, weight: Weight) -> Quantized:
-    amax = peak(left, spec.operation.summed(spec.operation.left))
-    clip = weight.input_clip if isinstance(weight, QuantizedArray) else None
-    return symmetric(left, amax if clip is None else jnp.minimum(amax, clip))
+def _rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
+    amax, clip = peak(left, operation.summed(operation.left)), weight.input_clip
+    # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
+    return symmetric(left, amax if clip is None else jnp.minimum(amax, jnp.min(clip)))
 
 
-_straight_through = jax.custom_jvp(_computed, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_integers(
+    operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray
+) -> jax.Array:
+    """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
+    sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
+    scale = operation.aligned(rows.scale, operation.left) * operation.aligned(weight.scale, operation.right)
+    return (sums * scale).astype(operation.compute.preferred_element_type or left.dtype)
 
 
-def _jvp(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
-    left, right = primals
-    left_tangent, right_tangent = tangents
-    out = _straight_through(spec, left, right)
-    weight, compute = spec.weight(right), spec.operation.compute
+def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
+    left, right, rows, weight = primals
+    left_tangent, right_tangent, *_ = tangents
+    out = _of_integers(operation, *primals)
     parts = []
     if not isinstance(left_tangent, SymbolicZero):
-        parts.append(compute(left_tangent, fake_quantized(weight, left.dtype)))
-    if isinstance(weight, Unquantized) and not isinstance(right_tangent, SymbolicZero):
-        as_rounded = left
-        if _in_integers(spec, weight):
-            values, scale, _ = _rows(spec, left, weight)
-            as_rounded = (values.astype(jnp.float32) * scale).astype(left.dtype)
-        parts.append(compute(as_rounded, right_tangent.astype(left.dtype)))
+        numbers = weight.dequantize(left.dtype)
+        parts.append(operation.compute(left_tangent, numbers if right is None else _instead(right, numbers)))
+    if right is not None and not isinstance(right_tangent, SymbolicZero):
+        numbers = (rows.values.astype(jnp.float32) * rows.scale).astype(left.dtype)
+        parts.append(operation.compute(_instead(left, numbers), right_tangent.astype(left.dtype)))
     return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
 
 
-_straight_through.defjvp(_jvp, symbolic_zeros=True)
+_of_integers.defjvp(_jvp, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _instead(original: jax.Array, rounded: jax.Array) -> jax.Array:
+    """What an array was rounded to, with the derivative of the array."""
+    return rounded
+
+
+@_instead.defjvp
+def _straight_through(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    original, rounded = primals
+    return _instead(original, rounded), tangents[0].astype(rounded.dtype)

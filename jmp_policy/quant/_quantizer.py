@@ -1,0 +1,135 @@
+"""Quantizing the weights of one model, and keeping account of those that are left as they are."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .._dtypes import did_you_mean, is_floating_dtype
+from .._get_policy import default_policy
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ._array import QuantizedArray, quantize_array
+from ._clip import Clip, checked
+from ._layout import Layout, why_left
+
+_SHOWN = 5
+"""How many of the weights that were left an error names."""
+
+
+class Quantizer:
+    """What `quantize` does to each weight of a model, whichever kind of model that is.
+
+    Args:
+      given: what the model is quantized by.
+      clip: how the range of each weight is chosen.
+      input_clips: by module path, the magnitude to clip a layer's inputs to.
+
+    Raises:
+      ValueError: the policy has no quantization, or an option is not of its kind.
+    """
+
+    def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
+        if not has_quantization(given):
+            raise ValueError(
+                f"Nothing to quantize: {_named(given)} has no quantization. For example: 'int8_from_mixed_bfloat16'."
+            )
+        self.given = given
+        self._clip = checked(clip)
+        self._input_clips = {path: _magnitude(path, value) for path, value in input_clips.items()}
+        self._modules: set[str] = set()
+        self._left: dict[str, str] = {}
+        self._quantized = 0
+
+    def weight(
+        self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
+    ) -> QuantizedArray | None:
+        """A quantized weight; `None`, and noted, if it stays as it is.
+
+        Args:
+          module: the path of the module that it belongs to.
+          name: its own name.
+          array: the weight.
+          layout: which of its axes are summed over.
+          policy: what holds for the module.
+          unfit: why the module could not compute with it, if it could not.
+
+        Raises:
+          ValueError: it is quantized already, or blocks do not divide it.
+        """
+        self._modules.add(module)
+        why = why_unquantized(array, layout, policy) or unfit
+        if why is not None:
+            self._left[_path(module, name)] = why
+            return None
+        self._quantized += 1
+        options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
+        return quantize_array(array, policy.quantization, layout, **options, where=f" {_path(module, name)!r}")
+
+    def check(self, unused: Collection[str]) -> None:
+        """Checks that something was quantized, and that everything that was said was said of something.
+
+        Args:
+          unused: what there is to say of rules that decided for no module.
+
+        Raises:
+          ValueError: nothing was quantized, or `input_clips` names a module without a weight.
+        """
+        if not self._quantized:
+            raise ValueError(f"Nothing to quantize under {_named(self.given)}: {self._reasons()}.{_sentences(unused)}")
+        for path in self._input_clips:
+            if path not in self._modules:
+                known = did_you_mean(path, sorted(self._modules))
+                raise ValueError(f"input_clips names {path!r}, which is no module with a weight. {known}")
+
+    def _reasons(self) -> str:
+        if not self._left:
+            return "there is no 'kernel' or 'embedding' of two or more axes"
+        shown = [f"{path!r}: {why}" for path, why in list(self._left.items())[:_SHOWN]]
+        more = len(self._left) - len(shown)
+        return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def has_quantization(given: Policy | PolicyMap) -> bool:
+    """Whether a policy, or any of a map's, quantizes.
+
+    >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
+    True
+    """
+    if isinstance(given, Policy):
+        return given.quantization is not None
+    default = default_policy() if given.default is None else given.default
+    rules = any(rule.policy.quantization is not None for rule in given.rules)
+    return rules or has_quantization(default)
+
+
+def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
+    """Why a weight stays as it is under a policy; `None` if it is quantized."""
+    if policy.quantization is None:
+        return f"its policy {policy.name!r} has no quantization"
+    if isinstance(array, QuantizedArray):
+        return None
+    if not is_floating_dtype(array.dtype):
+        return "it holds no floats"
+    return why_left(array.shape, layout, policy.quantization)
+
+
+def _magnitude(path: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if number > 0:
+        return number
+    raise ValueError(f"input_clips[{path!r}] is no positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+
+
+def _named(given: Policy | PolicyMap) -> str:
+    return f"the policy {given.name!r}" if isinstance(given, Policy) else f"the map {given!r}"
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}/{name}" if module else name
+
+
+def _sentences(messages: Collection[str]) -> str:
+    return "".join(f" The {message}." for message in messages)

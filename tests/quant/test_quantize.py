@@ -1,0 +1,235 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn, nnx
+from flax.core import FrozenDict, freeze, meta
+
+import jmp_policy as jmp
+from jmp_policy import quant
+
+KERNEL = jax.random.normal(jax.random.key(0), (64, 64))
+
+
+def variables() -> dict:
+    dense = {"kernel": KERNEL, "bias": jnp.ones(64)}
+    params = {"embed": {"embedding": KERNEL}, "mlp": {"up": dense}, "small": {"kernel": KERNEL[:8, :8]}}
+    return {"params": params, "batch_stats": {"norm": {"mean": jnp.zeros(64)}}}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(64, 64, rngs=rngs)
+        self.up = nnx.Linear(64, 64, rngs=rngs)
+        self.small = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.small(self.up(self.embed(tokens)))
+
+
+def is_quantized(tree: object) -> list[str]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, quant.QuantizedArray))
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in leaves
+        if isinstance(leaf, quant.QuantizedArray)
+    ]
+
+
+def test_kernels_and_tables_become_integers_and_everything_else_stays():
+    before = variables()
+    after = quant.quantize(before, "int8_from_float32")
+    assert is_quantized(after) == ["params/embed/embedding", "params/mlp/up/kernel"]
+    assert after["params"]["mlp"]["up"]["bias"] is before["params"]["mlp"]["up"]["bias"]
+    assert after["params"]["small"]["kernel"] is before["params"]["small"]["kernel"]
+    assert after["batch_stats"] is before["batch_stats"]
+    assert is_quantized(before) == []
+
+
+def test_params_alone_and_frozen_ones_are_quantized_as_they_are():
+    alone = quant.quantize(variables()["params"], "int8_from_float32")
+    assert is_quantized(alone) == ["embed/embedding", "mlp/up/kernel"]
+    frozen = quant.quantize(freeze(variables()), "int8_from_float32")
+    assert isinstance(frozen, FrozenDict)
+    assert is_quantized(frozen) == is_quantized(quant.quantize(variables(), "int8_from_float32"))
+
+
+def test_the_box_around_a_weight_stays_around_its_integers():
+    params = {"dense": {"kernel": nn.Partitioned(KERNEL, (None, "model"))}}
+    boxed = quant.quantize(params, "int8_from_float32")["dense"]["kernel"]
+    assert isinstance(boxed, nn.Partitioned)
+    assert boxed.names == (None, "model")
+    assert is_quantized(meta.unbox({"kernel": boxed})) == ["kernel"]
+
+
+def test_a_map_chooses_by_path():
+    rules = jmp.PolicyMap({"mlp": "int4/32_from_float32", "embed": "float32"}, "int8(min_size=0)_from_float32")
+    params = quant.quantize(variables(), rules)["params"]
+    assert str(params["mlp"]["up"]["kernel"].format) == "int4/32"
+    assert str(params["small"]["kernel"].format) == "int8(min_size=0)"
+    assert params["embed"]["embedding"] is KERNEL
+
+
+def test_what_a_map_left_can_be_quantized_later():
+    rest = jmp.PolicyMap({"mlp": "int8_from_float32"}, "float32")
+    first = quant.quantize(variables(), jmp.PolicyMap({"embed": "int8_from_float32"}, "float32"))
+    both = quant.quantize(first, rest)
+    assert is_quantized(both) == ["params/embed/embedding", "params/mlp/up/kernel"]
+
+
+def test_quantizing_inside_of_jit_gives_the_same_integers():
+    eager = quant.quantize(variables(), "int8_from_float32", clip="mse")
+    jitted = jax.jit(lambda v: quant.quantize(v, "int8_from_float32", clip="mse"))(variables())
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), eager, jitted))
+
+
+def test_a_model_too_large_for_memory_is_quantized_abstractly():
+    kernel = jax.ShapeDtypeStruct((80, 8192, 28672), jnp.bfloat16)
+    new = quant.quantize({"blocks": {"mlp": {"kernel": kernel}}}, "int4_from_bfloat16", stacked=["blocks"])
+    weight = new["blocks"]["mlp"]["kernel"]
+    assert weight.values == jax.ShapeDtypeStruct((80, 64, 64, 28672), jnp.uint8)
+    assert weight.shape == kernel.shape
+
+
+def test_an_abstract_nnx_model_is_quantized_abstractly():
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    weight = quant.quantize(model, "int8_from_float32").up.kernel.get_raw_value()
+    assert isinstance(weight.values, jax.ShapeDtypeStruct)
+    assert weight.values.dtype == jnp.int8
+
+
+def test_patterns_of_stacks_cover_what_is_inside_and_add_an_axis_each():
+    params = {"blocks": {"dense": {"kernel": jnp.ones((2, 3, 64, 64))}}}
+
+    def scale(stacked: list[str]) -> tuple[int, ...]:
+        new = quant.quantize(params, "int8(min_size=0)_from_float32", stacked=stacked)
+        return new["blocks"]["dense"]["kernel"].scale.shape
+
+    assert scale([]) == (1, 1, 1, 64)
+    assert scale(["blocks"]) == scale(["blocks/.*"]) == (2, 1, 1, 64)
+    assert scale(["blocks", "blocks/dense"]) == (2, 3, 1, 64)
+
+
+def test_the_clip_of_inputs_has_a_number_for_each_layer_of_a_stack():
+    params = {"blocks": {"kernel": jnp.ones((2, 64, 64))}, "head": {"kernel": KERNEL}}
+    new = quant.quantize(params, "int8_from_float32", stacked=["blocks"], input_clips={"blocks": 2.0, "head": 3})
+    assert new["blocks"]["kernel"].input_clip.tolist() == [2.0, 2.0]
+    assert new["head"]["kernel"].input_clip.tolist() == 3.0
+
+
+def test_formats_that_leave_inputs_alone_keep_no_clip_of_them():
+    for spec in ("int4_from_float32", "int8(activations=false)_from_float32"):
+        new = quant.quantize(variables(), spec, input_clips={"mlp/up": 2.0})
+        assert new["params"]["mlp"]["up"]["kernel"].input_clip is None
+
+
+def test_a_clip_of_inputs_below_their_peak_is_what_they_saturate_at():
+    rows = jnp.array([[1.0, 0.5, 100.0, -0.25]])
+    weight = quant.quantize_array(jnp.eye(4), "int8(min_size=0)", input_clip=1.0)
+    out = quant.dot_general(rows, weight, (((1,), (0,)), ((), ())))
+    assert jnp.allclose(out, jnp.array([[1.0, 0.5, 1.0, -0.25]]), atol=1 / 127)
+
+
+def test_an_nnx_model_is_quantized_as_a_copy():
+    model = Model(nnx.Rngs(0))
+    kernel = model.up.kernel.get_raw_value()
+    new = quant.quantize(model, "int8_from_float32", input_clips={"up": 4.0})
+    assert model.up.kernel.get_raw_value() is kernel
+    assert new.up.kernel.get_raw_value().input_clip == 4.0
+    assert isinstance(new.small.kernel, nnx.Param)
+    assert new(jnp.arange(3)).shape == (3, 8)
+
+
+def test_a_weight_of_two_layers_stays_one():
+    model = Model(nnx.Rngs(0))
+    model.small = nnx.Linear(64, 64, rngs=nnx.Rngs(1))
+    model.small.kernel = model.up.kernel
+    new = quant.quantize(model, "int8_from_float32")
+    assert new.small.kernel is new.up.kernel
+
+
+def test_a_layer_with_functions_of_its_author_is_left():
+    model = Model(nnx.Rngs(0))
+    model.up = nnx.Linear(64, 64, dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args), rngs=nnx.Rngs(1))
+    new = quant.quantize(model, "int8_from_float32")
+    assert isinstance(new.up.kernel, nnx.Param)
+    assert new(jnp.arange(3)).shape == (3, 8)
+
+
+def test_rules_that_decide_nothing_are_warned_of_where_quantize_is_called():
+    rules = jmp.PolicyMap({"mpl": "int4_from_float32"}, "int8_from_float32")
+    for target in (variables(), Model(nnx.Rngs(0))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            quant.quantize(target, rules)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert "policy rule 'mpl' matches no module" in str(caught[0].message)
+
+
+INT8 = "int8_from_float32"
+BY_TYPE = jmp.PolicyMap({nn.Dense: INT8}, "float32")
+UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "options"),
+    [
+        ("the policy 'mixed_float16' has no quantization. For example: 'int8_from", "mixed_float16", {}),
+        (r"the map PolicyMap\(\{'head'.* has no quantization", jmp.PolicyMap({"head": "bfloat16"}), {}),
+        ("'embed/embedding': 4096 elements are fewer than min_size=9999; ", "int8(min_size=9999)_from_f32", {}),
+        ("'mlp/up/kernel': its policy 'float32' has no quantization; .* The policy rule 'mpl'", UNUSED, {}),
+        ("A rule of the map is for the type Dense, and variables do not tell", BY_TYPE, {}),
+        ("Blocks of 48 do not divide the 64 inputs of the weight 'embed/embedding'", "int4/48_from_f32", {}),
+        ("clip is 'absmax', 'mse' or a percentile in", INT8, {"clip": "max"}),
+        ("'up', which is no module with a weight. Known are 'embed', 'mlp/up'", INT8, {"input_clips": {"up": 2.0}}),
+        (r"input_clips\['up'\] is no positive number, got 0", INT8, {"input_clips": {"up": 0}}),
+        (r"input_clips\['up'\] is no positive number, got 'a'", INT8, {"input_clips": {"up": "a"}}),
+        ("'up' of stacked covers no module with a weight. Such modules are 'embed', ", INT8, {"stacked": ["up"]}),
+        (r"stacked is a collection of patterns, got the string 'up'; write \['up'\]", INT8, {"stacked": "up"}),
+        (r"'\(' of stacked is no valid pattern: ", INT8, {"stacked": ["("]}),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(text, policy, options):
+    with pytest.raises(ValueError, match=text):
+        quant.quantize(variables(), policy, **options)
+
+
+def test_nothing_to_quantize_names_the_first_few_and_counts_the_rest():
+    params = {f"dense_{i}": {"kernel": KERNEL[:8]} for i in range(7)}
+    with pytest.raises(ValueError, match=r"'dense_4/kernel': 512 elements are fewer than .*; and 2 more\.$"):
+        quant.quantize(params, INT8)
+    with pytest.raises(ValueError, match="there is no 'kernel' or 'embedding' of two or more axes"):
+        quant.quantize({"norm": {"scale": jnp.ones(64)}}, INT8)
+    with pytest.raises(ValueError, match="'dense/kernel': it holds no floats"):
+        quant.quantize({"dense": {"kernel": jnp.ones((64, 64), jnp.int32)}}, INT8)
+    with pytest.raises(ValueError, match="'kernel': 512 elements are fewer than min_size=4096"):
+        quant.quantize(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), INT8)
+    with pytest.raises(ValueError, match="'kernel': its author wrote the functions that it computes with"):
+        quant.quantize(nnx.Linear(64, 64, promote_dtype=lambda arrays, **_: arrays, rngs=nnx.Rngs(0)), INT8)
+
+
+def test_quantizing_twice_is_refused_with_the_path():
+    with pytest.raises(ValueError, match="The weight 'embed/embedding' is quantized already: QuantizedArray"):
+        quant.quantize(quant.quantize(variables(), INT8), INT8)
+    with pytest.raises(ValueError, match="The weight 'embed/embedding' is quantized already: QuantizedArray"):
+        quant.quantize(quant.quantize(Model(nnx.Rngs(0)), INT8), INT8)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        (nn.Dense(4), "a Dense"),
+        (nnx.Linear, "the class Linear"),
+        (jnp.ones((64, 64)), "a ArrayImpl"),
+        (nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), "a State"),
+    ],
+)
+def test_what_is_no_model_is_refused(target, kind):
+    with pytest.raises(TypeError, match=f"quantize takes linen variables or an nnx model, got {kind}"):
+        quant.quantize(target, INT8)
+
+
+def test_stacks_are_of_variables_alone():
+    with pytest.raises(ValueError, match="stacked is for linen's variables"):
+        quant.quantize(Model(nnx.Rngs(0)), INT8, stacked=["up"])
