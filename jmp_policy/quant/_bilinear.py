@@ -40,8 +40,9 @@ class Bilinear:
         kept = [i for i, label in enumerate(operand) if label in self.out]
         order = sorted(kept, key=lambda i: self.out.index(operand[i]))
         lengths = {operand[i]: scale.shape[i] for i in kept}
-        flat = lax.transpose(scale, (*order, *self.summed(operand)))
-        return flat.reshape([lengths.get(label, 1) for label in self.out])
+        if order != kept:  # axes of length 1 need no moving
+            scale = lax.transpose(scale, (*order, *self.summed(operand)))
+        return scale.reshape([lengths.get(label, 1) for label in self.out])
 
 
 @dataclasses.dataclass(frozen=True)
