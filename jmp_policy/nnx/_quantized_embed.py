@@ -53,7 +53,7 @@ def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
     if out_sharding is None:
         return read(table, inputs, self.dtype)
     read = functools.partial(read, dtype=self.dtype)
-    return jax.sharding.auto_axes(read, out_sharding=out_sharding)(table, inputs)
+    return jax.sharding.auto_axes(out_sharding=out_sharding)(read)(table, inputs)
 
 
 def _attend(self: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
