@@ -3,33 +3,40 @@
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
 from ._adopt import adopt
 from ._attachment import Attachment
 from ._mismatch import reject
-from ._quantized import QuantizedParam, weight_in
+from ._quantized import QuantizedParam, weight_in, weight_name
 from ._roles import Role, role_of
 
 
 def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     """A copy of an nnx model with the policy, whose weights are quantized; see `jmp_policy.quant.quantize`."""
-    attachment = Attachment(quantizer.given, reject, adopt)
+    role = role_of(model)
+    attachment = Attachment(quantizer.given, reject, adopt, keep=role.keep if role else ())
     attached = attachment.attach(nnx.clone(model))
-    done: dict[int, tuple[nnx.Variable, nnx.Variable]] = {}  # by id: a weight of two layers stays one; keys kept alive
+    done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; what has ids as keys is kept alive
     for path, module in nnx.iter_modules(attached):
         role = role_of(module)
-        found = None if role is None else weight_in(role.base, vars(module))
-        if role is None or found is None:
+        if role is None or weight_in(role.base, vars(module)) is None:
             continue
-        name = "embedding" if issubclass(role.base, nnx.Embed) else "kernel"
+        name, mask = weight_name(role.base), vars(module).get("mask")
         variable = vars(module)[name]
-        if id(variable) not in done:
-            new = _quantized(quantizer, "/".join(map(str, path)), name, module, role, found)
-            done[id(variable)] = variable, variable if new is None else QuantizedParam(new)
-        vars(module)[name] = done[id(variable)][1]
+        # Two layers with policies or masks of their own make different integers of one weight.
+        key = id(variable), id(mask), role.policy.quantization
+        if key not in done:
+            new = _quantized(quantizer, "/".join(map(str, path)), module, role)
+            done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
+        vars(module)[name] = done[key][1]
+        if mask is not None and done[key][1] is not variable:
+            module.mask = None  # type: ignore[attr-defined]  # the integers have it
     unused = attachment.unused_rules()
     quantizer.check(unused)
     for message in unused:
@@ -37,8 +44,19 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     return attached
 
 
-def _quantized(quantizer: Quantizer, path: str, name: str, module: nnx.Module, role: Role, found: tuple) -> Any:
-    array, layout = found
-    is_ours = isinstance(vars(module).get("promote_dtype"), Promote)
+def _quantized(quantizer: Quantizer, path: str, module: nnx.Module, role: Role) -> QuantizedArray | None:
+    """The weight of a layer, quantized; `None` if it stays as it is."""
+    weight = weight_in(role.base, vars(module))
+    assert weight is not None
+    is_ours = isinstance(vars(module)["promote_dtype"], Promote)
     unfit = None if is_ours else "its author wrote the functions that it computes with"
-    return quantizer.weight(path, name, array, layout, role.policy, unfit)
+    value, mask = weight.value, vars(module).get("mask")
+    if mask is not None and not isinstance(value, QuantizedArray):
+        value = _masked(value, mask)
+    return quantizer.weight(path, weight_name(role.base), value, weight.layout, role.policy, unfit)
+
+
+def _masked(kernel: Any, mask: Any) -> Any:
+    """A kernel as its convolution uses it; abstract, if it is."""
+    is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)
+    return jax.eval_shape(jnp.multiply, kernel, mask) if is_abstract else kernel * mask
