@@ -13,7 +13,7 @@ from ..quant._quantizer import Quantizer
 from ._adopt import adopt
 from ._attachment import Attachment
 from ._mismatch import reject
-from ._quantized import QuantizedParam, weight_in, weight_name
+from ._quantized import QuantizedParam, Weight, weight_in, weight_name
 from ._roles import Role, role_of
 
 
@@ -22,17 +22,18 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     role = role_of(model)
     attachment = Attachment(quantizer.given, reject, adopt, keep=role.keep if role else ())
     attached = attachment.attach(nnx.clone(model))
-    done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; what has ids as keys is kept alive
+    done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; the values keep their ids alive
     for path, module in nnx.iter_modules(attached):
         role = role_of(module)
-        if role is None or weight_in(role.base, vars(module)) is None:
+        weight = None if role is None else weight_in(role.base, vars(module))
+        if role is None or weight is None:
             continue
         name, mask = weight_name(role.base), vars(module).get("mask")
         variable = vars(module)[name]
-        # Two layers with policies or masks of their own make different integers of one weight.
-        key = id(variable), id(mask), role.policy.quantization
+        # Layers that differ in any of these make different integers of one weight.
+        key = id(variable), id(mask), weight.layout, role.policy.quantization
         if key not in done:
-            new = _quantized(quantizer, "/".join(map(str, path)), module, role)
+            new = _quantized(quantizer, "/".join(map(str, path)), module, role, weight)
             done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
         vars(module)[name] = done[key][1]
         if mask is not None and done[key][1] is not variable:
@@ -44,10 +45,10 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     return attached
 
 
-def _quantized(quantizer: Quantizer, path: str, module: nnx.Module, role: Role) -> QuantizedArray | None:
+def _quantized(
+    quantizer: Quantizer, path: str, module: nnx.Module, role: Role, weight: Weight
+) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
-    weight = weight_in(role.base, vars(module))
-    assert weight is not None
     is_ours = isinstance(vars(module)["promote_dtype"], Promote)
     unfit = None if is_ours else "its author wrote the functions that it computes with"
     value, mask = weight.value, vars(module).get("mask")
