@@ -75,7 +75,7 @@ class QuantizedArray(Uncast):
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays in it."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def sharding(self) -> Any:
@@ -147,7 +147,8 @@ def quantize_array(
     """Quantizes one weight.
 
     Args:
-      array: real floating, of one or more axes; an abstract one (`jax.ShapeDtypeStruct`) becomes an abstract result.
+      array: real floating, of one or more axes and elements; an abstract one (`jax.ShapeDtypeStruct`) becomes an
+        abstract result.
       quantization: `Int8`, `Int4`, or their string.
       layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
       clip: how the range is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes, and
@@ -156,22 +157,16 @@ def quantize_array(
       where: what the error message says of the place the weight stands in.
 
     Raises:
-      TypeError: `array` is no floating array.
-      ValueError: blocks do not divide it, it has no axes, or it is quantized already.
+      TypeError: `array` is no floating array, or has no axes or elements.
+      ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind.
 
     >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
     """
     format = parse_quantization(quantization)
-    if isinstance(array, QuantizedArray):
-        raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize what its dequantize() returns.")
     if format is None:
         raise ValueError("quantize_array needs a quantization, got None. For example: quantize_array(w, 'int8').")
-    if not is_array(array) or not is_floating_dtype(array.dtype) or len(array.shape) == 0:
-        got = f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)
-        raise TypeError(
-            f"Only floating arrays with axes are quantized, got {got}{where}. For example: jnp.ones((8, 8))."
-        )
+    _check_quantizable(array, where)
     if isinstance(array, jax.ShapeDtypeStruct):
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
@@ -183,6 +178,17 @@ def quantize_array(
         made = _in_blocks(array, layout, format, clip, where)
     input_clip = _clip_of_each(array, layout, format, input_clip)
     return QuantizedArray(*made, input_clip, format, layout, np.dtype(array.dtype))
+
+
+def _check_quantizable(array: Any, where: str) -> None:
+    if isinstance(array, QuantizedArray):
+        raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize what its dequantize() returns.")
+    if not is_array(array) or not is_floating_dtype(array.dtype) or array.ndim == 0 or array.size == 0:
+        got = f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)
+        raise TypeError(
+            f"Only floating arrays with axes and elements are quantized, got {got}{where}. "
+            "For example: jnp.ones((8, 8))."
+        )
 
 
 def _clip_of_each(array: jax.Array, layout: Layout, format: Quantization, input_clip: Any) -> jax.Array | None:

@@ -133,22 +133,23 @@ def einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
     """`jnp.einsum` of two operands, written out.
 
     Raises:
-      ValueError: it is no equation of two operands and a result.
+      ValueError: it is no equation of two operands and a result, or one of them has a label twice.
 
     >>> einsum(3, 2, Einsum("...d,nd->...n")).out
     ('.0', '.1', 'n')
     """
     equation = compute.equation.replace(" ", "")
     operands, arrow, out = equation.partition("->")
-    if not arrow or operands.count(",") != 1:
+    twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")
+    if not arrow or operands.count(",") != 1 or twice:
         raise ValueError(
-            f"The equation {compute.equation!r} is not of two operands and a result. For example: 'abc,cd->abd'."
+            f"The equation {compute.equation!r} is not of two operands and a result, all without diagonals. "
+            "For example: 'abc,cd->abd'."
         )
     left, right = operands.split(",")
     dots = max(_dots(left, left_ndim), _dots(right, right_ndim))
     named = (_labels(left, _dots(left, left_ndim), dots), _labels(right, _dots(right, right_ndim), dots))
     return Bilinear(*named, _labels(out, dots, dots), compute)
-
 
 
 def _dots(term: str, ndim: int) -> int:

@@ -1,11 +1,12 @@
 """Which range of a weight the integers span: all of it, or the part that serves most of its elements best."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._integers import asymmetric, bounds, peak, symmetric
+from ._integers import Quantized, asymmetric, bounds, peak, symmetric
 
 Clip = Any
 """`"absmax"`, `"mse"`, or a percentile: a number in (0, 100]."""
@@ -30,7 +31,7 @@ def clipped_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
         case "absmax":
             return whole
         case "mse":
-            return _best(x, whole, axes, lambda fraction: symmetric(x, whole * fraction)) * whole
+            return _best(x, axes, lambda fraction: symmetric(x, whole * fraction)) * whole
         case percentile:
             clipped = jnp.percentile(jnp.abs(x.astype(jnp.float32)), percentile, axis=axes, keepdims=True)
             return jnp.where(jnp.isfinite(whole), clipped, whole)
@@ -43,7 +44,7 @@ def clipped_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax
         case "absmax":
             return low, high
         case "mse":
-            fraction = _best(x, low, axes, lambda fraction: asymmetric(x, low * fraction, high * fraction))
+            fraction = _best(x, axes, lambda fraction: asymmetric(x, low * fraction, high * fraction))
             return low * fraction, high * fraction
         case percentile:
             limit = clipped_peak(x, axes, percentile)
@@ -62,7 +63,7 @@ def checked(clip: Clip) -> Clip:
     raise ValueError(f"clip is 'absmax', 'mse' or a percentile in (0, 100], got {clip!r}. For example: clip=99.9.")
 
 
-def _best(x: jax.Array, like: jax.Array, axes: tuple[int, ...], quantized: Any) -> jax.Array:
+def _best(x: jax.Array, axes: tuple[int, ...], quantized: Callable[[jax.Array], Quantized]) -> jax.Array:
     """The fraction of the range with the least mean square error, for each that shares one."""
     wide = x.astype(jnp.float32)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._dtypes import DTypeLike
+from .._dtypes import DTypeLike, is_floating_dtype
 from .._formats import parse_quantization
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Dot, Einsum, convolution, dot, einsum as einsum_of
@@ -42,11 +42,12 @@ def dot_general(
       floating `rhs`.
 
     Raises:
+      TypeError: `lhs`, or an `rhs` to quantize, is not floating.
       ValueError: `quantization` is none, or its blocks do not divide what is summed over; or a quantized `rhs` is
         given another one.
 
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
-    >>> dot_general(x, quantize_array(w, "int8"), (((1,), (0,)), ((), ()))).tolist()[0]
+    >>> dot_general(x, w, (((1,), (0,)), ((), ())), quantization="int8").tolist()[0]
     [2.0, 2.0, 2.0]
     """
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
@@ -128,17 +129,24 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
 
 
 def _applied(operation: Bilinear, lhs: jax.Array, rhs: Any, quantization: Any) -> jax.Array:
+    format = parse_quantization(quantization)
     if isinstance(rhs, QuantizedArray | Unquantized):
-        if quantization is not None and parse_quantization(quantization) != rhs.format:
+        if format not in (None, rhs.format):
             raise ValueError(
-                f"The weight is quantized already, as {str(rhs.format)!r}, and cannot be as {str(quantization)!r}. "
+                f"The weight is quantized already, as {str(rhs.format)!r}, and cannot be as {str(format)!r}. "
                 "Leave quantization out, or pass rhs.dequantize()."
             )
-        return product(operation, lhs, rhs)
-    format = parse_quantization(quantization)
-    if format is None:
+        weight = rhs
+    elif format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
-    return product(operation, lhs, Unquantized(rhs, format, _layout(operation, rhs.shape)))
+    else:
+        weight = Unquantized(rhs, format, _layout(operation, rhs.shape))
+    if not is_floating_dtype(lhs.dtype):
+        raise TypeError(
+            f"A quantized weight is multiplied by floating numbers, got {lhs.dtype}{list(lhs.shape)}. "
+            "For example: dot_general(x.astype('float32'), ...)."
+        )
+    return product(operation, lhs, weight)
 
 
 def _layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:

@@ -75,8 +75,9 @@ def _of_integers(
 ) -> jax.Array:
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
-    scale = operation.aligned(rows.scale, operation.left) * operation.aligned(weight.scale, operation.right)
-    return (sums * scale).astype(operation.compute.preferred_element_type or left.dtype)
+    # One scale after the other: their product may underflow, or overflow where the sum is zero.
+    scaled = sums * operation.aligned(rows.scale, operation.left) * operation.aligned(weight.scale, operation.right)
+    return scaled.astype(operation.compute.preferred_element_type or left.dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:

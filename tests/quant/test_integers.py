@@ -116,7 +116,7 @@ def test_a_block_of_one_sign_is_decoded_with_its_sign(sign):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dtype):
     for format, steps in (("int8", 127), ("int4", 15 / 2)):
-        largest = float(jnp.finfo(dtype).max) * (1 if format == "int8" else 15 / 16)  # zero shifts 4 bits by half a step
+        largest = float(jnp.finfo(dtype).max) * (1 if format == "int8" else 15 / 16)  # zero shifts 4 bits
         weight = jnp.array([[largest], [-largest], [0]], dtype)
         error = numbers_of(quantized(weight, format).dequantize()) - numbers_of(weight)
         assert np.abs(error).max() <= largest / steps * (HALF + 2.0**-4)
