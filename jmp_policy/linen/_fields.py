@@ -1,7 +1,9 @@
 """The dtype fields of linen modules: whether there are any, whether their author wrote them, and filling them in."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ def takes_dtype(module: nn.Module) -> bool:
     down from a module around it that a policy had filled in (`dtype=self.dtype`), because then nobody wrote it.
     """
     default = _dtype_default(type(module))
-    if default is _NO_FIELD or isinstance(module, _PARAMETER_WRAPPERS):
+    if default is _NO_FIELD or is_parameter_wrapper(module):
         return False
     dtype: Any = module.dtype  # type: ignore[attr-defined]
     if dtype is None or is_filled_in(dtype):
@@ -42,16 +44,21 @@ def takes_dtype(module: nn.Module) -> bool:
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
 
 
+def is_parameter_wrapper(module: nn.Module) -> bool:
+    """Whether a module rewrites the parameters of another one before that computes with them."""
+    return isinstance(module, _PARAMETER_WRAPPERS)
+
+
 def widens_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
     """Whether a wrapper would store a narrow weight wide: its open dtype is what the weight and float32 state give."""
-    if not isinstance(module, _PARAMETER_WRAPPERS) or module.dtype is not None or param_dtype is None:
+    if not is_parameter_wrapper(module) or module.dtype is not None or param_dtype is None:
         return False
     return param_dtype != at_least_float32(param_dtype)
 
 
 def written_dtype(module: nn.Module) -> Any:
     """The dtype that the author of a module wrote, or `None`."""
-    if not has_dtype_field(type(module)) or takes_dtype(module) or isinstance(module, _PARAMETER_WRAPPERS):
+    if not has_dtype_field(type(module)) or takes_dtype(module) or is_parameter_wrapper(module):
         return None
     return module.dtype  # type: ignore[attr-defined]
 
@@ -83,6 +90,24 @@ def is_filled_in(dtype: Any) -> bool:
 def authors_dtype(dtype: Any) -> Any:
     """The dtype that the author wrote where a policy wrote this one, and anything else as it is."""
     return getattr(dtype, _AUTHOR, dtype)
+
+
+@contextlib.contextmanager
+def written(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """A context in which these attributes are written on a module.
+
+    Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
+    self, and its place among its parent's children.
+    """
+    attributes = vars(module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 _NO_FIELD = object()

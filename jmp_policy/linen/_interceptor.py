@@ -20,11 +20,12 @@ from ._fields import (
     takes_param_dtype,
     widens_params,
     with_param_dtype,
+    written,
 )
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
-from ._quantized import quantized_fields, quantized_method
-from ._variables import policied_param, policied_variable, stores_params, written
+from ._quantized import quantized_method
+from ._variables import policied_param, policied_variable, stores_params
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -32,7 +33,8 @@ POLICY = "_jmp_policy"
 _UNCHANGED = contextlib.nullcontext()
 
 _INSIDE = "_jmp_inside"
-"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in."""
+"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
+holds the quantization of the module's policy."""
 
 
 def interceptor(frame: Frame) -> Callable[..., Any]:
@@ -42,8 +44,10 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         module: nn.Module = context.module
         current: Frame = CURRENT.value
         # Another frame is in charge inside a submodule with a policy of its own.
-        if current.attachment is not frame.attachment or module.scope is None or _INSIDE in vars(module):
+        if current.attachment is not frame.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
+        if _INSIDE in vars(module):
+            return quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
         is_method = hasattr(type(module), context.method_name)
@@ -53,8 +57,7 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             match = inside.match(module)
         with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
             check_cache(module)
-            if match.policy.quantization is not None:
-                next_fun = quantized_method(module, context.method_name, match.policy.quantization, next_fun)
+            next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
             if at_boundary:
                 out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
             else:
@@ -97,7 +100,7 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
       until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
         yet call one that is a boundary.
     """
-    values: dict[str, Any] = {_INSIDE: True} if until_it_returns else {}
+    values: dict[str, Any] = {_INSIDE: policy.quantization} if until_it_returns else {}
     if takes_dtype(module):
         values["dtype"] = filled_in(policy.compute_dtype)
     elif widens_params(module, policy.param_dtype):
@@ -110,8 +113,6 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
         values["param"] = policied_param(module, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = policied_variable(module)
-    if policy.quantization is not None:
-        values |= quantized_fields(module, policy.quantization)
     filled = written(module, values)
     return _and_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
 

@@ -18,16 +18,44 @@ from ..quant._bilinear import Einsum, einsum as labels_of
 from ..quant._layer import WEIGHT_NAMES, Multiply, Promote, as_format, weight_of
 from ..quant._layout import Layout, kernel_layout, table_layout, why_left
 from ..quant._weight import Unquantized, fake_quantized
+from ._fields import is_parameter_wrapper, written
+
+_MULTIPLIES = "_jmp_multiplies"
+"""The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
 
 
-def quantized_fields(module: nn.Module, format: Quantization) -> dict[str, Any]:
-    """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
-    operation = _operation(module)
-    if operation is None:
-        return {}
-    promote = Promote(format, module.promote_dtype, as_tuple=False)  # type: ignore[attr-defined]
-    own = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}[operation]
-    return {"promote_dtype": promote, operation: Multiply(own, operation)}
+def quantized_method(
+    module: nn.Module, method: Any, format: Quantization | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A method of a module under a quantized policy.
+
+    Flax's own methods multiply by the weight as it is stored: most by the functions in the fields of the layer, in
+    whose place ours are written; ours take the place of those whose functions are no fields. A method that a user
+    wrote, on a subclass too, finds numbers.
+
+    Args:
+      module: a bound module.
+      method: the method as the interceptor has it: a partial of the function.
+      format: that of the policy; with `None` the method is as it was.
+      next_fun: what to call for it.
+    """
+    if format is None:
+        return next_fun
+    if is_parameter_wrapper(module):
+        _check_is_rewritable(module)
+    function = inspect.unwrap(method.func)
+    own = _METHODS.get(function)
+    if own is not None:
+        return functools.partial(own, module, format, next_fun)
+    fields = _fields(module, format) if function.__module__.startswith("flax.linen.") else {}
+    if not fields:
+        return next_fun
+
+    def multiplying(*args: Any, **kwargs: Any) -> Any:
+        with written(module, fields | {_MULTIPLIES: True}):
+            return next_fun(*args, **kwargs)
+
+    return multiplying
 
 
 def quantized_param(
@@ -35,37 +63,67 @@ def quantized_param(
 ) -> Any:
     """A parameter of a module under a quantized policy.
 
-    The weight of a layer that multiplies by quantized weights is as stored. A weight of any other module, which could
-    do nothing with integers, is as its integers say, in the compute dtype; and in training, as they would.
+    The weight of a layer that is about to multiply by it is as stored. Any other code, which could do nothing with
+    integers, gets the numbers that they stand for; and in training, those that they would stand for.
     """
     assert module.scope is not None
     assert policy.quantization is not None
     stored = meta.unbox(module.scope.get_variable("params", name))
-    here = f" '{'/'.join((*module.path, name))}'"
+    as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init), policy.quantization, here)
-        return value if multiplies_quantized(module) else value.dequantize(policy.compute_dtype)
+        value = as_format(param(name, init), policy.quantization, f" '{'/'.join((*module.path, name))}'")
+        return value if as_stored else value.dequantize()
     value = param(name, init_fn, *args)
-    if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or multiplies_quantized(module):
+    if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
     weight = weight_of(value, policy.quantization, _layout(module, name, value.shape))
     return fake_quantized(weight) if isinstance(weight, Unquantized) else value
 
 
-def quantized_method(
-    module: nn.Module, name: str, format: Quantization, next_fun: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The method of a layer whose functions are no fields: ours in its place, where it is Flax's own."""
-    own = _METHODS.get(_flax_method(type(module), name))
-    return next_fun if own is None else functools.partial(own, module, format, next_fun)
+def why_not_multiplied(module: nn.Module) -> str | None:
+    """Why a layer computes with the numbers that a quantized weight stands for; `None` if it multiplies by integers."""
+    field = _operation_field(type(module))
+    if field is None and not isinstance(module, nn.Einsum | nn.Embed):
+        return "its code is no layer of Flax's"
+    names = ("promote_dtype", *(() if field is None else (field, f"{field}_cls")))
+    written_name = next((name for name in names if not _is_default(module, name)), None)
+    if written_name is not None:
+        return f"its author wrote {written_name}"
+    return "its weight is rewritten before it is used" if field is not None and _operation(module) is None else None
 
 
-def multiplies_quantized(module: nn.Module) -> bool:
-    """Whether a layer computes with a quantized weight itself."""
-    return _operation(module) is not None or any(
-        _flax_method(type(module), name) in _METHODS for name in ("__call__", "attend")
-    )
+def _check_is_rewritable(module: nn.Module) -> None:
+    """Checks that the layer inside of a wrapper that rewrites its weights has them as numbers.
+
+    Raises:
+      ValueError: one of them is quantized.
+    """
+    layer = module.layer_instance  # type: ignore[attr-defined]
+    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
+        if _is_quantized(weight):
+            path = "/".join(layer.path)
+            raise ValueError(
+                f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
+                f"{weight!r}. Leave them out by a rule of the map that they are quantized by. "
+                f"For example: PolicyMap({{{path!r}: 'mixed_bfloat16'}}, 'int8_from_mixed_bfloat16')."
+            )
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
+
+
+def _fields(module: nn.Module, format: Quantization) -> dict[str, Any]:
+    """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
+    operation = _operation(module)
+    if operation is None:
+        return {}
+    promote: Any = module.promote_dtype  # type: ignore[attr-defined]
+    if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
+        return {"promote_dtype": promote, operation: getattr(module, operation)}
+    own = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}[operation]
+    return {"promote_dtype": Promote(format, promote, as_tuple=False), operation: Multiply(own, operation)}
 
 
 def _operation(module: nn.Module) -> str | None:
@@ -111,14 +169,11 @@ def _layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     return kernel_layout(shape, None if bias is None else jnp.shape(bias))
 
 
-@functools.cache
-def _flax_method(kind: type[nn.Module], name: str) -> tuple[type, str] | None:
-    """The layer of Flax's whose method a class has under this name, unless a subclass of the user's has its own."""
-    for base in (nn.Einsum, nn.Embed):
-        if issubclass(kind, base):
-            method = inspect.unwrap(getattr(kind, name, None) or id)
-            return (base, name) if method is inspect.unwrap(getattr(base, name, None) or abs) else None
-    return None
+def _is_flax_embedding(module: nn.Module) -> bool:
+    """Whether all code that uses a table is Flax's; a subclass of the user's may have methods that want numbers."""
+    modules = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
+    is_flax = isinstance(module, nn.Embed) and all(base.__module__.startswith("flax.") for base in modules)
+    return is_flax and _is_default(module, "promote_dtype")
 
 
 def _einsum(
@@ -135,7 +190,8 @@ def _einsum(
     layout = kernel_layout(tuple(module.shape), tuple(lengths[label] for label in kept) if module.use_bias else None)
     if why_left(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
-    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    with written(module, {_MULTIPLIES: True}):
+        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     bias = None
     if module.use_bias:
         bias = module.param("bias", module.bias_init, [lengths[label] for label in kept], module.param_dtype)
@@ -149,8 +205,8 @@ def _einsum(
 
 def _embed(module: nn.Embed, format: Quantization, own: Callable[..., Any], inputs: jax.Array) -> Any:
     """`nn.Embed.__call__`: the rows that are read, and no others, as numbers."""
-    table = weight_of(module.embedding, format, table_layout(module.embedding.shape))
-    if not isinstance(table, QuantizedArray | Unquantized) or not jnp.issubdtype(inputs.dtype, jnp.integer):
+    table = _table(module, format)
+    if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
         return own(inputs)
     if module.num_embeddings == 1:
         return jnp.broadcast_to(fake_quantized(table, module.dtype), (*inputs.shape, module.features))
@@ -159,16 +215,25 @@ def _embed(module: nn.Embed, format: Quantization, own: Callable[..., Any], inpu
 
 def _attend(module: nn.Embed, format: Quantization, own: Callable[..., Any], query: jax.Array) -> Any:
     """`nn.Embed.attend`."""
-    table = weight_of(module.embedding, format, table_layout(module.embedding.shape))
-    if not isinstance(table, QuantizedArray | Unquantized):
+    table = _table(module, format)
+    if table is None:
         return own(query)
     stands_for_table = jnp.zeros((), table.dtype)
     query, _ = module.promote_dtype(query, stands_for_table, dtype=module.dtype)  # type: ignore[misc]
     return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
+def _table(module: nn.Embed, format: Quantization) -> QuantizedArray | Unquantized | None:
+    """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
+    assert module.scope is not None
+    stored = meta.unbox(module.scope.get_variable("params", "embedding"))
+    if stored is None or not _is_default(module, "promote_dtype"):
+        return None
+    table = weight_of(stored, format, table_layout(stored.shape))
+    return table if isinstance(table, QuantizedArray | Unquantized) else None
+
+
 _METHODS: dict[Any, Callable[..., Any]] = {
-    (nn.Einsum, "__call__"): _einsum,
-    (nn.Embed, "__call__"): _embed,
-    (nn.Embed, "attend"): _attend,
+    inspect.unwrap(method): own
+    for method, own in [(nn.Einsum.__call__, _einsum), (nn.Embed.__call__, _embed), (nn.Embed.attend, _attend)]
 }

@@ -1,8 +1,7 @@
 """How a module inside declares its variables: made in the dtypes its author wrote, and parameters stored in another."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from flax import linen as nn
@@ -30,24 +29,6 @@ def stores_params(module: nn.Module, policy: Policy) -> bool:
     """Whether parameters may be made now, in the param dtype of a policy."""
     assert module.scope is not None
     return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
-
-
-@contextlib.contextmanager
-def written(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which these attributes are written on a module.
-
-    Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
-    self, and its place among its parent's children.
-    """
-    attributes = vars(module)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(before)
 
 
 def _param(
