@@ -1,0 +1,238 @@
+"""Products with quantized weights against NumPy's of integers, and within a bound of those of real numbers."""
+
+import functools
+import string
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from quant_reference import HALF, fresh, rounded_rows
+
+from jmp_policy.quant import conv_general_dilated, dot_general, einsum, quantize_array, take
+from jmp_policy.quant._layout import Layout, table_layout
+
+EPS = 2.0**-22  # a sum of integers becomes a float32 and is multiplied twice
+ROWS = (((1,), (0,)), ((), ()))
+FORMATS = ("int8", "int8(activations=false)", "int4/8")
+
+
+def array(*shape, dtype="float32"):
+    return jnp.asarray(fresh(*shape), dtype)
+
+
+def integers(equation, x, w):
+    """The product of the integers of both, the scale of each result, and a bound on the error, in float64."""
+    (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    summed = [axis for axis, label in enumerate(right) if label not in out]
+    together = tuple(range(summed[0], summed[-1] + 1)) if summed else (len(right) - 1,)
+    rows, row_scale = rounded_rows(x, tuple(axis for axis, label in enumerate(left) if label not in out))
+    columns, column_scale = rounded_rows(w, together)
+    row_steps, column_steps = (np.broadcast_to(s, a.shape) for s, a in ((row_scale, rows), (column_scale, columns)))
+    scale = np.einsum(equation, row_steps.astype(np.float64), column_steps.astype(np.float64))
+    scale /= np.einsum(equation, np.ones(x.shape), np.ones(w.shape))  # constant over what is summed over
+    bound = np.einsum(equation, np.abs(x).astype(np.float64) + row_steps / 2, column_steps * HALF)
+    bound += np.einsum(equation, row_steps * HALF, np.abs(w).astype(np.float64))
+    return np.einsum(equation, rows, columns), scale, bound
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def multiplied(x, w, format=None):
+    return dot_general(x, w, ROWS, quantization=format)
+
+
+def check(result, equation, x, w):
+    sums, scale, bound = integers(equation, x, w)
+    np.testing.assert_allclose(np.asarray(result, np.float64), sums * scale, rtol=EPS)
+    exact = np.einsum(equation, *(np.asarray(a, np.float64) for a in (x, w)))
+    assert (np.abs(np.asarray(result, np.float64) - exact) <= bound).all()
+
+
+@st.composite
+def dots(draw):
+    """Any dimension numbers: their equation, the labels of both operands, and a length for each label."""
+    counts = [draw(st.integers(low, 2)) for low in (0, 1, 0, 0)]
+    letters = iter(string.ascii_lowercase)
+    batch, summed, left, right = ([next(letters) for _ in range(count)] for count in counts)
+    labels = [draw(st.permutations([*batch, *summed, *own])) for own in (left, right)]
+    out = [*batch, *(a for a in labels[0] if a in left), *(a for a in labels[1] if a in right)]
+    numbers = tuple(tuple(tuple(own.index(a) for a in group) for own in labels) for group in (summed, batch))
+    lengths = {a: draw(st.integers(1, 4)) for a in (*batch, *summed, *left, *right)}
+    shapes = [tuple(lengths[a] for a in own) for own in labels]
+    return f"{''.join(labels[0])},{''.join(labels[1])}->{''.join(out)}", numbers, shapes
+
+
+@given(dots())
+@settings(max_examples=12, deadline=None)
+def test_any_dot_general_is_that_of_the_integers(case):
+    equation, numbers, shapes = case
+    x, w = (array(*shape) for shape in shapes)
+    result = jax.jit(lambda x, w: dot_general(x, w, numbers, quantization="int8"))(x, w)
+    check(result, equation, np.asarray(x), np.asarray(w))
+
+
+@pytest.mark.parametrize(
+    ("equation", "written"),
+    [
+        ("abc,cd->abd", "...c,cd->...d"),
+        ("abc,dc->bad", "abc, dc -> bad"),
+        ("abc,acd->abd", "...bc,...cd->...bd"),
+        ("abcd,cde->eab", "abcd,cde->eab"),
+        ("ab,cd->abcd", "ab,cd->abcd"),
+    ],
+)
+def test_einsum_is_that_of_the_integers(equation, written):
+    lengths = dict(zip("abcde", (2, 3, 4, 5, 2), strict=True))
+    left, right = equation.split("->")[0].split(",")
+    x, w = (array(*(lengths[label] for label in term)) for term in (left, right))
+    result = jax.jit(lambda x, w: einsum(written, x, w, quantization="int8"))(x, w)
+    check(result, equation, np.asarray(x), np.asarray(w))
+
+
+CONVOLUTIONS = {
+    "plain": {},
+    "strides and padding": {"window_strides": (2, 1), "padding": [(1, 0), (2, 2)]},
+    "groups": {"feature_group_count": 2},
+    "dilated": {"rhs_dilation": [2, 1], "lhs_dilation": (1, 2), "padding": ((0, 1), (2, 0))},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_that_of_the_integers(name):
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    options |= CONVOLUTIONS[name]
+    x, w = array(2, 5, 6, 4), array(3, 2, 4 // options.get("feature_group_count", 1), 6)
+    result = jax.jit(lambda x, w: conv_general_dilated(x, w, **options, quantization="int8"))(x, w)
+    (rows, row_scale), (columns, scale) = rounded_rows(x, (1, 2, 3)), rounded_rows(w, (0, 1, 2))
+    values = (jnp.asarray(integers, jnp.float32) for integers in (rows, columns))
+    sums = lax.conv_general_dilated(*values, **options)  # of at most 24 products of 127²: exact in float32
+    np.testing.assert_allclose(result, np.asarray(sums) * row_scale.astype(np.float64) * scale, rtol=EPS)
+
+
+def test_a_convolution_that_joins_the_batch_rounds_the_weight_alone():
+    options = {"window_strides": (1,), "padding": "VALID", "batch_group_count": 2}
+    x, w = array(2, 4, 5), array(2, 4, 3)
+    result = conv_general_dilated(x, w, **options, quantization="int8")
+    rounded = quantize_array(w, "int8", Layout((4, 3), 0)).dequantize()
+    np.testing.assert_array_equal(result, lax.conv_general_dilated(x, rounded, **options))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_stored_weight_gives_the_bits_of_the_floating_one_and_the_dtype_that_was_asked_for(format, dtype):
+    x, w = array(5, 16, dtype=dtype), array(16, 6)
+    stored = quantize_array(w, format)
+
+    def products(x, w):
+        other = {"quantization": None if w is stored else format}
+        return [dot_general(x, w, ROWS, preferred_element_type=d, **other) for d in (None, jnp.float32)]
+
+    ours = products(x, stored)
+    assert [product.dtype for product in ours] == [dtype, jnp.float32]
+    for other in (products(x, w), jax.jit(products)(x, w)):
+        np.testing.assert_array_equal(ours[1], other[1])
+        np.testing.assert_array_equal(ours[0], other[0])
+    if "activations" in format or "int4" in format:
+        numbers = stored.dequantize(dtype)
+        np.testing.assert_array_equal(ours[1], lax.dot_general(x, numbers, ROWS, preferred_element_type=jnp.float32))
+    else:
+        check(ours[1], "ab,bc->ac", np.asarray(x, np.float32), np.asarray(w))
+        np.testing.assert_array_equal(ours[0], ours[1].astype(dtype))
+
+
+def test_weights_whose_scales_are_finer_than_the_sum_are_multiplied_as_floats():
+    x, w = array(5, 16), array(16, 6)
+    by_row = quantize_array(w, "int8", table_layout(w.shape))
+    np.testing.assert_array_equal(multiplied(x, by_row), multiplied(x, by_row.dequantize()))
+    x = array(5, 6)
+    check(einsum("ab,cb->ac", x, by_row), "ab,cb->ac", np.asarray(x), np.asarray(w))
+
+
+def test_an_input_clip_is_what_becomes_127():
+    x, w = array(5, 16).at[2].mul(100), array(16, 6)
+    clipped = jnp.clip(x, -1.5, 1.5)
+    ours = multiplied(x, quantize_array(w, "int8", input_clip=1.5))
+    np.testing.assert_array_equal(ours, multiplied(clipped, quantize_array(w, "int8")))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_spoils_its_own_row_and_no_other(bad):
+    x, w = array(5, 16), array(16, 6)
+    for format in FORMATS:
+        plain, spoilt = (multiplied(a, w, format) for a in (x, x.at[2, 3].set(bad)))
+        assert not np.isfinite(spoilt[2]).any()
+        np.testing.assert_array_equal(np.delete(spoilt, 2, axis=0), np.delete(plain, 2, axis=0))
+
+
+def test_scales_whose_product_is_too_small_or_too_large_lose_nothing():
+    tiny = jnp.full((1, 64), 1e-17)
+    product = multiplied(tiny, tiny.T, "int8")
+    np.testing.assert_allclose(product, [[64e-34]], rtol=1e-5)
+    row, column = jnp.array([[1e32, 0]]), jnp.array([[0], [1e12]])
+    assert multiplied(row, column, "int8").tolist() == [[0]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_zeros_no_rows_and_sums_of_nothing(format):
+    w = array(16, 6)
+    assert not multiplied(jnp.zeros((2, 16)), w, format).any()
+    assert multiplied(jnp.zeros((0, 16)), w, format).shape == (0, 6)
+    assert multiplied(jnp.zeros((2, 0)), jnp.zeros((0, 3)), format).tolist() == [[0] * 3] * 2
+    one = multiplied(jnp.ones((1, 1)), jnp.full((1, 1), -0.3), format)
+    np.testing.assert_allclose(one, [[-0.3]], rtol=1e-6)
+
+
+def test_without_a_quantization_it_is_the_operation_of_jax():
+    x, w = array(5, 16), array(16, 6)
+    np.testing.assert_array_equal(dot_general(x, w, ROWS), lax.dot_general(x, w, ROWS))
+    np.testing.assert_array_equal(einsum("ab,bc->ac", x, w), jnp.einsum("ab,bc->ac", x, w))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_take_gives_the_rows_of_the_dequantized_table(format):
+    table = array(7, 16)
+    stored = quantize_array(table, format, table_layout(table.shape))
+    by_column = quantize_array(table, "int8")
+    indices = jnp.array([[0, 6, 3], [3, -1, 7]])  # 7 is none: nan, as JAX gives of a floating table
+
+    @jax.jit
+    def pairs(indices):
+        by_hand = [(stored, "bfloat16"), (stored, "float32"), (by_column, "float32")]
+        return [(take(t, indices, d), jnp.take(t.dequantize(d), indices, axis=0)) for t, d in by_hand]
+
+    for ours, by_hand in pairs(indices):
+        assert ours.dtype == by_hand.dtype
+        np.testing.assert_array_equal(ours, by_hand)
+    assert take(stored, indices[:1]).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32"])
+def test_a_matmul_precision_is_for_floats_and_integers_ignore_it(precision):
+    x, w = array(5, 16), array(16, 6)
+    plain = multiplied(x, w, "int8")
+    with jax.default_matmul_precision(precision):
+        np.testing.assert_array_equal(multiplied(x, w, "int8"), plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda x, w: dot_general(x, quantize_array(w, "int8"), ROWS, quantization="int4"), ValueError,
+         r"^The weight is quantized already, as 'int8', and cannot be as 'int4/128'\. Leave quan"),
+        (lambda x, w: dot_general(x, w, ROWS, quantization="int7"), ValueError, r"^Unknown quantization 'int7'\. "),
+        (lambda x, w: dot_general(x, w, ROWS, quantization="int4/5"), ValueError, r"^Blocks of 5 do not divide the "),
+        (lambda x, w: dot_general(x, w.astype(int), ROWS, quantization="int8"), TypeError,
+         r"^Only floating arrays with axes and elements are quantized, got int32\[16, 6\]\. For example:"),
+        (lambda x, w: dot_general(x.astype(int), quantize_array(w, "int8"), ROWS), TypeError,
+         r"^A quantized weight is multiplied by floating numbers, got int32\[5, 16\]\. For example: dot_gen"),
+        (lambda x, w: einsum("ab,bc", x, w, quantization="int8"), ValueError,
+         r"^The equation 'ab,bc' is not of two operands and a result, all without diagonals\. For example: 'abc"),
+        (lambda x, w: einsum("ab->a", x, w, quantization="int8"), ValueError, r"^The equation 'ab->a' is not of "),
+        (lambda x, w: einsum("ab,bb->a", x, w, quantization="int8"), ValueError, r"^The equation 'ab,bb->a' is "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_multiplied_is_an_error(make, error, text):
+    with pytest.raises(error, match=text):
+        make(array(5, 16), array(16, 6))

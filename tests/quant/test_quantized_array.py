@@ -1,0 +1,170 @@
+"""`QuantizedArray`: what it says of itself, the trees it lives in, what cuts and shards it, and every error."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from quant_reference import fresh
+
+import jmp_policy as jmp
+from jmp_policy.quant import QuantizedArray, quantize_array
+from jmp_policy.quant._layout import Layout, kernel_layout, table_layout
+
+FORMATS = ("int8", "int8(activations=false)", "int4/8")
+quantized = jax.jit(quantize_array, static_argnums=(1, 2))
+
+
+def weights(dtype="float32"):
+    return [quantized(jnp.asarray(fresh(16, 6), dtype), format) for format in FORMATS]
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.sampled_from(["int8", "int4/2", "int4/1000"]),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
+)
+@settings(max_examples=15, deadline=None)
+def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(shape, channels, summed, format, dtype):
+    summed = min(summed, len(shape))
+    channels = min(channels, len(shape) - summed)
+    shape = [2 * length for length in shape]  # so that blocks of two divide
+    contracted = tuple(shape[len(shape) - channels - summed : len(shape) - channels])
+    array = quantize_array(jax.ShapeDtypeStruct(tuple(shape), dtype), format, Layout(contracted, channels))
+    assert (array.shape, array.dtype, array.ndim) == (tuple(shape), jnp.dtype(dtype), len(shape))
+    assert array.size == np.prod(shape)
+    blocks = array.size // np.prod(contracted) * (np.prod(contracted) // 2 if format == "int4/2" else 1)
+    values = array.size if format == "int8" else array.size // 2
+    assert array.nbytes == values + blocks * (4 if format == "int8" else 5)
+    restored = jax.eval_shape(lambda array: array.dequantize(), array)
+    assert (restored.shape, restored.dtype) == (array.shape, array.dtype)
+
+
+def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take():
+    weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    int8, int4 = (quantize_array(weight, format).nbytes / (512 * 512 * 4) for format in ("int8", "int4"))
+    assert (int8, int4) == (0.25 + 1 / 512, 0.125 + 5 / 4 / 128)
+
+
+def test_repr_names_format_shape_and_dtype_whatever_the_leaves():
+    array = weights()[2]
+    assert repr(array) == "QuantizedArray(int4/8, shape=(16, 6), dtype=float32)"
+    for leaf in (None, object(), "x", jax.ShapeDtypeStruct((), jnp.int8)):
+        assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, array)).startswith("QuantizedArray(int4/8, shape=")
+
+
+def test_trees_rebuild_it_with_any_leaves():
+    for array in weights():
+        leaves, structure = jax.tree.flatten(array)
+        for leaf in (None, object(), "x", jax.ShapeDtypeStruct((2,), jnp.int8), 3):
+            other = jax.tree.unflatten(structure, [leaf] * len(leaves))
+            assert isinstance(other, QuantizedArray)
+            assert (other.values, other.format) == (leaf, array.format)
+        assert jax.tree.structure(array) == jax.tree.structure(copy.copy(array))
+        lowered = jax.jit(lambda array: array.dequantize()).lower(array)
+        assert lowered.in_avals[0][0].format == array.format
+
+
+@pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
+def test_copies_and_pickles_are_equal(round_trip):
+    for array in weights("bfloat16"):
+        again = round_trip(array)
+        assert jax.tree.structure(again) == jax.tree.structure(array)
+        jax.tree.map(np.testing.assert_array_equal, again, array)
+
+
+def test_paths_of_its_arrays_are_their_names():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[2]})]
+    assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].zero_point"]
+
+
+def test_no_policy_casts_it(any_policy):
+    for array in weights():
+        tree = {"kernel": array, "count": 3}
+        for cast in (any_policy.cast_to_param, any_policy.cast_to_compute, any_policy.cast_to_output):
+            assert cast(tree)["kernel"] is array
+            assert cast(array) is array
+    assert jmp.cast_floating({"kernel": array, "bias": jnp.zeros(2)}, "float16")["bias"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
+    stack = jnp.asarray(fresh(3, 16, 6), jnp.float32)
+    whole = quantized(stack, format, kernel_layout(stack.shape, stacked=1))
+    one = quantized(stack[1], format)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b), whole, one)
+
+    def scanned(array):
+        return jax.lax.scan(lambda carry, layer: (carry, layer.dequantize()), 0, array)[1]
+
+    expected = whole.dequantize()
+    np.testing.assert_array_equal(jax.jit(scanned)(whole), expected)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda layer: layer.dequantize()))(whole), expected)
+    layers = jax.jit(jax.vmap(lambda weight: quantize_array(weight, format)))(stack)
+    jax.tree.map(np.testing.assert_array_equal, layers, whole)
+
+
+@pytest.mark.parametrize(
+    ("format", "layout", "spec", "placed"),
+    [
+        ("int8", None, ("data", "model"), {"values": ("data", "model"), "scale": (None, "model")}),
+        ("int8", None, ("data",), {"values": ("data", None), "scale": (None, None)}),
+        ("int8", table_layout((16, 8)), ("data", "model"), {"values": ("data", "model"), "scale": ("data", None)}),
+        ("int4/4", None, ("data", "model"), {"values": ("data", None, "model"), "scale": ("data", None, "model")}),
+        ("int4/16", None, ("data", "model"), {"values": (None, None, "model"), "zero_point": (None, None, "model")}),
+        ("int4/8", table_layout((16, 8)), ("data", "model"), {"values": ("data", None, None)}),
+    ],
+)
+def test_shard_puts_each_scale_beside_its_values(format, layout, spec, placed):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    array = quantized(jnp.asarray(fresh(16, 8), jnp.float32), format, layout)
+    sharded = array.shard(NamedSharding(mesh, PartitionSpec(*spec)))
+    for name, expected in placed.items():
+        assert getattr(sharded, name).sharding.is_equivalent_to(
+            NamedSharding(mesh, PartitionSpec(*expected)), len(expected)
+        )
+    assert sharded.sharding == sharded.values.sharding
+    jax.tree.map(np.testing.assert_array_equal, sharded, array)
+
+
+def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quantized():
+    stack = jax.ShapeDtypeStruct((3, 16, 6), jnp.float32)
+    layout = kernel_layout(stack.shape, stacked=1)
+    clips = [quantize_array(stack, format, layout, input_clip=2.0).input_clip for format in FORMATS]
+    assert clips[1:] == [None, None]
+    assert clips[0].shape == (3,)
+    assert quantize_array(jnp.ones((4, 2)), "int8", input_clip=2).input_clip == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: quantize_array(jnp.ones(4), None), ValueError, r"^quantize_array needs a quantization, got None\."),
+        (lambda: quantize_array(jnp.ones(4), "int5"), ValueError, r"^Unknown quantization 'int5'\. Did you mean "),
+        (lambda: quantize_array(weights()[0], "int8", where=" 'a/kernel'"), ValueError,
+         r"^The weight 'a/kernel' is quantized already: QuantizedArray\(int8, .*Quantize what its dequantize\(\) ret"),
+        (lambda: quantize_array(jnp.arange(4), "int8", where=" of 'a'"), TypeError,
+         r"^Only floating arrays with axes and elements are quantized, got int32\[4\] of 'a'\. For example: jnp\.ones"),
+        (lambda: quantize_array(jnp.ones((0, 4)), "int8"), TypeError, r"^Only floating .*, got float32\[0, 4\]\. "),
+        (lambda: quantize_array(jnp.float32(1), "int8"), TypeError, r"^Only floating .*, got float32\[\]\. For "),
+        (lambda: quantize_array([1.0, 2.0], "int8"), TypeError, r"^Only floating .*, got \[1\.0, 2\.0\]\. "),
+        (lambda: quantize_array(jnp.ones((6, 2)), "int4/4", where=" 'a/kernel'"), ValueError,
+         r"^Blocks of 4 do not divide the 6 inputs of the weight 'a/kernel'\. The largest that do are of 3: 'int4/3'"),
+        (lambda: quantize_array(jnp.ones(4), "int8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
+        (lambda: weights()[0].dequantize("int8"), ValueError, r"^Unknown dtype 'int8'\."),
+        (lambda: jnp.asarray(weights()[0]), TypeError,
+         r"^QuantizedArray\(int8, .*\) is quantized, and stands in a place that does not know .*use its deq"),
+        (lambda: weights()[2] + jnp.ones(2), TypeError, r"unsupported operand|is quantized, and stands in "),
+        (lambda: jnp.dot(jnp.ones((2, 16)), weights()[2]), TypeError,
+         r"stands in a place that does not know .*with_policy\(model, 'int4/8_from_mixed_bfloat16'\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_an_error(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
