@@ -155,6 +155,14 @@ def test_training_computes_what_the_quantized_layer_will(name, policy):
     assert dataflow(trained) == dataflow(lowered(name, lambda model: quantize(model, policy)))
 
 
+def test_training_by_a_map_computes_what_the_quantized_model_will():
+    policy = jmp.PolicyMap({"layers/0": POLICIES[2], "layers": POLICIES[0]}, "float32")
+    trained = lowered("a model", lambda model: jmp.with_policy(model, policy))
+    assert "i32>" in trained.as_text()  # the one layer in 8 bits
+    assert "tensor<2x1x8xui8>" in trained.as_text()  # the zero points of the one in 4
+    assert dataflow(trained) == dataflow(lowered("a model", lambda model: quantize(model, policy)))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_are_those_that_the_quantized_table_reads(policy):
     def rows(attach):

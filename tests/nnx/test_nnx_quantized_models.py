@@ -1,0 +1,209 @@
+"""Quantized nnx models: they run as they are, in whatever way nnx takes models apart and puts them together."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp_policy as jmp
+from jmp_policy.nnx import QuantizedParam
+from jmp_policy.quant import QuantizedArray, quantize
+
+INT8 = "int8(min_size=0)_from_float32"
+INT4 = "int4/4(min_size=0)_from_float32"
+X = jnp.linspace(-1.0, 1.0, 3 * 8).reshape(3, 8)
+call = nnx.jit(lambda model, x: model(x))
+
+
+def waves(key, shape, dtype):
+    """Numbers of both signs: to draw them would take a compilation."""
+    return jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape), dtype)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(8, 8, kernel_init=waves, rngs=rngs)
+        self.head = nnx.Linear(8, 8, kernel_init=waves, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.body(x)))
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Net(nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def quantized(net):
+    return quantize(net, INT8)
+
+
+@pytest.fixture(scope="module")
+def out(quantized):
+    return call(quantized, X)
+
+
+def test_a_quantized_model_computes_what_it_was_trained_to(net, out):
+    np.testing.assert_array_equal(call(jmp.with_policy(net, INT8), X), out, strict=True)
+    assert (call(net, X) != out).any()
+
+
+def test_a_model_with_the_policy_is_quantized_alike(net, quantized):
+    again = quantize(jmp.with_policy(net, "mixed_bfloat16"), INT8)
+    assert nnx.graphdef(again) == nnx.graphdef(quantized)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(quantized))
+
+
+def test_quantizing_leaves_the_original_as_it_is_and_shares_no_variable(net, quantized):
+    assert all(type(layer.kernel) is nnx.Param for layer in (net.body, net.head))
+    assert not {id(v) for _, v in nnx.iter_graph(net)} & {
+        id(v) for _, v in nnx.iter_graph(quantized) if isinstance(v, nnx.Variable | nnx.Module)
+    }
+
+
+def test_a_quantized_weight_is_no_param(quantized):
+    assert not issubclass(QuantizedParam, nnx.Param)
+    assert {path[-1] for path, _ in nnx.to_flat_state(nnx.state(quantized, nnx.Param))} == {"bias"}
+    assert isinstance(quantized.head.kernel, QuantizedParam)
+    assert quantized.head.kernel.shape == (8, 8)
+    assert isinstance(quantized.head.kernel[...], QuantizedArray)
+
+
+def test_a_quantized_model_is_split_merged_cloned_and_updated(quantized, out):
+    graphdef, state = nnx.split(quantized)
+    assert hash(graphdef) == hash(nnx.graphdef(nnx.clone(quantized)))
+    doubled = jax.tree.map(lambda x: x * 2 if x.dtype == jnp.float32 else x, state)
+    np.testing.assert_array_equal(call(nnx.merge(graphdef, state), X), out)
+    clone = nnx.clone(quantized)
+    nnx.update(clone, doubled)
+    np.testing.assert_array_equal(clone.head.kernel[...].scale, quantized.head.kernel[...].scale * 2)
+    np.testing.assert_array_equal(call(quantized, X), out)
+
+
+def test_a_quantized_model_shows_what_it_holds(quantized):
+    assert "QuantizedArray(int8(min_size=0), shape=(8, 8), dtype=float32)" in repr(quantized)
+
+
+def test_a_quantized_model_can_be_made_of_shapes(quantized):
+    abstract = nnx.eval_shape(lambda: quantize(Net(nnx.Rngs(0)), INT8))
+    assert nnx.graphdef(abstract) == nnx.graphdef(quantized)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.state(quantized))
+    assert jax.tree.leaves(nnx.state(abstract)) == jax.tree.leaves(like)
+
+
+def test_what_is_left_of_a_quantized_model_trains(quantized):
+    model = nnx.clone(quantized)
+    optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(X) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss, nnx.to_pure_dict(grads)
+
+    losses = [step(model, optimizer) for _ in range(2)]
+    assert losses[1][0] < losses[0][0]
+    assert losses[0][1].keys() == {"body", "head"}
+    assert all("kernel" not in grads for grads in losses[0][1].values())
+    jax.tree.map(np.testing.assert_array_equal, model.body.kernel[...], quantized.body.kernel[...])
+
+
+def test_a_quantized_model_takes_policies_of_other_dtypes_and_no_others(quantized):
+    half = jmp.with_policy(quantized, "int8(min_size=0)_from_mixed_bfloat16")
+    assert nnx.eval_shape(call, half, X).dtype == jnp.bfloat16
+    assert nnx.eval_shape(call, jmp.with_policy(quantized, "int8(activations=false)_from_float32"), X).shape == (3, 8)
+    with pytest.raises(ValueError, match=r"'body/kernel' is quantized, as 'int8.*', and the policy 'float32'"):
+        jmp.with_policy(quantized, "float32")
+    with pytest.raises(ValueError, match=r"The weight 'head/kernel' is quantized, .* and the policy 'mixed_bfloat16'"):
+        jmp.with_policy(quantized, jmp.PolicyMap({"head": "mixed_bfloat16"}, INT8))
+    with pytest.raises(ValueError, match=r"The weight 'body/kernel' is stored as 'int8.*and its policy says 'int4/4"):
+        jmp.with_policy(quantized, INT4)
+
+
+def test_quantizing_twice_names_the_weight(quantized):
+    with pytest.raises(ValueError, match=r"The weight 'body/kernel' is quantized already"):
+        quantize(quantized, INT8)
+
+
+def test_blocks_that_do_not_divide_name_the_weight(net):
+    for attach in (jmp.with_policy, quantize):
+        with pytest.raises(ValueError, match="Blocks of 3 do not divide the 8 inputs of the weight 'body/kernel'"):
+            attach(net, "int4/3(min_size=0)_from_float32")
+    jmp.with_policy(net, "int4/3_from_float32")  # which leaves weights as small
+
+
+def test_nothing_to_quantize_says_why(net):
+    with pytest.raises(ValueError, match="'body/kernel': 64 elements are fewer than min_size=4096; 'head/kernel': 64"):
+        quantize(net, "int8_from_float32")
+    with pytest.raises(ValueError, match="the policy 'float32' has no quantization"):
+        quantize(net, "float32")
+    with pytest.raises(ValueError, match="there is no 'kernel' or 'embedding'"):
+        quantize(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), INT8)
+
+
+def test_a_map_says_what_is_quantized_and_how(net):
+    given = jmp.PolicyMap({"head": "float32", "body": INT4}, "float32")
+    quantized = quantize(net, given)
+    assert type(quantized.head.kernel) is nnx.Param
+    assert str(quantized.body.kernel[...].format) == "int4/4(min_size=0)"
+    assert nnx.graphdef(quantized.head) == nnx.graphdef(jmp.with_policy(net, given).head)
+
+
+def test_a_rule_that_matches_nothing_is_named(net):
+    given = jmp.PolicyMap({"haed": "float32"}, INT8)
+    for attach in (jmp.with_policy, quantize):
+        with pytest.warns(UserWarning, match="haed") as warned:
+            attach(net, given)
+        assert warned[0].filename == __file__
+
+
+def test_a_tied_weight_is_quantized_once_and_stays_tied():
+    net = Net(nnx.Rngs(0))
+    net.tied = nnx.Linear(8, 8, kernel_init=waves, rngs=nnx.Rngs(1))
+    net.tied.kernel = net.body.kernel
+    quantized = quantize(net, INT8)
+    assert quantized.tied.kernel is quantized.body.kernel
+    apart = quantize(net, jmp.PolicyMap({"tied": "float32"}, INT8))  # each computes what its policy says
+    assert type(apart.tied.kernel) is nnx.Param
+    assert isinstance(apart.body.kernel, QuantizedParam)
+
+
+def test_a_module_assigned_later_is_given_the_policy(net):
+    model = jmp.with_policy(net, INT8)
+    model.extra = nnx.Linear(8, 8, kernel_init=waves, rngs=nnx.Rngs(1))
+    call(model, X)
+    assert "round_nearest_even" in jax.jit(lambda x: model.extra(x)).lower(X).as_text()
+    assert isinstance(quantize(model, INT8).extra.kernel, QuantizedParam)
+
+
+def test_formats_never_mix_in_one_jitted_function(net, quantized):
+    traces = []
+
+    @nnx.jit
+    def run(model, x):
+        traces.append(model)
+        return model(x)
+
+    models = [net, jmp.with_policy(net, INT8), quantized, jmp.with_policy(net, INT4)]
+    first = [run(model, X) for model in models]
+    again = [run(model, X) for model in reversed(models)][::-1]
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(traces) == 4
+    assert [(a == b).all() for a, b in itertools.pairwise(first)] == [False, True, False]
+
+
+def test_a_model_keeps_the_arguments_that_it_was_told_to_keep(net):
+    class Shifted(Net):
+        def __call__(self, x, shift):
+            return super().__call__(x) + shift.astype(x.dtype), shift
+
+    model = jmp.with_policy(Shifted(nnx.Rngs(0)), "mixed_bfloat16", keep=["shift"])
+    quantized = quantize(model, "int8(min_size=0)_from_mixed_bfloat16")
+    seen = nnx.eval_shape(lambda model, x: model(x, jnp.ones(8)), quantized, X)
+    assert seen[0].dtype == jnp.bfloat16
