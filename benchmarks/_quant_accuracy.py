@@ -1,0 +1,94 @@
+"""The validation loss of the demo's GPT, trained in float32 and quantized afterwards."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jmp_policy as jmp
+from benchmarks._loss import cross_entropy
+from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
+from jmp_policy import quant
+from jmp_policy.demo._data import load_corpus, sample_batch, validation_batches
+from jmp_policy.demo._gpt import GPTConfig
+from jmp_policy.demo._trainer import NATS_PER_BIT, TrainerConfig, make_trainer
+
+BATCH = 16
+BLOCKS = r"blocks_\d+"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained model.
+
+    Attributes:
+      params: in float32.
+      config: the sizes of the model.
+      windows: uint8 `(batches, batch, context + 1)`, to validate on.
+    """
+
+    params: Any
+    config: GPTConfig
+    windows: np.ndarray
+
+    @functools.cached_property
+    def loss(self) -> float:
+        """Bits per byte."""
+        return self.loss_of(in_float32(self.config))
+
+    def loss_of(self, served: Served) -> float:
+        """Bits per byte of the same model, quantized."""
+        return float(jax.jit(functools.partial(_mean_loss, served))(self.params, self.windows))
+
+    def rise(self, served: Served) -> float:
+        """How much its loss is greater, as a part of that in float32."""
+        return self.loss_of(served) / self.loss - 1
+
+
+def train(seed: int, steps: int, config: GPTConfig | None = None, batches: int = 64) -> Trained:
+    """Trains as the demo does, on the sources of Python's standard library."""
+    config, corpus = config or GPTConfig(), load_corpus()
+    sizes = {"batch_size": BATCH, "context": config.context}
+    policy = jmp.get_policy("float32")
+    assert isinstance(policy, jmp.Policy)
+    trainer = make_trainer("linen", TrainerConfig(policy, config, seed))
+    for step in range(steps):
+        trainer.step(sample_batch(corpus.train, seed=seed, step=step, **sizes))
+    return Trained(trainer.params, config, validation_batches(corpus.validation, count=batches, **sizes))
+
+
+def contestants(config: GPTConfig) -> dict[tuple[str, str], Served]:
+    """The ways to quantize it, by library and name."""
+    served: dict[tuple[str, str], Served] = {}
+    for policy in ("int8", "int8(activations=false)", "int4/128", "int4/32"):
+        for clip in ("absmax", "mse"):
+            served["jmp_policy", f"{policy}, {clip}"] = ours(config, f"{policy}_from_float32", clip)
+    for policy in ("int8", "int4/128", "int4/32"):
+        blocks = jmp.PolicyMap({BLOCKS: f"{policy}_from_float32"}, default="int8_from_float32")
+        served["jmp_policy", f"{policy} in blocks, int8 tables"] = ours(config, blocks)
+    for scheme in SCHEMES:
+        served["jmp_policy", f"{scheme.name}, dense layers"] = ours(config, scheme.map)
+        served["qwix", f"{scheme.name}, dense layers"] = with_qwix(config, scheme.rule)
+    return served
+
+
+def quantized_bytes(served: Served, params: Any) -> float:
+    """The bytes of the weights that are quantized by us, over those in float32."""
+    is_weight = lambda leaf: isinstance(leaf, quant.QuantizedArray)
+    quantized = jax.tree.leaves(jax.eval_shape(served.quantize, params), is_leaf=is_weight)
+    pairs = [(new, old) for new, old in zip(quantized, jax.tree.leaves(params), strict=True) if is_weight(new)]
+    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return size([new for new, _ in pairs]) / size([old for _, old in pairs])
+
+
+def _mean_loss(served: Served, params: Any, windows: jax.Array) -> jax.Array:
+    quantized = served.quantize(params)
+
+    def loss(batch: jax.Array) -> jax.Array:
+        tokens = batch.astype(jnp.int32)
+        return cross_entropy(served.apply(quantized, tokens[:, :-1]), tokens[:, 1:])
+
+    return jax.lax.map(loss, windows).mean() / NATS_PER_BIT

@@ -1,0 +1,129 @@
+"""What quantized policies cost and lose, against qwix on the same model with the same weights.
+
+Run from the root of the repository:
+
+    python -m benchmarks.quant [--quick]
+
+Four tables: the costs of the forward pass, and of loss and gradients of quantization-aware training, ours over qwix's;
+the error of the logits and the bytes of the parameters; the validation loss of the trained model; and, on a GPU, the
+time of matrix products.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._gemm import FORMATS, product_rows
+from benchmarks._markdown import table
+from benchmarks._measure import cost, lowering_seconds
+from benchmarks._programs import Program
+from benchmarks._quant_accuracy import contestants, quantized_bytes, train
+from benchmarks._quant_contestants import (
+    SCHEMES,
+    Scheme,
+    Served,
+    gpt_params,
+    in_float32,
+    our_training,
+    ours,
+    random_batch,
+    training_with_qwix,
+    with_qwix,
+)
+from jmp_policy.demo._gpt import GPTConfig
+
+QUICK_GPT = GPTConfig(depth=1, context=16)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, no training, one repeat of what is timed")
+    quick = parser.parse_args(argv).quick
+    config, repeats = (QUICK_GPT, 1) if quick else (GPTConfig(), 10)
+    with jax.numpy_dtype_promotion("standard"):
+        print(f"jax {jax.__version__}, qwix {importlib.metadata.version('qwix')}, {jax.default_backend()}\n")
+        schemes = SCHEMES[:1] if quick else SCHEMES
+        rows = [row for scheme in schemes for row in cost_rows(scheme, config, repeats)]
+        print(table(_COST_HEADER, rows) + "\n")
+        print(table(_ERROR_HEADER, [error_row(scheme, config) for scheme in schemes]) + "\n")
+        if not quick:
+            print(table(_LOSS_HEADER, loss_rows(seeds=2)) + "\n")
+        print(products())
+
+
+_COST_HEADER = ["format", "program", "operations", "flops", "bytes", "temporaries", "lowering time"]
+_ERROR_HEADER = ["format", "error of logits", "qwix's", "parameter bytes", "qwix's"]
+_LOSS_HEADER = ["library", "quantized", "loss over float32, by seed", "bytes of these weights over float32"]
+
+
+def pairs(scheme: Scheme, config: GPTConfig) -> dict[str, tuple[Program, Program]]:
+    """Our program and qwix's, by name."""
+    params, batch = jax.eval_shape(lambda: gpt_params(config)), random_batch(config)
+    forward = [served.program(params, batch[0]) for served in both(scheme, config)]
+    mine = our_training(params, batch, config, scheme)
+    as_rounded, default = (training_with_qwix(params, batch, config, scheme, rounded) for rounded in (True, False))
+    return {
+        "forward": (forward[0], forward[1]),
+        "training, rounded operands": (mine, as_rounded),
+        "training, qwix's default": (mine, default),
+    }
+
+
+def both(scheme: Scheme, config: GPTConfig) -> tuple[Served, Served]:
+    """Our model and qwix's."""
+    return ours(config, scheme.map), with_qwix(config, scheme.rule)
+
+
+def cost_rows(scheme: Scheme, config: GPTConfig, repeats: int) -> list[list[str]]:
+    """What our programs cost over qwix's."""
+    programs = pairs(scheme, config)
+    costs = {name: cost(mine).over(cost(theirs)) for name, (mine, theirs) in programs.items()}
+    rows = []
+    for name, (mine, theirs) in programs.items():
+        seconds, their_seconds = lowering_seconds([mine, theirs], repeats)  # clears JAX's caches
+        ratios = (*dataclasses.astuple(costs[name]), seconds / their_seconds)
+        rows.append([scheme.name, name, *(f"{ratio:.3f}" for ratio in ratios)])
+    return rows
+
+
+def error_row(scheme: Scheme, config: GPTConfig) -> list[str]:
+    """What the quantized models compute, and what they hold, against the one in float32."""
+    params, (tokens, _) = gpt_params(config), random_batch(config)
+    reference = in_float32(config)
+    expected = reference.logits(params, tokens)
+    errors = [relative_error(served.logits(params, tokens), expected) for served in both(scheme, config)]
+    sizes = [served.nbytes(params) / reference.nbytes(params) for served in both(scheme, config)]
+    return [scheme.name, *(f"{error:.4f}" for error in errors), *(f"{size:.3f}" for size in sizes)]
+
+
+def relative_error(got: jax.Array, expected: jax.Array) -> float:
+    """The norm of the difference over that of what is expected."""
+    return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
+
+
+def loss_rows(seeds: int, steps: int = 1500) -> list[list[str]]:
+    """The validation losses of the demo's run, in float32 and quantized."""
+    runs = [train(seed, steps) for seed in range(seeds)]
+    rows = [["", "float32", ", ".join(f"{run.loss:.4f} bits" for run in runs), ""]]
+    for (library, name), served in contestants(runs[0].config).items():
+        rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)
+        size = f"{quantized_bytes(served, runs[0].params):.3f}" if library == "jmp_policy" else ""
+        rows.append([library, name, rises, size])
+    return rows
+
+
+def products() -> str:
+    """The times of matrix products, where there is a GPU."""
+    if jax.default_backend() != "gpu":
+        return "Matrix products: not measured: no GPU."
+    header = ["size", "bfloat16, ms", *(f"{name} over bfloat16" for name in FORMATS)]
+    return f"{jax.devices()[0].device_kind}\n\n{table(header, product_rows())}"
+
+
+if __name__ == "__main__":
+    main()

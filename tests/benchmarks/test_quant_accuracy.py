@@ -1,0 +1,53 @@
+"""A trained model keeps its loss in 8 and 4 bits, in a quarter and a seventh of the bytes."""
+
+import jax
+import pytest
+
+pytest.importorskip("qwix")
+
+import jmp_policy as jmp
+from benchmarks import _quant_accuracy, _quant_contestants
+from jmp_policy.demo._gpt import GPTConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
+]
+
+CONFIG = GPTConfig(depth=2, context=32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # for optax and qwix
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(_standard_promotion):
+    return _quant_accuracy.train(seed=0, steps=200, config=CONFIG, batches=8)
+
+
+def _ours(policy, default="int8_from_float32"):
+    given = jmp.PolicyMap({_quant_accuracy.BLOCKS: policy}, default=default)
+    return _quant_contestants.ours(CONFIG, given)
+
+
+def test_int8_keeps_the_loss_within_half_a_percent_in_a_quarter_of_the_bytes(trained):
+    served = _ours("int8_from_float32")
+    assert trained.loss < 5.0
+    assert abs(trained.rise(served)) <= 0.005
+    assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.27
+
+
+def test_int4_blocks_keep_the_loss_within_two_percent_in_a_seventh_of_the_bytes(trained):
+    served = _ours("int4/128_from_float32", default="float32")
+    assert abs(trained.rise(served)) <= 0.02
+    assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.16
+
+
+def test_int8_is_as_good_as_that_of_qwix(trained):
+    scheme = _quant_contestants.SCHEMES[0]
+    theirs = _quant_contestants.with_qwix(CONFIG, scheme.rule)
+    noise = 0.0005  # of rounding, which may raise a loss or lower it
+    assert trained.rise(_ours(scheme.policy, default="float32")) <= max(trained.rise(theirs), 0) + noise

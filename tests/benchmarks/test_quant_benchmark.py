@@ -1,0 +1,66 @@
+"""What the benchmark of quantization says of ours, in little: no more operations and bytes than qwix, no more error."""
+
+import contextlib
+import io
+
+import jax
+import pytest
+
+pytest.importorskip("qwix")
+
+from benchmarks import _gemm, _quant_contestants, quant
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
+]
+
+
+@pytest.fixture(scope="module")
+def report():
+    """The tables of `--quick`, by the first cells of each row."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        quant.main(["--quick"])
+    rows = [line.strip("| ").split(" | ") for line in out.getvalue().splitlines() if line.startswith("| ")]
+    return out.getvalue(), {tuple(row[:2]): [float(cell) for cell in row[2:]] for row in rows if row[0] == "int8"}
+
+
+def _ratios(report, program):
+    operations, _, accessed, temporaries, _ = report[1]["int8", program]
+    return operations, accessed, temporaries
+
+
+def test_serving_in_int8_needs_no_more_operations_and_bytes_than_with_qwix(report):
+    assert all(ratio <= 1.0 for ratio in _ratios(report, "forward"))
+
+
+def test_training_for_int8_needs_no_more_operations_and_bytes_than_with_qwix(report):
+    assert all(ratio <= 1.0 for ratio in _ratios(report, "training, rounded operands"))
+
+
+def test_logits_in_int8_are_as_near_to_float32_as_with_qwix_in_as_many_bytes(report):
+    ((_, error), (theirs, nbytes, their_bytes)) = next(item for item in report[1].items() if len(item[1]) == 3)
+    assert float(error) <= theirs <= 0.02
+    assert nbytes <= their_bytes
+
+
+def test_products_are_measured_where_there_is_a_gpu(report):
+    assert ("not measured: no GPU" in report[0]) == (jax.default_backend() != "gpu")
+
+
+@pytest.mark.parametrize("scheme", _quant_contestants.SCHEMES, ids=lambda scheme: scheme.name)
+def test_training_rounds_each_operand_once(scheme):
+    """Its derivative needs the same integers as its forward pass, and rounded them once more."""
+    params = jax.eval_shape(lambda: _quant_contestants.gpt_params(quant.QUICK_GPT))
+    batch = _quant_contestants.random_batch(quant.QUICK_GPT)
+    program = _quant_contestants.our_training(params, batch, quant.QUICK_GPT, scheme)
+    of_a_layer = {"int8": 2, "int8 weights": 1, "int4/64 weights": 2}[scheme.name]  # input and weight; and zero point
+    assert program.lower().as_text().count("stablehlo.round_nearest_even") == 4 * of_a_layer
+
+
+def test_the_table_of_products_has_a_row_for_each_size():
+    [[size, milliseconds, *over]] = _gemm.product_rows([32])
+    assert size == "32"
+    assert float(milliseconds) > 0
+    assert len(over) == len(_gemm.FORMATS)
