@@ -65,7 +65,7 @@ def dots(draw):
 
 
 @given(dots())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_dot_general_is_that_of_the_integers(case):
     equation, numbers, shapes = case
     x, w = (array(*shape) for shape in shapes)
@@ -204,7 +204,7 @@ def test_take_gives_the_rows_of_the_dequantized_table(format):
 
     for ours, by_hand in pairs(indices):
         assert ours.dtype == by_hand.dtype
-        np.testing.assert_array_equal(ours, by_hand)
+        np.testing.assert_array_equal(ours.astype("float32"), by_hand.astype("float32"))
     assert take(stored, indices[:1]).dtype == jnp.float32
 
 
