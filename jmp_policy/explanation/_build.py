@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._dtypes import is_floating_dtype
@@ -25,7 +26,8 @@ def explanation(
 
     Args:
       modules: what holds at each path.
-      params: the parameters of each module itself, by path: anything with a shape and a dtype.
+      params: the parameters of each module itself, by path: anything with a shape and a dtype; quantized ones, of
+        which these are those of the weight, are trees of the arrays that are stored.
       observation: what was seen while the model was traced.
       program: the operations that were traced.
       unused: what to say of rules that decided for no module.
@@ -40,13 +42,14 @@ def explanation(
             type=module.type.__name__,
             policy=module.policy,
             rule=module.rule,
-            param_dtypes=tuple(dict.fromkeys(str(leaf.dtype) for leaf in own)),
+            param_dtypes=tuple(dict.fromkeys(str(array.dtype) for array in jax.tree.leaves(own))),
             input_dtypes=observation.inputs.get(path, ()),
             compute_dtypes=computed.get(path, ()),
             output_dtypes=observation.outputs.get(path, ()),
-            param_bytes=_bytes(own, lambda dtype: dtype.itemsize),
+            param_bytes=_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
             float32_bytes=_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
+            quantization=module.quantization,
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(unused))
 

@@ -24,6 +24,8 @@ class Row:
       float32_bytes: their size if they were float32.
       leaks_into: the paths of the modules whose own code computes in a wider dtype than is meant there, because of
         what this one, which a rule or its author names, returned.
+      quantization: the format of its weight under a quantized policy, such as `"int8"`, or why the weight is left as
+        it is: `"left: 64 elements are fewer than min_size=4096"`; the empty string without such a policy or weight.
     """
 
     path: str
@@ -37,6 +39,7 @@ class Row:
     param_bytes: int
     float32_bytes: int
     leaks_into: tuple[str, ...]
+    quantization: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain strings, numbers and lists."""

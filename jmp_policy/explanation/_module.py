@@ -24,6 +24,7 @@ class ModuleInfo:
       rule: where that came from; the empty string without a policy.
       compute_dtype: the dtype that it is meant to compute in: the author's, if one is written, else the policy's.
       is_named: whether a rule, a policy of its own or its author says what holds just here.
+      quantization: what becomes of its weight under a quantized policy, as in `Row`.
     """
 
     type: type
@@ -31,6 +32,7 @@ class ModuleInfo:
     rule: str = ""
     compute_dtype: np.dtype | None = None
     is_named: bool = False
+    quantization: str = ""
 
     @property
     def is_layer(self) -> bool:

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from ._explanation import Explanation, Row
 from ._rendering import rendered, text_table
-from ._wording import notes, short, short_policy, size
+from ._wording import has_quantization, notes, short, short_policy, size
 
 _WIDE = 100
 """From this many columns on each row has its policy; where there are fewer, a table of the rules has it."""
@@ -25,12 +25,16 @@ def _modules(explanation: Explanation, *, with_policies: bool) -> Table:
     policy_column = ["policy"] if with_policies else []
     table = text_table("module", "type", *policy_column, "rule", "param", "in", "compute", "out", gap=1 + with_policies)
     table.add_column("bytes", justify="right", no_wrap=True)
+    quantized = has_quantization(explanation)
+    if quantized:
+        table.add_column("quantization", overflow="fold")
     paths = {row.path for row in explanation.rows}
     for row in explanation.rows:
         dtypes = (row.param_dtypes, row.input_dtypes, row.compute_dtypes, row.output_dtypes)
         policy = [short_policy(row.policy)] if with_policies else []
         name = _indented(row, paths) + (" (!)" if row.leaks_into else "")
-        table.add_row(name, row.type, *policy, row.rule, *map(short, dtypes), size(row.param_bytes))
+        cells = (name, row.type, *policy, row.rule, *map(short, dtypes), size(row.param_bytes))
+        table.add_row(*cells, *([row.quantization] if quantized else []))
     return table
 
 

@@ -47,6 +47,11 @@ def size(count: int) -> str:
     return f"{count / 1000**power:.3g} {_PREFIXES[power - 1]}B"
 
 
+def has_quantization(explanation: Explanation) -> bool:
+    """Whether there is anything to say of the quantization of its modules."""
+    return any(row.quantization for row in explanation.rows)
+
+
 def notes(explanation: Explanation) -> list[str]:
     """What is to be said below the table: totals, leaks and rules that decided nothing."""
     return [_totals(explanation), *_leaks(explanation), *explanation.unused]

@@ -1,5 +1,6 @@
 """`jmp_policy.explain` for linen modules."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from ..explanation._operations import operations
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._frame import CURRENT, Frame
+from ._quantized import quantization_of
 
 
 def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
@@ -96,7 +98,8 @@ class _Met:
         self._frames.setdefault(frame.attachment, {})[relative] = type(module)
         match: Match = frame.match(module)
         by_map = isinstance(frame.policy, PolicyMap)
-        return module_info(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
+        info = module_info(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
+        return dataclasses.replace(info, quantization=quantization_of(module, match.policy))
 
 
 def _named(rngs: Any) -> dict[str, Any]:

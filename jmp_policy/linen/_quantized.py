@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.core import meta
 from jax import lax
 
-from .._formats import Quantization
+from .._formats import Int8, Quantization
 from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._bilinear import Einsum, einsum as labels_of
@@ -81,8 +81,29 @@ def quantized_param(
     return fake_quantized(weight) if isinstance(weight, Unquantized) else value
 
 
-def why_not_multiplied(module: nn.Module) -> str | None:
-    """Why a layer computes with the numbers that a quantized weight stands for; `None` if it multiplies by integers."""
+def quantization_of(module: nn.Module, policy: Policy) -> str:
+    """What becomes of the weight of a bound module under a policy, as `Row.quantization` says it."""
+    format = policy.quantization
+    weight = None if format is None else _weight(module)
+    if format is None or weight is None:
+        return ""
+    name, shape = weight
+    left = why_left(shape, _layout(module, name, shape), format)
+    if left is not None:
+        return f"left: {left}"
+    as_numbers = _why_no_integers(module) if isinstance(format, Int8) and format.activations else None
+    return str(format) if as_numbers is None else f"{format}, computed with as numbers: {as_numbers}"
+
+
+def _weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    """The name and the shape of the parameter of a module that is to be quantized, if it has one."""
+    assert module.scope is not None
+    params = {name: meta.unbox(module.scope.get_variable("params", name)) for name in WEIGHT_NAMES}
+    return next(((name, x.shape) for name, x in params.items() if x is not None and len(x.shape) > 1), None)
+
+
+def _why_no_integers(module: nn.Module) -> str | None:
+    """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
     field = _operation_field(type(module))
     if field is None and not isinstance(module, nn.Einsum | nn.Embed):
         return "its code is no layer of Flax's"

@@ -1,5 +1,6 @@
 """`jmp_policy.explain` for nnx modules."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ from ..explanation._build import explanation
 from ..explanation._module import ModuleInfo, module_info
 from ..explanation._observation import observe
 from ..explanation._operations import operations
+from ..quant import QuantizedArray
 from ._layers import has_written_dtype
 from ._observed import observed
+from ._quantized import QuantizedParam, quantization_of
 from ._roles import Kind, Role, items_of, kind_of, role_of
 
 
@@ -36,7 +39,7 @@ def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: di
 
     def call(state: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         copy = observed(nnx.merge(graphdef, state))
-        return _callable(copy, method)(*inputs, **kwargs)
+        return callable_of(copy, method)(*inputs, **kwargs)
 
     observation, program = observe(call, state, inputs, kwargs)
     return explanation(tree.modules, tree.params, observation, list(operations(program.jaxpr)), tree.unused())
@@ -87,14 +90,14 @@ class _Tree:
             self._value(value, (*path, name), "/".join(path), given)
 
     def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
-        kind = kind_of(type(value))
+        kind = Kind.PARAM if isinstance(value, QuantizedParam) else kind_of(type(value))
         if kind is Kind.OTHER or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if kind is Kind.MODULE:
             self._module(value, path, given)
         elif kind is Kind.PARAM:
-            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value()))
+            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=_is_quantized))
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
                 given.types.setdefault(given.relative(path), type(value))
@@ -110,13 +113,18 @@ class _Tree:
             match = given.policy.match(relative, given.types)
         else:
             match = Match(given.policy, None, boundary=False)
-        return module_info(
+        info = module_info(
             role.base,
             match,
             attached=role.attached,
             by_map=isinstance(given.policy, PolicyMap),
             written=_written_dtype(module, role),
         )
+        return dataclasses.replace(info, quantization=quantization_of(role.base, vars(module), match.policy))
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
 
 
 def _written_dtype(module: nnx.Module, role: Role) -> Any:
@@ -124,7 +132,7 @@ def _written_dtype(module: nnx.Module, role: Role) -> Any:
     return attributes["dtype"] if has_written_dtype(role.base, attributes, role.open_dtype) else None
 
 
-def _callable(module: nnx.Module, method: Any) -> Callable[..., Any]:
+def callable_of(module: nnx.Module, method: Any) -> Callable[..., Any]:
     """What to call: a method is found again by its name, for the class of the module may be another one."""
     if method is None:
         return module  # type: ignore[return-value]

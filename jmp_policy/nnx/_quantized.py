@@ -79,6 +79,17 @@ def quantized_body(base: type, attributes: Attributes, format: Quantization | No
     return None
 
 
+def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
+    """What becomes of the weight of a layer under a policy, as `Row.quantization` says it."""
+    format, weight = policy.quantization, weight_in(base, attributes)
+    if format is None or weight is None:
+        return ""
+    if isinstance(attributes.get("promote_dtype"), Promote):
+        return str(format)
+    left = why_left(weight.value.shape, weight.layout, format)
+    return f"left: {left or 'its author wrote the functions that it computes with'}"
+
+
 def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:
     """Checks that a layer can compute with its weight as its policy says.
 

@@ -45,6 +45,7 @@ def test_dictionary_is_plain():
         "path": "blocks/0/norm", "type": "LayerNorm", "policy": "float32", "rule": ".*norm",
         "param_dtypes": ["float32"], "input_dtypes": ["bfloat16"], "compute_dtypes": ["float32"],
         "output_dtypes": ["float32"], "param_bytes": 64, "float32_bytes": 64, "leaks_into": ["", "blocks/0"],
+        "quantization": "",
     }  # fmt: skip
     assert found["unused"] == ["policy rule 'haed' matches no module"]
     assert (found["total_bytes"], found["float32_bytes"]) == (6064, 12064)
@@ -99,6 +100,18 @@ def test_advice_on_an_authors_dtype_is_not_about_policies(columns):
     columns(200)
     text = str(Explanation((ROOT, BLOCK, dataclasses.replace(NORM, rule="author's dtype"))))
     assert "blocks/0; cast what it returns, where that is not meant" in text
+
+
+def test_quantization_has_a_column_where_there_is_any(columns):
+    columns(200)
+    left = "left: 64 elements are fewer than min_size=4096"
+    mlp, norm = dataclasses.replace(HEAD, quantization="int8"), dataclasses.replace(NORM, quantization=left)
+    found = Explanation((ROOT, mlp, norm))
+    assert [line.split()[-1] for line in str(found).splitlines()[:4:3]] == ["quantization", "int8"]
+    assert left in str(found)
+    assert "<th>bytes</th><th>quantization</th><th>leaks into</th>" in found._repr_html_()
+    assert f"<td>{left}</td>" in found._repr_html_()
+    assert "quantization" not in str(EXPLANATION) + EXPLANATION._repr_html_()
 
 
 def test_html_is_a_table_whose_text_is_escaped():

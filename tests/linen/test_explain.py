@@ -282,3 +282,32 @@ def test_model_too_large_to_exist_is_explained():
     model = jmp.with_policy(Huge(), "bfloat16")
     found = jmp.explain(model, jax.ShapeDtypeStruct((8, 8192), "int32"))
     assert found.float32_bytes == 2 * found.total_bytes > 4 * 70e9
+
+
+def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(64, 128, name="embed")(tokens)
+            x = nn.Dense(128, name="own", dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs))(x)
+            x = nn.LayerNorm(name="norm")(nn.Dense(128, name="mlp")(x))
+            return nn.Dense(4, name="head")(nn.Conv(64, (3,), name="conv", mask=jnp.ones((3, 128, 64)))(x))
+
+    rules = jmp.PolicyMap({"mlp": "int4/64_from_bfloat16", "embed": "bfloat16"}, "int8_from_mixed_bfloat16")
+    found = jmp.explain(jmp.with_policy(Wide(), rules), jax.ShapeDtypeStruct((2, 4), "int32"))
+    assert column(found, "quantization") == {
+        "": "", "embed": "", "norm": "", "mlp": "int4/64",
+        "own": "int8, computed with as numbers: its author wrote dot_general",
+        "conv": "int8, computed with as numbers: its weight is rewritten before it is used",
+        "head": "left: 256 elements are fewer than min_size=4096",
+    }  # fmt: skip
+
+
+def test_quantization_of_a_kernel_in_code_of_a_users_own():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("kernel", nn.initializers.normal(), (4, 4)).astype(x.dtype)
+
+    found = explain("int8(min_size=0)_from_mixed_bfloat16", model=Own())
+    assert found[""].quantization == "int8(min_size=0), computed with as numbers: its code is no layer of Flax's"

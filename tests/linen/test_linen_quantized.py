@@ -1,7 +1,6 @@
 """Linen modules under quantized policies: in training, and with the weights that `quant.quantize` makes."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +130,9 @@ def test_layer_computes_what_is_written_by_hand(name, by_hand, policy):
     np.testing.assert_array_equal(*both(variables_of_all()[name]), strict=True)
 
 
-TRAINED = ("Dense", "Einsum in another order", "Embed attended to", "subclass that adds", "scan of rematerialised layers")
+TRAINED = (
+    "Dense", "Einsum in another order", "Embed attended to", "subclass that adds", "scan of rematerialised layers",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "bound"), [(INT8, 0.05), (INT4, 0.35)])
@@ -159,7 +160,8 @@ def test_gradients_of_shards_sum_to_that_of_the_whole_batch():
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("devices")), "out_specs": PartitionSpec()}
     sharded = jax.shard_map(jax.value_and_grad(lambda p, x: jax.lax.psum(loss(p, x), "devices")), mesh=mesh, **specs)
-    (value, grads), (expected, by_all) = jax.jit(lambda: (sharded(params, batch), jax.value_and_grad(loss)(params, batch)))()
+    both = jax.jit(lambda *args: (sharded(*args), jax.value_and_grad(loss)(*args)))
+    (value, grads), (expected, by_all) = both(params, batch)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert relative_error(grads, by_all) < 0.01  # the sums are rounded to bfloat16 on each device
 

@@ -230,3 +230,35 @@ def test_model_too_large_to_exist_is_explained():
 
     found = jmp.explain(abstract(jmp.with_policy(Huge, "bfloat16")), jax.ShapeDtypeStruct((8, 8192), "int32"))
     assert found.float32_bytes == 2 * found.total_bytes > 4 * 70e9
+
+
+class Wide(nnx.Module):
+    def __init__(self, *, rngs):
+        own = lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs)
+        self.own = nnx.Linear(64, 64, dot_general=own, rngs=rngs)
+        self.mlp = nnx.Linear(64, 64, rngs=rngs)
+        self.head = nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.mlp(self.own(x)))
+
+
+QUANTIZATION = {
+    "": "", "own": "left: its author wrote the functions that it computes with", "mlp": "int8",
+    "head": "left: 256 elements are fewer than min_size=4096",
+}  # fmt: skip
+
+
+def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
+    found = jmp.explain(abstract(Wide, "int8_from_mixed_bfloat16"), jax.ShapeDtypeStruct((2, 64), "float32"))
+    assert column(found, "quantization") == QUANTIZATION
+    assert set(column(jmp.explain(abstract(Wide, MIXED), X.update(shape=(2, 64))), "quantization").values()) == {""}
+
+
+def test_bytes_of_a_quantized_weight_are_those_of_its_integers_and_scales():
+    model = jmp.quant.quantize(abstract(Wide), "int8_from_mixed_bfloat16")
+    found = jmp.explain(model, jax.ShapeDtypeStruct((2, 64), "float32"))
+    assert column(found, "quantization") == QUANTIZATION
+    mlp = found["mlp"]
+    assert (mlp.param_bytes, mlp.float32_bytes) == (64 * 64 + 4 * 64 + 4 * 64, 4 * (64 * 64 + 64))
+    assert set(mlp.param_dtypes) == {"int8", "float32"}
