@@ -2,6 +2,7 @@
 
 from .._formats import Int4 as Int4, Int8 as Int8
 from ._array import QuantizedArray as QuantizedArray, quantize_array as quantize_array
+from ._calibrate import calibrate as calibrate
 from ._operations import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,

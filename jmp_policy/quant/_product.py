@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._formats import Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
+from ._calibration import observe_input
 from ._integers import Quantized, peak, symmetric
 from ._weight import Unquantized, Weight, fake_quantized
 
@@ -64,7 +65,9 @@ def _joins_groups(operation: Bilinear) -> bool:
 
 
 def _rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
-    amax, clip = peak(left, operation.summed(operation.left)), weight.input_clip
+    summed, clip = operation.summed(operation.left), weight.input_clip
+    observe_input(left, summed)
+    amax = peak(left, summed)
     # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
     return symmetric(left, amax if clip is None else jnp.minimum(amax, jnp.min(clip)))
 

@@ -1,0 +1,52 @@
+"""Calling a linen module under the eyes of someone."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from flax.core import DenyList
+
+from ..quant._watched import Called, Watch
+from ._classes import unpolicied_class
+from ._frame import CURRENT, Frame
+
+
+def bound(model: nn.Module, variables: Any) -> nn.Module:
+    """A module with its variables.
+
+    Raises:
+      ValueError: it is bound to some and given others, or neither.
+    """
+    if (model.scope is None) == (variables is None):
+        amiss = "and is bound to some already" if variables is not None else "and is not bound to them"
+        raise ValueError(f"A linen module runs with variables, {amiss}. For example: model.bind(variables).")
+    return model if variables is None else model.bind(variables)
+
+
+def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a bound module; what it writes to its variables is lost.
+
+    Args:
+      model: the module.
+      watch: what runs in the place of the methods of all modules inside, and of its own.
+      inputs: positional arguments of the method.
+      method: what to call, as in `Module.apply`.
+      kwargs: keyword arguments of `Module.apply`.
+    """
+
+    def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+        module: nn.Module = context.module
+        if context.method_name == "setup" or module.scope is None:
+            return next_fun(*args, **kwargs)
+        return watch(_called(module), next_fun, args, kwargs)
+
+    unbound, variables = model.unbind()
+    mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+    with nn.intercept_methods(intercept):
+        return unbound.apply(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
+
+
+def _called(module: nn.Module) -> Called:
+    frame: Frame | None = CURRENT.value
+    policy = None if frame is None else frame.match(module).policy
+    return Called("/".join(module.path), unpolicied_class(type(module)), policy)

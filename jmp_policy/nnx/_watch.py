@@ -1,0 +1,52 @@
+"""Calling an nnx model under the eyes of someone."""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from ..quant._watched import Called, Watch
+from ._explain import callable_of
+from ._observed import watch_modules
+from ._roles import role_of
+
+# Not in the classes that are watched: JAX never forgets one of a pytree.
+_WATCH: contextvars.ContextVar[Watch] = contextvars.ContextVar("_WATCH")
+
+
+def bound(model: nnx.Module, variables: Any) -> nnx.Module:
+    """The model, which has its variables.
+
+    Raises:
+      ValueError: it is given others.
+    """
+    if variables is not None:
+        raise ValueError("variables are those of a linen module; an nnx model has its own.")
+    return model
+
+
+def call_watched(model: nnx.Module, watch: Watch, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a copy of a model.
+
+    Args:
+      model: the model.
+      watch: what runs in the place of the methods of all modules inside, and of its own.
+      inputs: positional arguments of the method.
+      method: the name of what to call, a method, or a function of the module; `None` for the module itself.
+      kwargs: keyword arguments of the method.
+    """
+    copy = nnx.clone(model)
+    watch_modules(copy, _watched)
+    token = _WATCH.set(watch)
+    try:
+        return callable_of(copy, method)(*inputs, **kwargs)
+    finally:
+        _WATCH.reset(token)
+
+
+def _watched(path: str, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    module: Any = method.__self__  # type: ignore[attr-defined]
+    role = role_of(module)
+    base: Any = type(module).__base__ if role is None else role.base
+    return _WATCH.get()(Called(path, base, None if role is None else role.policy), method, args, kwargs)

@@ -1,0 +1,81 @@
+"""Calibration: where to clip the inputs of the layers of a model, from data."""
+
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from .._boundary import adapter_of
+from ._calibration import Calibration
+from ._clip import Clip, checked
+
+
+def calibrate(
+    model: Any, batches: Iterable[Any], *, variables: Any = None, method: Any = None, clip: Clip = "mse", **kwargs: Any
+) -> dict[str, float]:
+    """Runs a model on some data, and chooses the magnitude to clip the inputs of each layer to.
+
+    Under a policy such as `"int8_from_mixed_bfloat16"` a layer quantizes each row of its inputs by the largest
+    magnitude in it. Where that is an outlier the others lose most of their 8 bits; `quantize` with what is returned
+    here clips it. The model runs as it will be served, by the policy it has, and one operation after the other, so
+    that the layers of a scan are seen as well: they share a magnitude.
+
+    Args:
+      model: a linen module or an nnx model, with a policy whose quantization has activations. It stays as it is.
+      batches: what to call it with, one after the other: a tuple of positional arguments, or the only one.
+      variables: of a linen module; `None`, if it is bound.
+      method: what to call instead of the module itself, as for `explain`.
+      clip: how the magnitude is chosen: a percentile in (0, 100] of all magnitudes, to less than 1 % of it; `"mse"`,
+        the one of the least mean square error of the inputs as they are rounded; `"absmax"`, the largest that was
+        seen.
+      **kwargs: other arguments of each call; of `apply`, for linen.
+
+    Returns:
+      By module path, the magnitude, for `quantize(..., input_clips=...)`. A layer whose inputs are not quantized, or
+      were all zero, has none.
+
+    Raises:
+      TypeError: `model` is no Flax module.
+      ValueError: no layer quantizes its inputs; they are not finite; there are no batches; or `clip` is none.
+
+    Warns:
+      Layers whose inputs have no numbers, because they run inside of `vmap` or `remat`.
+
+    Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
+    calibration).
+
+    >>> from flax import nnx
+    >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "int8_from_float32")
+    >>> clips = calibrate(model, [jnp.linspace(-3, 2, 64)[None]], clip="absmax")
+    >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
+    ({'': 3.0}, Array(3., dtype=float32))
+    """
+    checked(clip)
+    adapter = None if isinstance(model, type) else adapter_of(model)
+    if adapter is None:
+        raise TypeError(
+            f"calibrate takes a Flax module, got {model!r}. "
+            "For example: calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)."
+        )
+    bound, calibration, count = adapter.bound(model, variables), Calibration(), 0
+    for batch in batches:
+        count += 1
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        calibration.run(functools.partial(adapter.call_watched, bound, calibration.watch, inputs, method, kwargs))
+    _check(calibration, count)
+    clips = {path: layer.clip(clip) for path, layer in calibration.layers.items()}
+    return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
+
+
+def _check(calibration: Calibration, count: int) -> None:
+    if count == 0:
+        raise ValueError("calibrate was given no batches. For example: calibrate(model, [x], variables=variables).")
+    if calibration.unseen:
+        named = ", ".join(map(repr, calibration.unseen))
+        message = f"calibrate saw no numbers enter {named}, inside of vmap or remat: these inputs are not clipped"
+        warnings.warn(message, stacklevel=3)
+    elif not calibration.layers:
+        raise ValueError(
+            "No layer that was called quantizes its inputs. Give the model a policy under which they do. "
+            "For example: with_policy(model, 'int8_from_float32')."
+        )

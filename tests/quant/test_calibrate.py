@@ -1,0 +1,187 @@
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+from jmp_policy import quant
+from jmp_policy.quant._input_statistics import InputStatistics
+
+POLICY = "int8(min_size=0)_from_float32"
+
+
+def batches(count: int = 3) -> list[jax.Array]:
+    return list(jax.random.normal(jax.random.key(0), (count, 4, 8)) * jnp.arange(1.0, count + 1)[:, None, None])
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        self.sow("intermediates", "entering", x)
+        return x + nn.Dense(8, name="dense")(x), None
+
+
+class Model(nn.Module):
+    """A layer that is called as it is, a scan of three, and one whose inputs have no numbers."""
+
+    inside_vmap: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="first")(x)
+        scan = nn.scan(Residual, variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True}, length=3)
+        x, _ = scan(name="blocks")(x, None)
+        if not self.inside_vmap:
+            return x
+        return nn.vmap(nn.Dense, variable_axes={"params": None}, split_rngs={"params": False})(8, name="last")(x)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dense(self.norm(x)))
+
+    def without_head(self, x, scale=1.0):
+        return self.dense(x * scale)
+
+
+@pytest.fixture(scope="module")
+def linen_model():
+    model = jmp.with_policy(Model(inside_vmap=False), POLICY)
+    return model, jax.jit(model.init)(jax.random.key(0), batches()[0])
+
+
+def test_layers_of_linen_are_told_by_path_and_those_of_a_scan_share_a_magnitude(linen_model):
+    model, variables = linen_model
+    clips = quant.calibrate(model, batches(), variables=variables, clip="absmax")
+    assert list(clips) == ["first", "blocks/dense"]
+    assert clips["first"] == float(jnp.abs(jnp.stack(batches())).max())
+    _, state = jax.jit(functools.partial(model.apply, mutable="intermediates"))(variables, batches()[2])
+    entering = jnp.abs(state["intermediates"]["blocks"]["entering"][0])
+    assert entering.shape == (3, 4, 8)
+    assert np.isclose(clips["blocks/dense"], entering.max(), rtol=1e-5)
+
+
+def test_what_is_calibrated_is_what_quantized_products_clip_to(linen_model):
+    model, variables = linen_model
+    clips = quant.calibrate(model.bind(variables), batches(), clip=90)
+    quantized = quant.quantize(variables, POLICY, input_clips=clips, stacked=["blocks"])
+    assert quantized["params"]["blocks"]["dense"]["kernel"].input_clip.tolist() == [clips["blocks/dense"]] * 3
+    outlier = batches()[0].at[0, 0].set(1e4)
+    clipped = jnp.clip(outlier[0], -clips["first"], clips["first"])
+    dense = quantized["params"]["first"]
+    out = jmp.with_policy(nn.Dense(8), POLICY).apply({"params": dense}, outlier)
+    kernel = dense["kernel"].dequantize()
+    assert jnp.allclose(out[0], clipped @ kernel + dense["bias"], atol=8 * clips["first"] / 254 * float(kernel.max()))
+
+
+def test_layers_without_numbers_are_left_out_and_named():
+    model = jmp.with_policy(Model(), POLICY)
+    variables = jax.jit(model.init)(jax.random.key(0), batches()[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clips = quant.calibrate(model, batches(1), variables=variables, clip="absmax")
+    assert list(clips) == ["first", "blocks/dense"]
+    assert str(caught[0].message) == (
+        "calibrate saw no numbers enter 'last', inside of vmap or remat: these inputs are not clipped"
+    )
+    assert caught[0].filename == __file__
+
+
+def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
+    model = NnxModel(nnx.Rngs(0))
+    policied = jmp.with_policy(model, POLICY)
+    clips = quant.calibrate(policied, batches(), clip="absmax")
+    assert list(clips) == ["dense", "head"]
+    assert not model.norm.mean[...].any()
+    by_method = quant.calibrate(policied, [(batches()[0],)], clip="absmax", method="without_head", scale=2.0)
+    assert by_method == {"dense": 2 * float(jnp.abs(batches()[0]).max())}
+    again = quant.calibrate(quant.quantize(model, POLICY), batches(), clip="absmax")
+    assert again == clips
+
+
+def test_percentiles_are_those_of_all_batches_to_the_width_of_a_bin():
+    rng = np.random.default_rng(0)
+    batches = [rng.lognormal(size=(64, 64)).astype(np.float32) * 10.0**power for power in (-4, 0, 3)]
+    statistics = InputStatistics("layer")
+    for batch in batches:
+        statistics.add(jnp.asarray(batch * rng.choice([-1, 1], batch.shape), jnp.float32), (1,))
+    magnitudes = np.concatenate(batches).astype(np.float32).astype(np.float64)
+    for percentile in (1, 50, 99, 99.9):
+        wanted = np.percentile(magnitudes, percentile, method="inverted_cdf")
+        assert wanted <= statistics.clip(percentile) <= wanted * (1 + 1 / 128)
+    assert statistics.clip(100) == statistics.clip("absmax") == np.float32(magnitudes.max())
+
+
+def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(1, 65536)).astype(np.float32)
+    x[0, [0, -1]] = 30.0  # one in each half: cutting it a little costs less than the steps it takes from the others
+    statistics = InputStatistics("layer")
+    for half in np.split(x, 2, axis=1):
+        statistics.add(jnp.asarray(half), (1,))
+    best = statistics.clip("mse")
+
+    def error(clip: float) -> float:
+        total = 0.0
+        for half in np.split(x.astype(np.float64), 2, axis=1):
+            scale = min(np.abs(half).max(), clip) / 127
+            total += np.sum((np.clip(np.rint(half / scale), -127, 127) * scale - half) ** 2)
+        return total
+
+    assert error(best) < 0.99 * error(np.inf)
+    assert error(best) <= 1.001 * min(error(2.0 ** (power / 8)) for power in range(0, 41))
+
+
+def test_clipping_an_outlier_of_no_weight_brings_the_output_nearer_to_float64():
+    rng = np.random.default_rng(2)
+    x, w = rng.normal(size=(64, 8)), rng.normal(size=(8, 8))
+    x[:, 3] *= 500  # as the massive activations of language models: large, and multiplied by next to nothing
+    w[3] *= 1e-5
+    exact, params = x @ w, {"kernel": jnp.asarray(w, jnp.float32)}
+    model = jmp.with_policy(nn.Dense(8, use_bias=False), POLICY)
+    inputs = jnp.asarray(x, jnp.float32)
+    clips = quant.calibrate(model, [inputs], variables={"params": params}, clip=87)
+
+    def error(**options) -> float:
+        out = model.apply({"params": quant.quantize(params, POLICY, **options)}, inputs)
+        return float(np.linalg.norm(np.asarray(out, np.float64) - exact) / np.linalg.norm(exact))
+
+    assert error(input_clips=clips) < 0.05
+    assert error() > 0.5
+
+
+def test_a_layer_whose_inputs_are_all_zero_has_no_clip():
+    model = jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), POLICY)
+    for clip in ("absmax", "mse", 99.9):
+        assert quant.calibrate(model, [jnp.zeros((4, 8))], clip=clip) == {}
+
+
+def test_what_cannot_be_calibrated_is_refused(linen_model):
+    model, variables = linen_model
+    policied = jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), POLICY)
+    x = batches()[0]
+    with pytest.raises(ValueError, match="calibrate was given no batches"):
+        quant.calibrate(policied, [])
+    with pytest.raises(ValueError, match="The inputs of the layer '' are not all finite"):
+        quant.calibrate(policied, [x.at[0, 0].set(jnp.nan)])
+    with pytest.raises(ValueError, match="clip is 'absmax', 'mse' or a percentile"):
+        quant.calibrate(policied, [x], clip=0)
+    with pytest.raises(ValueError, match="No layer that was called quantizes its inputs"):
+        quant.calibrate(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), [x])
+    with pytest.raises(ValueError, match="variables are those of a linen module"):
+        quant.calibrate(policied, [x], variables=variables)
+    with pytest.raises(ValueError, match="runs with variables, and is not bound to them"):
+        quant.calibrate(model, [x])
+    with pytest.raises(ValueError, match="runs with variables, and is bound to some already"):
+        quant.calibrate(model.bind(variables), [x], variables=variables)
+    with pytest.raises(TypeError, match="calibrate takes a Flax module, got "):
+        quant.calibrate(variables, [x])
