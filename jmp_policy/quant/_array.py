@@ -58,9 +58,12 @@ class QuantizedArray(Uncast):
         """The shape of the weight."""
         if isinstance(self.format, Int8):
             return self.values.shape
-        stack = self.values.shape[: self.values.ndim - 2 - self.layout.channels]
-        channels = self.values.shape[self.values.ndim - self.layout.channels :]
-        return (*stack, *self.layout.contracted, *channels)
+        blocks_axis = self.values.ndim - 2 - self.layout.channels
+        stack, channels = self.values.shape[:blocks_axis], self.values.shape[blocks_axis + 2 :]
+        # Fewer blocks than the layout has are the part of one device in `shard_map`, cut along the first axis.
+        first, *others = self.layout.contracted
+        whole = self.layout.length // block_length(self.layout, self.format)
+        return (*stack, first * self.values.shape[blocks_axis] // whole, *others, *channels)
 
     @property
     def ndim(self) -> int:
@@ -130,7 +133,7 @@ class QuantizedArray(Uncast):
     def __repr__(self) -> str:
         try:
             shape = self.shape
-        except (AttributeError, TypeError):  # JAX rebuilds pytrees with anything as leaves
+        except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with anything as leaves
             shape = "?"
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 

@@ -30,7 +30,7 @@ def weight_of(array: Any, format: Quantization, layout: Layout) -> Any:
     """
     if isinstance(array, QuantizedArray):
         return as_format(array, format)
-    return array if why_left(array.shape, layout, format) else Unquantized(array, format, layout)
+    return array if why_left(array.shape, layout, format) else Unquantized(array, format, layout.of(array.shape))
 
 
 def as_format(array: QuantizedArray, format: Quantization, where: str = "") -> QuantizedArray:

@@ -28,6 +28,14 @@ class Layout:
         """How many weights an output channel sums over."""
         return math.prod(self.contracted)
 
+    def of(self, shape: tuple[int, ...]) -> "Layout":
+        """The same of a weight of another shape: of the part that one device has in `shard_map`.
+
+        >>> Layout((64,), 1).of((16, 8))
+        Layout(contracted=(16,), channels=1)
+        """
+        return Layout(tuple(shape[axis] for axis in self.axes), self.channels)
+
 
 def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = None, stacked: int = 0) -> Layout:
     """The layout of a Flax `kernel`: the axes of its bias are the output channels, or the last axis without a bias.
