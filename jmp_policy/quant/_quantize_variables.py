@@ -1,6 +1,7 @@
 """The variables of a linen model with quantized weights."""
 
 import re
+import sys
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     """
     given = quantizer.given
     _check_keys(given)
+    if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
+        from . import _serialization as _serialization
     stacks = _Stacks(stacked)
     params: Any = variables.get("params", variables)
 

@@ -1,0 +1,46 @@
+"""Quantized weights in `flax.serialization`: importing this registers them. Nothing else here needs Flax."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import serialization
+
+from ._array import QuantizedArray
+
+_ARRAYS = ("values", "scale", "zero_point", "input_clip")
+
+
+def _to_state_dict(weight: QuantizedArray) -> dict[str, Any]:
+    """The arrays that there are; format and layout are not saved, and come from the target again."""
+    return {name: array for name in _ARRAYS if (array := getattr(weight, name)) is not None}
+
+
+def _from_state_dict(target: QuantizedArray, state: Any) -> QuantizedArray:
+    """The weight that was saved, as the target says; shapes and dtypes tell whether that is what it was.
+
+    Raises:
+      ValueError: what was saved is not of the target's format, sizes, or calibration.
+    """
+    wanted = _shapes(_to_state_dict(target))
+    found = _shapes(state) if isinstance(state, dict) and "values" in state else None
+    if found != wanted:
+        what = f"a weight that is not quantized: {_shape(state)}" if found is None else f"{found}"
+        path = serialization.current_path().removeprefix("./")
+        raise ValueError(
+            f"The target at {path!r} is {target!r}, of the arrays {wanted}; what was saved is {what}. Restore "
+            "into what it was saved from: quantize the target with the policy of the checkpoint, or quantize what is "
+            "restored into an unquantized one."
+        )
+    return dataclasses.replace(target, **{name: jnp.asarray(array) for name, array in state.items()})
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, str]:
+    return {name: _shape(array) for name, array in sorted(arrays.items())}
+
+
+def _shape(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+
+
+serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)
