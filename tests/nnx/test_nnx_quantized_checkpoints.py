@@ -1,0 +1,77 @@
+"""Checkpoints of quantized nnx models restore into models that run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jmp_policy.quant import quantize
+
+X = jnp.linspace(-1.0, 1.0, 2 * 8).reshape(2, 8)
+POLICIES = ["int8(min_size=0)_from_float32", "int4/2(min_size=0)_from_float32"]
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        waves = lambda key, shape, dtype: jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape), dtype)
+        self.body = nnx.Linear(8, 8, kernel_init=waves, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return nnx.relu(self.body(x))
+
+
+def made(policy):
+    return quantize(Net(), policy)
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def saved(request, tmp_path_factory):
+    """A policy, the quantized model, what it computes, and the folder that its state and its numbers lie in."""
+    model = nnx.jit(lambda: made(request.param))()
+    folder = tmp_path_factory.mktemp("quantized")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", nnx.state(model))
+        checkpointer.save(folder / "numbers", nnx.to_pure_dict(nnx.state(model)))
+    return request.param, model, nnx.jit(lambda model: model(X))(model), folder
+
+
+def restore(path, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, target)
+
+
+def assert_same(restored, model, out):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(restored), nnx.state(model))
+    assert nnx.graphdef(restored) == nnx.graphdef(model)
+    np.testing.assert_array_equal(nnx.jit(lambda model: model(X))(restored), out, strict=True)
+
+
+def test_a_state_is_restored_into_a_model_made_of_shapes(saved):
+    policy, model, out, folder = saved
+    graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
+    assert_same(nnx.merge(graphdef, restore(folder / "state", target)), model, out)
+
+
+def test_a_state_without_variables_is_restored_as_well(saved):
+    policy, model, out, folder = saved
+    graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
+    nnx.replace_by_pure_dict(target, restore(folder / "numbers", nnx.to_pure_dict(target)))
+    assert_same(nnx.merge(graphdef, target), model, out)
+
+
+def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
+    policy, model, out, folder = saved
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
+
+    def placed(leaf):
+        columns = PartitionSpec(*[None] * (leaf.ndim - 1), "devices")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, columns))
+
+    state = restore(folder / "state", jax.tree.map(placed, target))
+    shards = state["body"]["kernel"][...].values.addressable_shards
+    assert {shard.data.shape[-1] for shard in shards} == {2}
+    assert_same(nnx.merge(graphdef, state), model, out)
