@@ -35,10 +35,10 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
     output dtype, once, at the outermost call; Flax modules among the arguments pass through uncast, each has its own
     policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams, and any object that is no tree of
-    arrays, with the arrays inside it. A Flax module, linen or nnx, does the same at its boundary, and inside it stores
-    its parameters in the param dtype, and every layer computes in the compute dtype; the parameter tree is that of the
-    module without a policy. Nothing is changed in place: the target stays as it is, only a decorated class is a new
-    one.
+    arrays, with the arrays inside it. A function has no weights that the quantization of a policy could be for. A Flax
+    module, linen or nnx, does the same at its boundary, and inside it stores its parameters in the param dtype, and
+    every layer computes in the compute dtype; the parameter tree is that of the module without a policy. Nothing is
+    changed in place: the target stays as it is, only a decorated class is a new one.
 
     Where several say what a layer computes in, the nearest wins:
 

@@ -45,7 +45,8 @@ def autocast(
 
     Raises:
       TypeError: `fun` is no function; or, when it is called, what it returned is no tree of arrays.
-      ValueError: `policy` is no policy, or one whose compute dtype is none of the three.
+      ValueError: `policy` is no policy, or one whose compute dtype is none of the three, or a quantized one: operations
+        do not tell which of their operands are weights.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's lists of operators; asked for in
     JAX issue 5257.

@@ -60,7 +60,7 @@ def canonical(spec: PolicySpec, where: str) -> Policy | str:
         raise ValueError(f"{error} It stands {where}, as may {', '.join(map(repr, TREATMENTS))}.") from None
     if not isinstance(policy, Policy):
         raise ValueError(f"{policy!r} {where} is no policy of one scope. For example: 'float32'.")
-    check_compute_dtype(policy, where)
+    check_for_autocast(policy, where)
     return policy
 
 
@@ -74,7 +74,7 @@ def scope_of(rule: Policy | str, root: Policy) -> Scope:
     return Scope(rule.compute_dtype, None, rule.output_dtype, precision)
 
 
-def check_compute_dtype(policy: Policy, where: str = "") -> None:
+def check_for_autocast(policy: Policy, where: str = "") -> None:
     """Checks that a policy is one for autocast.
 
     Raises:
@@ -86,6 +86,12 @@ def check_compute_dtype(policy: Policy, where: str = "") -> None:
         raise ValueError(
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
+        )
+    if policy.quantization is not None:
+        raise ValueError(
+            f"autocast quantizes no weights, as the policy {policy.name!r}{where and ' ' + where} says. Give that one "
+            f"to a Flax module, with_policy(model, {policy.name!r}), or write "
+            f"{policy.replace(quantization=None).name!r}."
         )
 
 

@@ -10,7 +10,7 @@ from ..interpreter import walk
 from ._modules import Modules
 from ._paths import Paths
 from ._rules import AutocastRules
-from ._scope import Scope, check_compute_dtype, scope_of
+from ._scope import Scope, check_for_autocast, scope_of
 
 
 class ScopeRules:
@@ -104,11 +104,11 @@ def check_policy(policy: Policy | PolicyMap) -> None:
     """Checks that a policy is one for autocast, and a map's are.
 
     Raises:
-      ValueError: autocast cannot compute in the compute dtype of one.
+      ValueError: autocast cannot compute in the compute dtype of one, or one is quantized.
     """
-    check_compute_dtype(root_policy(policy))
+    check_for_autocast(root_policy(policy))
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
-        check_compute_dtype(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
+        check_for_autocast(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
 
 
 def _policy_rules(policy: Policy | PolicyMap) -> list[tuple[Key, Policy | str]]:

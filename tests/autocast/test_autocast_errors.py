@@ -42,6 +42,19 @@ def test_an_impossible_compute_dtype_is_refused(policy):
         AutocastRules(scopes={"head": policy})
 
 
+def test_a_quantized_policy_is_refused():
+    message = (
+        r"^autocast quantizes no weights, as the policy 'int8_from_mixed_bfloat16'{} says\. Give that one to a Flax "
+        r"module, with_policy\(model, 'int8_from_mixed_bfloat16'\), or write 'mixed_bfloat16'\.$"
+    )
+    with pytest.raises(ValueError, match=message.format("")):
+        autocast(jnp.sin, "int8_from_mixed_bfloat16")
+    with pytest.raises(ValueError, match=message.format(" for the key 'head' of a PolicyMap")):
+        autocast(jnp.sin, PolicyMap({"head": "int8_from_mixed_bfloat16"}, "float32"))
+    with pytest.raises(ValueError, match=message.format(" for 'head' in scopes of AutocastRules")):
+        AutocastRules(scopes={"head": "int8_from_mixed_bfloat16"})
+
+
 def test_an_integer_compute_dtype_is_refused():
     with raises(ValueError, "Unknown dtype 'int8' in 'compute=int8'"):
         autocast(jnp.sin, "params=float32,compute=int8")
