@@ -111,6 +111,11 @@ LAYERS = {
     "MultiHeadAttention": Layer(
         lambda rngs: nnx.MultiHeadAttention(2, 8, attention_fn=attend, decode=False, rngs=rngs), X
     ),
+    "MultiHeadAttention with a cache": Layer(
+        lambda rngs: nnx.MultiHeadAttention(2, 8, attention_fn=attend, rngs=rngs),
+        X[:, :1],
+        lambda layer, x: (layer.init_cache((2, 3, 8)), layer(x, decode=True))[1],
+    ),
     "LoRALinear": Layer(lambda rngs: nnx.LoRALinear(8, 4, lora_rank=2, rngs=rngs), X),
     "LoRA": Layer(lambda rngs: nnx.LoRA(8, 2, 4, base_module=nnx.Linear(8, 4, rngs=rngs), rngs=rngs), X),
     "GRUCell": Layer(lambda rngs: nnx.GRUCell(8, 8, rngs=rngs), X, lambda cell, x: cell(x, x)),

@@ -130,7 +130,7 @@ def test_integers_are_multiplied_as_they_are_stored():
         for lowered in (integers, program(jmp.get_policy("bfloat16")))
     )
     assert read < 1.6 * N * N  # a byte for each weight, and what the few rows of the input need
-    assert read < wide / 2
+    assert read < 0.7 * wide
 
 
 def test_training_costs_no_more_than_fake_quantization_by_hand():
