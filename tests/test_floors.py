@@ -46,8 +46,8 @@ FLOORS = {
 
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_policy_map", "_grammar"), ("_policy_map", "_default"),
-              ("_default", "_grammar"), ("numerics", "explanation"), ("numerics", "autocast"), ("cli", "demo"),
-              ("__main__", "cli")]  # fmt: skip
+              ("_default", "_grammar"), ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"),
+              ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -15,7 +15,7 @@ from ._explain import explain as explain
 from ._interceptor import POLICY
 from ._named import named as named
 from ._place import ROOT, Place
-from ._watch import bound as bound, call_watched as call_watched
+from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
 
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 AUDIT_EXAMPLE = "audit(model.apply)(variables, x)"

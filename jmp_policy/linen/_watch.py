@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen as nn
-from flax.core import DenyList
+from flax.core import DenyList, meta
 
+from ..quant import QuantizedArray
+from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
 from ._classes import unpolicied_class
 from ._frame import CURRENT, Frame
+from ._quantized import quantization_of
 
 
 def bound(model: nn.Module, variables: Any) -> nn.Module:
@@ -21,6 +25,18 @@ def bound(model: nn.Module, variables: Any) -> nn.Module:
         amiss = "and is bound to some already" if variables is not None else "and is not bound to them"
         raise ValueError(f"A linen module runs with variables, {amiss}. For example: model.bind(variables).")
     return model if variables is None else model.bind(variables)
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """The weights of a bound module that can be quantized, or are, by the path of the module that they belong to."""
+    _, variables = model.unbind()
+    leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=_is_quantized)
+    weights = {}
+    for keys, leaf in leaves:
+        path, _, name = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
+        if name in WEIGHT_NAMES and leaf.ndim > 1:
+            weights[path] = leaf
+    return weights
 
 
 def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
@@ -48,5 +64,9 @@ def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwa
 
 def _called(module: nn.Module) -> Called:
     frame: Frame | None = CURRENT.value
-    policy = None if frame is None else frame.match(module).policy
-    return Called("/".join(module.path), unpolicied_class(type(module)), policy)
+    quantization = "" if frame is None else quantization_of(module, frame.match(module).policy)
+    return Called("/".join(module.path), unpolicied_class(type(module)), quantization)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)

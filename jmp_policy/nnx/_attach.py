@@ -16,7 +16,7 @@ from ._mismatch import reject
 from ._named import named as named
 from ._quantize import quantize as quantize
 from ._roles import role_of
-from ._watch import bound as bound, call_watched as call_watched
+from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 AUDIT_EXAMPLE = "audit(lambda model, x: model(x))(model, x)"

@@ -9,6 +9,7 @@ from flax import nnx
 from ..quant._watched import Called, Watch
 from ._explain import callable_of
 from ._observed import watch_modules
+from ._quantized import quantization_of, weight_in
 from ._roles import role_of
 
 # Not in the classes that are watched: JAX never forgets one of a pytree.
@@ -24,6 +25,17 @@ def bound(model: nnx.Module, variables: Any) -> nnx.Module:
     if variables is not None:
         raise ValueError("variables are those of a linen module; an nnx model has its own.")
     return model
+
+
+def weights_of(model: nnx.Module) -> dict[str, Any]:
+    """The weights of a model that can be quantized, or are, by the path of the module that they belong to."""
+    weights = {}
+    for path, module in nnx.iter_modules(model):
+        role = role_of(module)
+        found = weight_in(type(module) if role is None else role.base, vars(module))
+        if found is not None:
+            weights["/".join(map(str, path))] = found.value
+    return weights
 
 
 def call_watched(model: nnx.Module, watch: Watch, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
@@ -49,4 +61,5 @@ def _watched(path: str, method: Callable[..., Any], args: tuple, kwargs: dict[st
     module: Any = method.__self__  # type: ignore[attr-defined]
     role = role_of(module)
     base: Any = type(module).__base__ if role is None else role.base
-    return _WATCH.get()(Called(path, base, None if role is None else role.policy), method, args, kwargs)
+    quantization = "" if role is None else quantization_of(base, vars(module), role.policy)
+    return _WATCH.get()(Called(path, base, quantization), method, args, kwargs)

@@ -49,7 +49,7 @@ def quantize(
       TypeError: `target` is neither.
 
     Warns:
-      A rule of the map decides for no module.
+      A rule of the map decides for no module; of variables, for none that has parameters.
 
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}}
     >>> quantize(params, "int8_from_float32")["dense"]["kernel"]

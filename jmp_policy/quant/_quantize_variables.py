@@ -46,7 +46,7 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
     quantizer.check(unused)
     for message in unused:
-        warnings.warn(f"{message} (variables tell of modules with parameters alone)", stacklevel=3)
+        warnings.warn(message, stacklevel=3)
     if "params" not in variables:
         return new
     make: Any = type(variables)

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .._policy import Policy
-
 
 @dataclasses.dataclass(frozen=True)
 class Called:
@@ -14,12 +12,12 @@ class Called:
     Attributes:
       path: the module names joined by `/`; the root's is the empty string.
       type: its class, without a policy.
-      policy: the policy that holds for it, if any.
+      quantization: what becomes of its weight, in the words of `explain`.
     """
 
     path: str
     type: type
-    policy: Policy | None
+    quantization: str
 
 
 Watch = Callable[[Called, Callable[..., Any], tuple, dict[str, Any]], Any]

@@ -1,0 +1,158 @@
+"""Comparing a model with what quantization made of it."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from .._boundary import adapter_of
+from .._dtypes import is_floating_dtype
+from .._tree import is_array
+from ._array import QuantizedArray
+from ._comparison import Comparison, LayerComparison
+from ._watched import Called
+
+
+def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs: Any) -> Comparison:
+    """Runs a model and its quantized self on the same inputs, and says what each layer lost and saved.
+
+    Both run one operation after the other, so that the layers of a scan are seen as well.
+
+    Args:
+      before: the model as it was, with a policy or without: a bound linen module (`model.bind(variables)`), or an nnx
+        model. It stays as it is.
+      after: the same with quantized weights: `with_policy(model, policy).bind(quantize(variables, policy))`, or what
+        `quantize` returns for an nnx model.
+      *inputs: positional arguments of the method.
+      method: what to call instead of the module itself, as for `explain`.
+      **kwargs: other arguments of the call; of `apply`, for linen.
+
+    Returns:
+      A `Comparison`: a table when printed or shown in a notebook, `.plot()`, `.rows` and `.to_dict()` for programs.
+
+    Raises:
+      TypeError: one of the two is no Flax module.
+      ValueError: they are not the same model, or a linen module is not bound.
+
+    >>> from flax import nnx
+    >>> model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    >>> comparison = compare(model, jmp.quant.quantize(model, "int8_from_float32"), jnp.ones((1, 64)))
+    >>> row = comparison.rows[0]
+    >>> row.quantization, row.bytes_before, row.bytes_after, row.weight_error < 0.01
+    ('int8', 16384, 4352, True)
+    """
+    old, new = _weights(before), _weights(after)
+    _check_same(old, new)
+    wanted, got = _Outputs(old), _Outputs(old)
+    whole = [_arrays(_run(*run, inputs, method, kwargs)) for run in ((before, wanted), (after, got))]
+    rows = (
+        _row(path, old[path], new[path], got.called.get(path), _error(wanted.by_path[path], got.by_path[path]))
+        for path in dict.fromkeys([*wanted.called, *old])
+    )
+    return Comparison(tuple(rows), _error(*whole) or 0.0)
+
+
+class _Outputs:
+    """What the layers of a model return.
+
+    Args:
+      paths: of the layers.
+
+    Attributes:
+      called: those that were called, by path, in the order of their first calls.
+      by_path: the arrays that each returned, in the order of its calls.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.called: dict[str, Called] = {}
+        self.by_path: dict[str, list[Any]] = {path: [] for path in paths}
+        self._running: set[str] = set()
+
+    def watch(self, module: Called, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls a method of a module; of methods that call each other, the outermost one counts."""
+        if module.path not in self.by_path or module.path in self._running:
+            return fun(*args, **kwargs)
+        self.called.setdefault(module.path, module)
+        self._running.add(module.path)
+        try:
+            out = fun(*args, **kwargs)
+        finally:
+            self._running.discard(module.path)
+        self.by_path[module.path].extend(_arrays(out))
+        return out
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    adapter = None if isinstance(model, type) else adapter_of(model)
+    if adapter is None:
+        raise TypeError(
+            f"compare takes Flax modules, got {model!r}. For example: compare(model.bind(variables), "
+            "with_policy(model, policy).bind(quantize(variables, policy)), x)."
+        )
+    return adapter.weights_of(adapter.bound(model, None))
+
+
+def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Checks that two models have weights of the same shapes at the same paths."""
+    for path in sorted(before.keys() | after.keys()):
+        shapes = [weights[path].shape if path in weights else None for weights in (before, after)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"before and after are not the same model: the weight of {path!r} has the shapes {shapes[0]} and "
+                f"{shapes[1]}."
+            )
+    if not before:
+        raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
+
+
+def _run(model: Any, outputs: _Outputs, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
+    with jax.disable_jit():
+        return adapter_of(model).call_watched(model, outputs.watch, inputs, method, kwargs)
+
+
+def _row(path: str, before: Any, after: Any, called: Called | None, error: float | None) -> LayerComparison:
+    return LayerComparison(
+        path=path,
+        type="" if called is None else called.type.__name__,
+        quantization=_quantization(after, called),
+        bytes_before=before.nbytes,
+        bytes_after=after.nbytes,
+        weight_error=_error([_numbers(before)], [_numbers(after)]) or 0.0,
+        output_error=error,
+    )
+
+
+def _quantization(weight: Any, called: Called | None) -> str:
+    if isinstance(weight, QuantizedArray):
+        return str(weight.format)
+    if called is None:
+        return "left: not called"
+    said = called.quantization or "left: no quantization in its policy"
+    return said if said.startswith("left: ") else f"left: computes as {said}, and is yet to be quantized"
+
+
+def _numbers(weight: Any) -> Any:
+    return weight.dequantize() if isinstance(weight, QuantizedArray) else weight
+
+
+def _arrays(out: Any) -> list[Any]:
+    """The floating arrays of a result, where they have numbers."""
+    leaves = [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
+    return [] if any(isinstance(leaf, Tracer) for leaf in leaves) else leaves
+
+
+def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
+    """The norm of the difference of some arrays, relative to that of the first ones; `None`, if there are none."""
+    if not before:
+        return None
+    lost = kept = 0.0
+    for old, new in zip(before, after, strict=True):
+        wide = np.asarray(old).astype(np.float64)
+        lost += float(np.sum((np.asarray(new).astype(np.float64) - wide) ** 2))
+        kept += float(np.sum(wide**2))
+    if kept == 0:
+        return 0.0 if lost == 0 else math.inf
+    return math.sqrt(lost / kept)

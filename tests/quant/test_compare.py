@@ -1,0 +1,162 @@
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+from jmp_policy import quant
+
+INT8 = "int8(min_size=0)_from_float32"
+RULES = jmp.PolicyMap({"head": "float32", "blocks": "int4/4(min_size=0)_from_float32"}, INT8)
+X = jax.random.normal(jax.random.key(1), (4, 8))
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8, name="dense")(x), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="first")(x)
+        scan = nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = scan(name="blocks")(x, None)
+        x = nn.remat(nn.Dense)(8, name="middle")(x)
+        return nn.Dense(8, name="head")(x)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+        self.small = nnx.Linear(8, 4, rngs=rngs)
+        self.unused = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.small(self.up(x))
+
+    def twice(self, x, shift=0.0):
+        return self.up(self.up(x + shift))
+
+
+def relative(after, before) -> float:
+    before = np.asarray(before, np.float64)
+    return float(np.linalg.norm(np.asarray(after, np.float64) - before) / np.linalg.norm(before))
+
+
+@pytest.fixture(scope="module")
+def linen_comparison():
+    model = Model()
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    quantized = quant.quantize(variables, RULES)
+    policied = jmp.with_policy(model, RULES)
+    comparison = quant.compare(model.bind(variables), policied.bind(quantized), X)
+    return comparison, variables["params"], quantized["params"]
+
+
+def test_rows_of_linen_have_formats_bytes_and_errors(linen_comparison):
+    comparison, params, quantized = linen_comparison
+    rows = {row.path: row for row in comparison.rows}
+    assert list(rows) == ["first", "blocks/dense", "middle", "head"]
+    assert [row.type for row in comparison.rows] == ["Dense"] * 3 + ["Dense"]
+    assert rows["first"].quantization == "int8(min_size=0)"
+    assert rows["blocks/dense"].quantization == "int4/4(min_size=0)"
+    assert rows["head"].quantization == "left: no quantization in its policy"
+    assert rows["first"].bytes_before == 256
+    assert rows["first"].bytes_after == 64 + 8 * 4
+    assert rows["blocks/dense"].bytes_after == 2 * (32 + 2 * 8 * (4 + 1))
+    assert comparison.bytes_before == 256 * 5
+    for path, names in (("first", ["first"]), ("blocks/dense", ["blocks", "dense"])):
+        before, after = params, quantized
+        for name in names:
+            before, after = before[name], after[name]
+        assert math.isclose(rows[path].weight_error, relative(after["kernel"].dequantize(), before["kernel"]))
+
+
+def test_output_errors_are_those_of_the_layers_side_by_side(linen_comparison):
+    comparison, params, quantized = linen_comparison
+    dense = nn.Dense(8)
+    before = dense.apply({"params": params["first"]}, X)
+    after = jmp.with_policy(dense, INT8).apply({"params": quantized["first"]}, X)
+    assert math.isclose(comparison["first"].output_error, relative(after, before), rel_tol=1e-4)
+    assert comparison["blocks/dense"].output_error > comparison["first"].output_error
+    assert comparison["middle"].output_error is None  # remat has no numbers
+    assert math.isclose(comparison.output_error, comparison["head"].output_error)
+
+
+def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
+    comparison, *_ = linen_comparison
+    text = str(comparison)
+    assert "output of the model: " in text
+    assert "those quantized, 3 of 4: " in text
+    assert "left: no quantization in its policy: head" in text
+    assert "not seen" in text
+    assert "<td>blocks/dense</td>" in comparison._repr_html_()
+    assert repr(comparison) == "<Comparison: 3 of 4 layers quantized; print it for the table>"
+    assert json.loads(json.dumps(comparison.to_dict()))["rows"][0]["path"] == "first"
+    errors, sizes = comparison.plot().axes
+    assert [label.get_text() for label in errors.get_yticklabels()] == [row.path for row in comparison.rows]
+    assert [bar.get_width() for bar in sizes.patches[:4]] == [row.bytes_before / 1e3 for row in comparison.rows]
+    with pytest.raises(KeyError, match="Those compared are 'first', 'blocks/dense', "):
+        comparison["haed"]
+
+
+def test_layers_of_nnx_say_why_they_were_left():
+    model = NnxModel(nnx.Rngs(0))
+    comparison = quant.compare(model, quant.quantize(model, "int8(min_size=64)_from_float32"), X)
+    assert [row.quantization for row in comparison.rows] == [
+        "int8(min_size=64)",
+        "left: 32 elements are fewer than min_size=64",
+        "int8(min_size=64)",
+    ]
+    assert comparison["unused"].output_error is None
+    assert comparison["small"].weight_error == 0
+    assert comparison["small"].sqnr == math.inf
+    assert 0 < comparison["up"].output_error < 0.05
+    assert math.isclose(comparison["up"].sqnr, -20 * math.log10(comparison["up"].weight_error))
+
+
+def test_a_model_that_is_yet_to_be_quantized_is_compared_by_its_outputs():
+    model = NnxModel(nnx.Rngs(0))
+    trained = quant.compare(model, jmp.with_policy(model, INT8), X)
+    assert trained["up"].quantization == "left: computes as int8(min_size=0), and is yet to be quantized"
+    assert trained["unused"].quantization == "left: not called"
+    assert trained.output_error == quant.compare(model, quant.quantize(model, INT8), X).output_error > 0
+
+
+def test_a_method_is_compared_over_all_calls_of_a_layer():
+    model = NnxModel(nnx.Rngs(0))
+    quantized = quant.quantize(model, INT8)
+    comparison = quant.compare(model, quantized, X, method="twice", shift=1.0)
+    calls = [model.up(X + 1), model.up(model.up(X + 1))], [quantized.up(X + 1), quantized.up(quantized.up(X + 1))]
+    assert math.isclose(comparison["up"].output_error, relative(np.stack(calls[1]), np.stack(calls[0])), rel_tol=1e-4)
+
+
+def test_a_model_compared_with_itself_lost_nothing():
+    model = NnxModel(nnx.Rngs(0))
+    comparison = quant.compare(model, model, X)
+    assert comparison.output_error == 0
+    assert [row.weight_error for row in comparison.rows] == [0.0] * 3
+    assert not comparison.quantized
+    zeros = quant.compare(model, model, jnp.zeros((4, 8)))
+    assert zeros["up"].output_error == 0
+
+
+def test_what_cannot_be_compared_is_refused():
+    model, other = NnxModel(nnx.Rngs(0)), NnxModel(nnx.Rngs(0))
+    other.up = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"not the same model: the weight of 'up' has the shapes \(8, 8\) and \(8, 16"):
+        quant.compare(model, other, X)
+    with pytest.raises(ValueError, match=r"the weight of '' has the shapes None and \(8, 8\)"):
+        quant.compare(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X)
+    with pytest.raises(ValueError, match="There is nothing to compare: the model has no 'kernel'"):
+        quant.compare(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), nnx.LayerNorm(8, rngs=nnx.Rngs(0)), X)
+    with pytest.raises(ValueError, match="A linen module runs with variables, and is not bound to them"):
+        quant.compare(Model(), Model(), X)
+    with pytest.raises(TypeError, match="compare takes Flax modules, got 3"):
+        quant.compare(3, model, X)
