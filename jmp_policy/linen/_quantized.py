@@ -72,12 +72,12 @@ def quantized_param(
     as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init), policy.quantization, f" '{'/'.join((*module.path, name))}'")
+        value = as_format(param(name, init), policy.quantization, _where(module, name))
         return value if as_stored else value.dequantize()
     value = param(name, init_fn, *args)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = weight_of(value, policy.quantization, _layout(module, name, value.shape))
+    weight = weight_of(value, policy.quantization, _layout(module, name, value.shape), _where(module, name))
     return fake_quantized(weight) if isinstance(weight, Unquantized) else value
 
 
@@ -131,6 +131,11 @@ def _check_is_rewritable(module: nn.Module) -> None:
             )
 
 
+def _where(module: nn.Module, name: str) -> str:
+    """What an error message says of the place a weight stands in."""
+    return f" {'/'.join((*module.path, name))!r}"
+
+
 def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
@@ -144,7 +149,8 @@ def _fields(module: nn.Module, format: Quantization) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, operation: getattr(module, operation)}
     own = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}[operation]
-    return {"promote_dtype": Promote(format, promote, as_tuple=False), operation: Multiply(own, operation)}
+    ours = Promote(format, promote, as_tuple=False, where=_where(module, "kernel"))
+    return {"promote_dtype": ours, operation: Multiply(own, operation)}
 
 
 def _operation(module: nn.Module) -> str | None:
@@ -216,9 +222,8 @@ def _einsum(
     bias = None
     if module.use_bias:
         bias = module.param("bias", module.bias_init, [lengths[label] for label in kept], module.param_dtype)
-    inputs, kernel, bias = Promote(format, module.promote_dtype, as_tuple=False, layout=layout)(
-        inputs, kernel, bias, dtype=module.dtype
-    )
+    promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_where(module, "kernel"))
+    inputs, kernel, bias = promote(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
     out = einsum(equation, inputs, kernel, **options)
     return out if bias is None else out + bias.reshape([lengths[x] if x in kept else 1 for x in labels.out])
@@ -250,7 +255,7 @@ def _table(module: nn.Embed, format: Quantization) -> QuantizedArray | Unquantiz
     stored = meta.unbox(module.scope.get_variable("params", "embedding"))
     if stored is None or not _is_default(module, "promote_dtype"):
         return None
-    table = weight_of(stored, format, table_layout(stored.shape))
+    table = weight_of(stored, format, table_layout(stored.shape), _where(module, "embedding"))
     return table if isinstance(table, QuantizedArray | Unquantized) else None
 
 

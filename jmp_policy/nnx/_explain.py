@@ -90,7 +90,7 @@ class _Tree:
             self._value(value, (*path, name), "/".join(path), given)
 
     def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
-        kind = Kind.PARAM if isinstance(value, QuantizedParam) else kind_of(type(value))
+        kind = Kind.PARAM if issubclass(type(value), QuantizedParam) else kind_of(type(value))
         if kind is Kind.OTHER or id(value) in self._seen:
             return
         self._seen.add(id(value))

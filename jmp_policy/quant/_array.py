@@ -123,6 +123,9 @@ class QuantizedArray(Uncast):
 
         return jax.tree.map(place, self)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A quantized weight has no attribute {name!r}; what its dequantize() returns may have.")
+
     def __jax_array__(self) -> Any:
         raise TypeError(
             f"{self!r} is quantized, and stands in a place that does not know how to compute with it. A layer does "

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._formats import Quantization
+from .._formats import Int4, Quantization
 from ._array import QuantizedArray
-from ._layout import Layout, kernel_layout, why_left
+from ._layout import Layout, block_length, kernel_layout, why_left
 from ._operations import conv_general_dilated, dot_general, einsum
 from ._weight import Unquantized, fake_quantized
 
@@ -22,15 +22,20 @@ WEIGHT_NAMES = ("kernel", "embedding")
 """What Flax's layers call the weights that are quantized: those of two or more axes."""
 
 
-def weight_of(array: Any, format: Quantization, layout: Layout) -> Any:
+def weight_of(array: Any, format: Quantization, layout: Layout, where: str = "") -> Any:
     """An array on its way into a product: quantized, yet to be, or itself where it is too small.
 
     Raises:
-      ValueError: it is stored in another quantized format than the policy's.
+      ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
     """
     if isinstance(array, QuantizedArray):
-        return as_format(array, format)
-    return array if why_left(array.shape, layout, format) else Unquantized(array, format, layout.of(array.shape))
+        return as_format(array, format, where)
+    if why_left(array.shape, layout, format):
+        return array
+    weight = Unquantized(array, format, layout.of(array.shape))
+    if isinstance(format, Int4):
+        block_length(weight.layout, format, where)  # here, where its name is known
+    return weight
 
 
 def as_format(array: QuantizedArray, format: Quantization, where: str = "") -> QuantizedArray:
@@ -58,17 +63,19 @@ class Promote:
       promote: the layer's own function.
       as_tuple: whether that takes one tuple, as in nnx, or each array by itself, as in linen.
       layout: the layout of the weight, where the layer tells; found from weight and bias, where it is `None`.
+      where: what an error message says of the place the weight stands in.
     """
 
     format: Quantization
     promote: Callable[..., Any]
     as_tuple: bool
     layout: Layout | None = None
+    where: str = dataclasses.field(default="", compare=False)  # like layers share what JAX compiles
 
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, kernel, bias = arrays[0] if self.as_tuple else arrays
         layout = self.layout or kernel_layout(kernel.shape, None if bias is None else bias.shape)
-        weight = weight_of(kernel, self.format, layout)
+        weight = weight_of(kernel, self.format, layout, self.where)
         if not isinstance(weight, QuantizedArray | Unquantized):
             return tuple(self._promoted((inputs, kernel, bias), dtype, options))
         # The dtype of the weight has a say, where the layer's own is open; its numbers stay as they are stored.
