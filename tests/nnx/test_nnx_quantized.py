@@ -15,7 +15,8 @@ from nnx_layers import attend
 from programs import program_text
 
 import jmp_policy as jmp
-from jmp_policy.quant import QuantizedArray, quantize
+from jmp_policy.quant import QuantizedArray, quantize, quantize_array
+from jmp_policy.quant._layout import Layout
 
 X = jnp.linspace(-2.0, 2.0, 2 * 3 * 8).reshape(2, 3, 8)
 IMAGE = jnp.linspace(-2.0, 2.0, 2 * 4 * 4 * 8).reshape(2, 4, 4, 8)
@@ -170,12 +171,19 @@ def test_training_by_a_map_computes_what_the_quantized_model_will():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_are_those_that_the_quantized_table_reads(policy):
-    def rows(attach):
-        return nnx.jit(lambda layer, tokens: attach(layer)(tokens))(ScaledEmbed(8, 8, rngs=nnx.Rngs(0)), TOKENS)
+    @nnx.jit
+    def rows(layers, tokens):
+        by_hand = quantize_array(layers[0].embedding[...], jmp.get_policy(policy).quantization, Layout((8,), 0))
+        return [
+            [jmp.with_policy(layer, policy)(tokens), quantize(layer, policy)(tokens)] for layer in layers
+        ], by_hand.dequantize(jmp.get_policy(policy).compute_dtype)[tokens]
 
-    trained, quantized = rows(lambda layer: jmp.with_policy(layer, policy)), rows(lambda layer: quantize(layer, policy))
-    np.testing.assert_array_equal(trained, quantized, strict=True)
-    assert (trained != rows(lambda layer: jmp.with_policy(layer, policy.partition("_from_")[2]))).any()
+    waves = lambda key, shape, dtype: jnp.sin(jnp.arange(64, dtype=dtype)).reshape(shape)
+    make = lambda kind: kind(8, 8, embedding_init=waves, rngs=nnx.Rngs(0))
+    [plain, scaled], expected = rows([make(nnx.Embed), make(ScaledEmbed)], TOKENS)
+    np.testing.assert_array_equal(plain[0], expected, strict=True)
+    for trained, quantized in (plain, scaled):
+        np.testing.assert_array_equal(quantized, trained, strict=True)
 
 
 LINEN = {
