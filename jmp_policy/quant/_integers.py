@@ -106,7 +106,7 @@ def unpacked(packed: jax.Array, axis: int, length: int) -> jax.Array:
     axis %= packed.ndim
     pairs = jnp.stack([packed & 15, packed >> 4], axis + 1)
     values = pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
-    return lax.slice_in_dim(values, 0, length, axis=axis)
+    return values if values.shape[axis] == length else lax.slice_in_dim(values, 0, length, axis=axis)
 
 
 def _nearest(x: jax.Array) -> jax.Array:
