@@ -263,9 +263,7 @@ def test_a_weight_that_a_wrapper_rewrites_stays_as_it_is(wrap):
         def __call__(self, x):
             return self.head(self.normed(x))
 
-    model = Model(nnx.Rngs(0))
-    policy = "int8(min_size=0)_from_float32"
-    quantized = quantize(model, policy)
+    quantized = nnx.jit(lambda: quantize(Model(nnx.Rngs(0)), "int8(min_size=0)_from_float32"))()
     assert type(quantized.normed.layer_instance.kernel) is nnx.Param
     assert isinstance(quantized.head.kernel[...], QuantizedArray)
     quantized.normed.layer_instance = nnx.Linear(8, 8, rngs=nnx.Rngs(1))  # is given the policy at the next call
@@ -275,7 +273,7 @@ def test_a_weight_that_a_wrapper_rewrites_stays_as_it_is(wrap):
 
 
 def test_a_mask_is_in_the_integers():
-    quantized = quantize(LAYERS["Conv, masked"].make(nnx.Rngs(0)), "int8(min_size=0)_from_float32")
+    quantized = nnx.jit(lambda: quantize(LAYERS["Conv, masked"].make(nnx.Rngs(0)), "int8(min_size=0)_from_float32"))()
     assert quantized.mask is None
     values = np.asarray(quantized.kernel[...].values)
     assert values.any()

@@ -40,7 +40,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def quantized(net):
-    return quantize(net, INT8)
+    return nnx.jit(lambda net: quantize(net, INT8))(net)  # to compile one function takes less than many operations
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_nothing_to_quantize_says_why(net):
 
 def test_a_map_says_what_is_quantized_and_how(net):
     given = jmp.PolicyMap({"head": "float32", "body": INT4}, "float32")
-    quantized = quantize(net, given)
+    quantized = nnx.eval_shape(lambda: quantize(net, given))
     assert type(quantized.head.kernel) is nnx.Param
     assert str(quantized.body.kernel[...].format) == "int4/4(min_size=0)"
     assert nnx.graphdef(quantized.head) == nnx.graphdef(jmp.with_policy(net, given).head)

@@ -87,6 +87,7 @@ def train_nnx(policy):
     return losses, call(model), call(quantized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "policy"),
     [
