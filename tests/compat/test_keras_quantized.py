@@ -118,6 +118,6 @@ def test_a_flax_module_takes_a_quantized_policy_of_keras():
     x = jnp.ones((1, 64))
     policy = keras.QuantizedDTypePolicy("int8", "mixed_bfloat16")
     model = jmp.with_policy(nn.Dense(64), policy)
-    variables = jmp.quant.quantize(model.init(jax.random.key(0), x), policy)
+    variables = jmp.quant.quantize(jax.eval_shape(model.init, jax.random.key(0), x), policy)
     assert isinstance(variables["params"]["kernel"], jmp.quant.QuantizedArray)
-    assert model.apply(variables, x).dtype == jnp.bfloat16
+    assert jax.eval_shape(model.apply, variables, x).dtype == jnp.bfloat16
