@@ -166,6 +166,21 @@ def test_gradients_of_shards_sum_to_that_of_the_whole_batch():
     assert relative_error(grads, by_all) < 0.01  # the sums are rounded to bfloat16 on each device
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("subclass that adds", "int8"), ("subclass whose methods call each other", "int8"), ("the same inside", "int8"),
+        ("nn.jit of a layer", "int8"), ("subclass with its own product", "bfloat16"),
+        ("subclass with its own attend", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_code_of_flax_multiplies_integers_and_code_of_a_users_numbers(name, dtype):
+    case, variables = CASES[name], variables_of_all()[name]
+    for given in (variables, jax.eval_shape(lambda: quant.quantize(variables, INT8))):
+        program = jax.make_jaxpr(functools.partial(call, case, jmp.with_policy(case.module, INT8)))(given)
+        assert [read for _, read in products(program)] == [dtype]
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, tokens):
