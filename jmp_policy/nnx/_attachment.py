@@ -12,7 +12,7 @@ from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
 from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
-from ._quantized import check_weight, quantized_body
+from ._quantized import check_weight, reads_quantized_rows
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
@@ -158,7 +158,7 @@ class Attachment:
             casts_params="dtype" not in attributes and not is_bridge(base),
             open_dtype=open_dtype,
             authored=tuple((name, attributes[name]) for name in replaced),
-            body=quantized_body(base, attributes, policy.quantization),
+            reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
         )
 
     def _rebuilt(

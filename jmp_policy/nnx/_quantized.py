@@ -15,7 +15,7 @@ from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
 from ..quant._layer import Multiply, Promote, Round, as_format
 from ..quant._layout import Layout, block_length, kernel_layout, table_layout, why_left
-from ._quantized_embed import PromoteTable, quantized_embed
+from ._quantized_embed import PromoteTable
 
 Attributes = dict[str, Any]
 Shape = tuple[int, ...]
@@ -72,11 +72,9 @@ def quantized_attributes(base: type, attributes: Attributes, format: Quantizatio
     return {"promote_dtype": promote} | ({layer.function: layer.multiply} if layer.function else {})
 
 
-def quantized_body(base: type, attributes: Attributes, format: Quantization | None) -> type | None:
-    """The class whose methods run in place of a layer's, where its functions are no attributes."""
-    if issubclass(base, nnx.Embed) and quantized_attributes(base, attributes, format):
-        return quantized_embed(base)
-    return None
+def reads_quantized_rows(base: type, attributes: Attributes, format: Quantization | None) -> bool:
+    """Whether a layer is an embedding with a quantized table: its functions are no attributes."""
+    return issubclass(base, nnx.Embed) and bool(quantized_attributes(base, attributes, format))
 
 
 def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:

@@ -12,6 +12,7 @@ from flax import nnx
 from .._dtypes import is_floating_dtype
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from ._quantized_embed import quantized_embed
 
 ROLE = "__jmp_role__"
 """The attribute of a policied class that holds its role. The class holds it, not the instance, because classes are
@@ -35,7 +36,7 @@ class Role:
       open_dtype: whether the module has a `dtype` that its author left open.
       bridges: whether the policy was handed on to the linen module that this one wraps.
       authored: attributes that the policy replaced, as their author left them.
-      body: the class whose methods run, if it is another: a subclass of `base` that knows quantized weights.
+      reads_quantized_rows: whether its methods run in the subclass of an embedding that knows a quantized table.
     """
 
     base: type
@@ -50,12 +51,12 @@ class Role:
     open_dtype: bool = False
     bridges: bool = False
     authored: tuple[tuple[str, Any], ...] = ()
-    body: type | None = None
+    reads_quantized_rows: bool = False
 
     @property
     def runs(self) -> type:
-        """The class whose methods run."""
-        return self.body or self.base
+        """The class whose methods run; no field, because it has no name by which it could be pickled."""
+        return quantized_embed(self.base) if self.reads_quantized_rows else self.base
 
     @property
     def path(self) -> str:

@@ -1,6 +1,7 @@
 """Quantized nnx models: they run as they are, in whatever way nnx takes models apart and puts them together."""
 
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,15 @@ def test_a_quantized_model_is_split_merged_cloned_and_updated(quantized, out):
     nnx.update(clone, doubled)
     np.testing.assert_array_equal(clone.head.kernel[...].scale, quantized.head.kernel[...].scale * 2)
     np.testing.assert_array_equal(call(quantized, X), out)
+
+
+def test_a_quantized_model_is_pickled():
+    class_of = lambda model: [type(module) for _, module in nnx.iter_modules(model)]
+    embed = nnx.Embed(8, 8, embedding_init=waves, rngs=nnx.Rngs(0))
+    quantized = nnx.jit(lambda embed: quantize(embed, INT8))(embed)
+    again = pickle.loads(pickle.dumps(quantized))
+    assert class_of(again) == class_of(quantized)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(quantized))
 
 
 def test_a_quantized_model_shows_what_it_holds(quantized):
