@@ -16,6 +16,10 @@ pytestmark = [
 
 CONFIG = GPTConfig(depth=2, context=32)
 
+# Half a percent for int8 and two percent for int4 are claimed of the demo's whole run. This short one loses far less
+# by rounding: with bounds as wide, a fifth of the integers would pass.
+INT8_RISE, INT4_RISE = 0.0005, 0.001
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _standard_promotion():
@@ -33,21 +37,21 @@ def _ours(policy, default="int8_from_float32"):
     return _quant_contestants.ours(CONFIG, given)
 
 
-def test_int8_keeps_the_loss_within_half_a_percent_in_a_quarter_of_the_bytes(trained):
+def test_int8_keeps_the_loss_in_a_quarter_of_the_bytes(trained):
     served = _ours("int8_from_float32")
     assert trained.loss < 5.0
-    assert abs(trained.rise(served)) <= 0.005
+    assert abs(trained.rise(served)) <= INT8_RISE
     assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.27
 
 
-def test_int4_blocks_keep_the_loss_within_two_percent_in_a_seventh_of_the_bytes(trained):
+def test_int4_blocks_keep_the_loss_in_a_seventh_of_the_bytes(trained):
     served = _ours("int4/128_from_float32", default="float32")
-    assert abs(trained.rise(served)) <= 0.02
+    assert abs(trained.rise(served)) <= INT4_RISE
     assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.16
 
 
 def test_int8_is_as_good_as_that_of_qwix(trained):
     scheme = _quant_contestants.SCHEMES[0]
     theirs = _quant_contestants.with_qwix(CONFIG, scheme.rule)
-    noise = 0.0005  # of rounding, which may raise a loss or lower it
+    noise = INT8_RISE  # rounding may lower a loss as well
     assert trained.rise(_ours(scheme.policy, default="float32")) <= max(trained.rise(theirs), 0) + noise
