@@ -26,8 +26,8 @@ def calibrate(
       variables: of a linen module; `None`, if it is bound.
       method: what to call instead of the module itself, as for `explain`.
       clip: how the magnitude is chosen: a percentile in (0, 100] of all magnitudes, to less than 1 % of it; `"mse"`,
-        the one of the least mean square error of the inputs as they are rounded; `"absmax"`, the largest that was
-        seen.
+        the one of the least mean square error of the inputs as they are rounded, which is next to the largest where
+        rows have a few thousand numbers or fewer; `"absmax"`, the largest that was seen.
       **kwargs: other arguments of each call; of `apply`, for linen.
 
     Returns:

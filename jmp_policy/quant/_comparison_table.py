@@ -11,11 +11,14 @@ from ._comparison import Comparison, LayerComparison
 _LEFT = ("layer", "type", "format")
 _RIGHT = ("before", "after", "weight error", "SQNR", "output error")
 
+_WIDE = 100
+"""From this many columns on there is room between those of the table."""
+
 
 def as_text(comparison: Comparison) -> str:
     """The table, as wide as the terminal at most, and the totals below it."""
     width = Console().width
-    table = text_table(*_LEFT, gap=2)
+    table = text_table(*_LEFT, gap=1 + (width >= _WIDE))
     for header in _RIGHT:
         table.add_column(header, justify="right")
     for row in comparison.rows:

@@ -9,7 +9,9 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
+from jmp_policy.quant._calibration import Calibration
 from jmp_policy.quant._input_statistics import InputStatistics
+from jmp_policy.quant._watched import Called
 
 POLICY = "int8(min_size=0)_from_float32"
 
@@ -139,6 +141,25 @@ def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried():
 
     assert error(best) < 0.99 * error(np.inf)
     assert error(best) <= 1.001 * min(error(2.0 ** (power / 8)) for power in range(0, 41))
+
+
+def test_a_clip_is_chosen_among_those_that_were_tried_on_every_batch():
+    statistics = InputStatistics("layer")
+    statistics.add(jnp.ones((1, 65536)).at[0, 0].set(30.0), (1,))  # by itself best clipped below 30
+    assert statistics.clip("mse") < 30
+    statistics.add(jnp.full((1, 65536), 1e5), (1,))
+    assert statistics.clip("mse") == 1e5
+
+
+def test_what_a_module_multiplies_after_its_parts_is_its_own():
+    calibration, x = Calibration(), jnp.ones((4, 8))
+
+    def whole() -> None:
+        calibration.watch(Called("whole/part", nn.Dense, ""), lambda: calibration.add(x, (1,)), (), {})
+        calibration.add(2 * x, (1,))
+
+    calibration.watch(Called("whole", nn.Module, ""), whole, (), {})
+    assert {path: layer.clip("absmax") for path, layer in calibration.layers.items()} == {"whole/part": 1, "whole": 2}
 
 
 def test_clipping_an_outlier_of_no_weight_brings_the_output_nearer_to_float64():

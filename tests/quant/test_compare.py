@@ -137,6 +137,22 @@ def test_a_method_is_compared_over_all_calls_of_a_layer():
     assert math.isclose(comparison["up"].output_error, relative(np.stack(calls[1]), np.stack(calls[0])), rel_tol=1e-4)
 
 
+class Halved(nnx.Linear):
+    """A layer whose methods call each other."""
+
+    def __call__(self, x):
+        return self.product(x) / 2 + 1
+
+    def product(self, x):
+        return super().__call__(x)
+
+
+def test_of_methods_that_call_each_other_the_outermost_one_is_compared():
+    model = Halved(8, 8, rngs=nnx.Rngs(0))
+    comparison = quant.compare(model, quant.quantize(model, INT8), X)
+    assert comparison[""].output_error == comparison.output_error > 0
+
+
 def test_a_model_compared_with_itself_lost_nothing():
     model = NnxModel(nnx.Rngs(0))
     comparison = quant.compare(model, model, X)
