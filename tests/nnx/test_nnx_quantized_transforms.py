@@ -128,6 +128,20 @@ def test_devices_with_parts_of_a_weight_compute_what_one_does():
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("attach", [jmp.with_policy, quantize])
+def test_an_embedding_is_sharded_as_it_is_told(attach):
+    tokens, seen = jnp.arange(8), []
+
+    def outputs(embed):
+        embed = attach(embed, INT8)
+        seen.extend(map(jax.typeof, (embed(tokens, out_sharding=rows), embed.attend(X, out_sharding=rows))))
+
+    rows = PartitionSpec("d")
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))):
+        nnx.eval_shape(outputs, nnx.Embed(8, 8, embedding_init=waves, rngs=nnx.Rngs(0)))
+    assert [(out.shape, out.sharding.spec[0]) for out in seen] == [((8, 8), "d"), ((4, 8), "d")]
+
+
 def test_linen_and_nnx_in_one_another_are_given_the_policy():
     @jax.jit
     def outputs(params, x):
