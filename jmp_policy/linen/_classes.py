@@ -25,6 +25,7 @@ from ._carry import as_returned
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
 from ._place import PLACE, Place
+from ._quantized import quantized_weights_explained
 
 _BASE = "_jmp_base"
 _KEEP = "_jmp_keep"
@@ -118,7 +119,7 @@ def _is_boundary(method: Callable[..., Any]) -> bool:
 def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     keep = getattr(module, _KEEP)
     policy, args, kwargs = cast_arguments(_root_policy(module), method, keep, (module, *args), kwargs)
-    with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy):
+    with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy), quantized_weights_explained(module):
         out = method(*args, **kwargs)
         # Methods other than __call__ may leave out modules that a rule is for.
         messages = frame.warnings(module) if method.__name__ == "__call__" else []

@@ -1,14 +1,16 @@
 """What a quantized policy does in linen's layers."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
+from flax.errors import ScopeParamShapeError
 from jax import lax
 
 from .._formats import Int8, Quantization
@@ -112,6 +114,22 @@ def _why_no_integers(module: nn.Module) -> str | None:
     if written_name is not None:
         return f"its author wrote {written_name}"
     return "its weight is rewritten before it is used" if field is not None and _operation(module) is None else None
+
+
+@contextlib.contextmanager
+def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
+    """Adds to the error of Flax about a weight in 4 bits under another policy, which speaks of shapes, what to do."""
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_quantized):
+            if _is_quantized(weight):
+                error.add_note(
+                    f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
+                    f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
+                )
+                break
+        raise
 
 
 def _check_is_rewritable(module: nn.Module) -> None:

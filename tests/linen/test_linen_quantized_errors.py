@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -87,6 +88,17 @@ def test_integers_without_a_policy_for_them_are_refused(policy):
     )
     with raises(TypeError, message):
         model.apply(quant.quantize(VARIABLES, INT8), X)
+
+
+def test_error_of_flax_about_the_shape_of_bytes_is_explained():
+    model = jmp.with_policy(Net(), "mixed_bfloat16")
+    with pytest.raises(ScopeParamShapeError) as caught:
+        model.apply(quant.quantize(VARIABLES, INT4), X)
+    assert caught.value.__notes__[0] == (
+        "There are quantized weights among the variables: QuantizedArray(int4/4(min_size=0), shape=(12, 4), "
+        "dtype=float32). Give the model the policy they were quantized with. For example: with_policy(model, "
+        "'int4/4(min_size=0)_from_mixed_bfloat16')."
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
