@@ -4,9 +4,9 @@ Run from the root of the repository:
 
     python -m benchmarks.quant [--quick]
 
-Four tables: the costs of the forward pass, and of loss and gradients of quantization-aware training, ours over qwix's;
-the error of the logits and the bytes of the parameters; the validation loss of the trained model; and, on a GPU, the
-time of matrix products.
+Five tables: the costs of the forward pass, and of loss and gradients of quantization-aware training, ours over qwix's;
+the error of the logits and the bytes of the parameters; the validation loss of the trained model, and how far what it
+predicts is from float32; and, on a GPU, the time of matrix products.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks._gemm import FORMATS, product_rows
 from benchmarks._markdown import table
 from benchmarks._measure import cost, lowering_seconds
 from benchmarks._programs import Program
-from benchmarks._quant_accuracy import contestants, quantized_bytes, train
+from benchmarks._quant_accuracy import Trained, contestants, quantized_bytes, train
 from benchmarks._quant_contestants import (
     SCHEMES,
     Scheme,
@@ -52,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(_COST_HEADER, rows) + "\n")
         print(table(_ERROR_HEADER, [error_row(scheme, config) for scheme in schemes]) + "\n")
         if not quick:
-            print(table(_LOSS_HEADER, loss_rows(seeds=2)) + "\n")
+            runs = [train(seed, steps=1500) for seed in range(2)]
+            print(table(_LOSS_HEADER, loss_rows(runs)) + "\n")
+            print(table(_DIVERGENCE_HEADER, [divergence_row(scheme, runs) for scheme in schemes]) + "\n")
         print(products())
 
 
 _COST_HEADER = ["format", "program", "operations", "flops", "bytes", "temporaries", "lowering time"]
 _ERROR_HEADER = ["format", "error of logits", "qwix's", "parameter bytes", "qwix's"]
 _LOSS_HEADER = ["library", "quantized", "loss over float32, by seed", "bytes of these weights over float32"]
+_DIVERGENCE_HEADER = ["format", "divergence from float32, by seed", "qwix's"]
 
 
 def pairs(scheme: Scheme, config: GPTConfig) -> dict[str, tuple[Program, Program]]:
@@ -106,15 +109,20 @@ def relative_error(got: jax.Array, expected: jax.Array) -> float:
     return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
 
-def loss_rows(seeds: int, steps: int = 1500) -> list[list[str]]:
+def loss_rows(runs: Sequence[Trained]) -> list[list[str]]:
     """The validation losses of the demo's run, in float32 and quantized."""
-    runs = [train(seed, steps) for seed in range(seeds)]
     rows = [["", "float32", ", ".join(f"{run.loss:.4f} bits" for run in runs), ""]]
     for (library, name), served in contestants(runs[0].config).items():
         rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)
         size = f"{quantized_bytes(served, runs[0].params):.3f}" if library == "jmp_policy" else ""
         rows.append([library, name, rises, size])
     return rows
+
+
+def divergence_row(scheme: Scheme, runs: Sequence[Trained]) -> list[str]:
+    """How far the predictions of the trained models are from those in float32."""
+    models = both(scheme, runs[0].config)
+    return [scheme.name, *(", ".join(f"{run.divergence(served):.2e}" for run in runs) for served in models)]
 
 
 def products() -> str:
