@@ -53,4 +53,4 @@ def test_int4_blocks_keep_the_loss_in_a_seventh_of_the_bytes(trained):
 def test_int8_predicts_as_nearly_as_that_of_qwix(trained):
     scheme = _quant_contestants.SCHEMES[0]
     mine, theirs = _quant_contestants.ours(CONFIG, scheme.map), _quant_contestants.with_qwix(CONFIG, scheme.rule)
-    assert 0 < trained.divergence(mine) <= 1.05 * trained.divergence(theirs)
+    assert 0 < trained.divergence(mine) <= 1.1 * trained.divergence(theirs)
