@@ -44,6 +44,11 @@ class Int8:
         """The bits of a stored weight."""
         return 8
 
+    @property
+    def for_tables(self) -> "Int8":
+        """The format of the tables of embeddings."""
+        return self
+
     def __str__(self) -> str:
         return "int8" + _options(self, "activations", "min_size")
 
@@ -52,12 +57,15 @@ class Int8:
 class Int4:
     """Weights in 4 bits, asymmetric, a scale and a zero point per block of inputs of an output channel.
 
-    Activations stay in the compute dtype, and so does the product: 4 bits are for memory.
+    Activations stay in the compute dtype, and so does the product: 4 bits are for memory. The tables of embeddings have
+    8 bits, unless told otherwise: a token reads a row alone, where no sum evens the errors out, and a table that
+    computes the logits too lost a small GPT more than all of its other layers.
 
     Args:
       block_size: how many weights, along the axes that are summed over, share a scale. It divides their number; a
         weight with fewer has one block.
       min_size: as for `Int8`.
+      table_bits: 8 or 4, for the tables of embeddings.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.
@@ -70,18 +78,26 @@ class Int4:
 
     block_size: int = 128
     min_size: int = DEFAULT_MIN_SIZE
+    table_bits: int = 8
 
     def __post_init__(self) -> None:
         _check_count(self, "block_size", 1)
         _check_count(self, "min_size", 0)
+        if isinstance(self.table_bits, bool) or self.table_bits not in (4, 8):
+            raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
 
     @property
     def bits(self) -> int:
         """The bits of a stored weight."""
         return 4
 
+    @property
+    def for_tables(self) -> "Int8 | Int4":
+        """The format of the tables of embeddings."""
+        return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
+
     def __str__(self) -> str:
-        return f"int4/{self.block_size}" + _options(self, "min_size")
+        return f"int4/{self.block_size}" + _options(self, "min_size", "table_bits")
 
 
 Quantization = Int8 | Int4
@@ -105,7 +121,7 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
       ValueError: it is none.
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
-    (Int4(block_size=64, min_size=4096), Int8(activations=False, min_size=4096))
+    (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
     """
     if spec is None or isinstance(spec, Quantization):
         return spec

@@ -180,6 +180,7 @@ def test_precision_is_a_field_of_the_string():
         (lambda: Int8(min_size=2.0), TypeError, r"^min_size must be an int, got 2\.0\. For example: Int8\(min_size"),
         (lambda: Int8(min_size=-1), ValueError, r"^min_size must be at least 0, got -1\. For example: Int8\(min_size"),
         (lambda: Int4(block_size=True), TypeError, r"^block_size must be an int, got True\. For example: Int4\(block"),
+        (lambda: Int4(table_bits=5), ValueError, r"^table_bits is 8 or 4, got 5\. For example: Int4\(table_bits=4\)"),
         (lambda: Int4(block_size=0), ValueError, r"^block_size must be at least 1, got 0\. For example: Int4\(block"),
         (lambda: parse_quantization(8), ValueError, r"^Unknown quantization 8\. .* For example: 'int8'\.$"),
         (lambda: parse_quantization(Int8), ValueError, r"^Unknown quantization <class '.*Int8'>\. .* For example: "),

@@ -18,7 +18,7 @@ from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._bilinear import Einsum, einsum as labels_of
 from ..quant._layer import WEIGHT_NAMES, Multiply, Promote, as_format, weight_of
-from ..quant._layout import Layout, kernel_layout, table_layout, why_left
+from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ..quant._weight import Unquantized, fake_quantized
 from ._fields import is_parameter_wrapper, written
 
@@ -90,7 +90,8 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     if format is None or weight is None:
         return ""
     name, shape = weight
-    left = why_left(shape, _layout(module, name, shape), format)
+    layout = _layout(module, name, shape)
+    format, left = format_of(format, layout), why_left(shape, layout, format)
     if left is not None:
         return f"left: {left}"
     as_numbers = _why_no_integers(module) if isinstance(format, Int8) and format.activations else None

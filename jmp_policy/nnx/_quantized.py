@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._formats import Int4, Quantization
+from .._formats import Quantization
 from .._policy import Policy
 from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
-from ..quant._layer import Multiply, Promote, Round, as_format
-from ..quant._layout import Layout, block_length, kernel_layout, table_layout, why_left
+from ..quant._layer import Multiply, Promote, Round, as_format, weight_of
+from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ._quantized_embed import PromoteTable
 
 Attributes = dict[str, Any]
@@ -83,7 +83,7 @@ def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
     if format is None or weight is None:
         return ""
     if isinstance(attributes.get("promote_dtype"), Promote):
-        return str(format)
+        return str(format_of(format, weight.layout))
     left = why_left(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 
@@ -106,8 +106,8 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
                 "policy to the original."
             )
         as_format(weight.value, policy.quantization, where)
-    elif isinstance(policy.quantization, Int4) and quantized_attributes(base, attributes, policy.quantization):
-        block_length(weight.layout, policy.quantization, where)
+    elif policy.quantization is not None and quantized_attributes(base, attributes, policy.quantization):
+        weight_of(weight.value, policy.quantization, weight.layout, where)
 
 
 def weight_name(base: type) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._formats import Int4, Quantization
 from ._array import QuantizedArray
-from ._layout import Layout, block_length, kernel_layout, why_left
+from ._layout import Layout, block_length, format_of, kernel_layout, why_left
 from ._operations import conv_general_dilated, dot_general, einsum
 from ._weight import Unquantized, fake_quantized
 
@@ -30,6 +30,7 @@ def weight_of(array: Any, format: Quantization, layout: Layout, where: str = "")
     """
     if isinstance(array, QuantizedArray):
         return as_format(array, format, where)
+    format = format_of(format, layout)
     if why_left(array.shape, layout, format):
         return array
     weight = Unquantized(array, format, layout.of(array.shape))
@@ -44,6 +45,7 @@ def as_format(array: QuantizedArray, format: Quantization, where: str = "") -> Q
     Raises:
       ValueError: they are not.
     """
+    format = format_of(format, array.layout)
     same_kind = type(array.format) is type(format)
     if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
         return array if array.format == format else dataclasses.replace(array, format=format)
@@ -122,4 +124,4 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def _computing(format: Quantization) -> dict[str, Any]:
     """The options of a format that say how to compute, and nothing of how it is stored."""
-    return {name: getattr(format, name) for name in ("activations", "min_size") if hasattr(format, name)}
+    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}

@@ -92,6 +92,15 @@ def stack_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     return shape[: max(len(shape) - own, 0)]
 
 
+def format_of(quantization: Quantization, layout: Layout) -> Quantization:
+    """The format of a weight under a quantized policy, which may have another for tables than for kernels.
+
+    >>> str(format_of(Int4(), table_layout((256, 64)))), str(format_of(Int4(), kernel_layout((256, 64))))
+    ('int8(activations=false)', 'int4/128')
+    """
+    return quantization if layout.channels else quantization.for_tables
+
+
 def why_left(shape: tuple[int, ...], layout: Layout, quantization: Quantization) -> str | None:
     """Why a weight stays in the compute dtype: `None` if it does not.
 

@@ -10,7 +10,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray, quantize_array
 from ._clip import Clip, checked
-from ._layout import Layout, why_left
+from ._layout import Layout, format_of, why_left
 
 _SHOWN = 5
 """How many of the weights that were left an error names."""
@@ -62,8 +62,10 @@ class Quantizer:
             self._left[_path(module, name)] = why
             return None
         self._quantized += 1
+        assert policy.quantization is not None
+        format, where = format_of(policy.quantization, layout), f" {_path(module, name)!r}"
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
-        return quantize_array(array, policy.quantization, layout, **options, where=f" {_path(module, name)!r}")
+        return quantize_array(array, format, layout, **options, where=where)
 
     def check(self, unused: Collection[str]) -> None:
         """Checks that something was quantized, and that everything that was said was said of something.

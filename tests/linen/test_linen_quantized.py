@@ -106,7 +106,7 @@ def dense_by_hand(params, x, format):
 
 
 def attend_by_hand(params, x, format):
-    return quant.dot_general(x, params["embedding"], (((2,), (1,)), ((), ())), quantization=format)
+    return quant.dot_general(x, params["embedding"], (((2,), (1,)), ((), ())), quantization=format.for_tables)
 
 
 def einsum_by_hand(params, x, format):

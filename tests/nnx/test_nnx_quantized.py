@@ -173,7 +173,8 @@ def test_training_by_a_map_computes_what_the_quantized_model_will():
 def test_rows_are_those_that_the_quantized_table_reads(policy):
     @nnx.jit
     def rows(layers, tokens):
-        by_hand = quantize_array(layers[0].embedding[...], jmp.get_policy(policy).quantization, Layout((8,), 0))
+        format = jmp.get_policy(policy).quantization.for_tables
+        by_hand = quantize_array(layers[0].embedding[...], format, Layout((8,), 0))
         return [
             [jmp.with_policy(layer, policy)(tokens), quantize(layer, policy)(tokens)] for layer in layers
         ], by_hand.dequantize(jmp.get_policy(policy).compute_dtype)[tokens]

@@ -103,7 +103,7 @@ def test_training_lowers_the_loss_of_the_very_model_that_is_quantized(train, pol
     assert mean_square(quantized) < losses[0] / 2
 
 
-@pytest.mark.parametrize("format", ["int8(min_size=0)", "int4/4(min_size=0)"])
+@pytest.mark.parametrize("format", ["int8(min_size=0)", "int4/4(min_size=0,table_bits=4)"])
 def test_no_compiler_takes_the_rounding_away(format):
     """Neither that to integers, nor that of the numbers they stand for to half precision before they are widened."""
     table = nnx.Embed(8, 8, embedding_init=waves, rngs=nnx.Rngs(0))

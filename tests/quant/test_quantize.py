@@ -8,6 +8,7 @@ from flax.core import FrozenDict, freeze, meta
 
 import jmp_policy as jmp
 from jmp_policy import quant
+from jmp_policy.quant._layer import as_format
 
 KERNEL = jax.random.normal(jax.random.key(0), (64, 64))
 
@@ -180,7 +181,7 @@ UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
         ("'embed/embedding': 4096 elements are fewer than min_size=9999; ", "int8(min_size=9999)_from_f32", {}),
         ("'mlp/up/kernel': its policy 'float32' has no quantization; .* The policy rule 'mpl'", UNUSED, {}),
         ("A rule of the map is for the type Dense, and variables do not tell", BY_TYPE, {}),
-        ("Blocks of 48 do not divide the 64 inputs of the weight 'embed/embedding'", "int4/48_from_f32", {}),
+        ("Blocks of 48 do not divide the 64 inputs of the weight 'mlp/up/kernel'", "int4/48_from_f32", {}),
         ("clip is 'absmax', 'mse' or a percentile in", INT8, {"clip": "max"}),
         ("'up', which is no module with a weight. Known are 'embed', 'mlp/up'", INT8, {"input_clips": {"up": 2.0}}),
         (r"input_clips\['up'\] is no positive number, got 0", INT8, {"input_clips": {"up": 0}}),
@@ -233,3 +234,20 @@ def test_what_is_no_model_is_refused(target, kind):
 def test_stacks_are_of_variables_alone():
     with pytest.raises(ValueError, match="stacked is for linen's variables"):
         quant.quantize(Model(nnx.Rngs(0)), INT8, stacked=["up"])
+
+
+@pytest.mark.parametrize(("policy", "format"), [
+    ("int4_from_f32", "int8(activations=false)"),
+    ("int4/64(table_bits=4)_from_f32", "int4/64(table_bits=4)"),
+    ("int8_from_f32", "int8"),
+])  # fmt: skip
+def test_a_table_has_eight_bits_unless_told_otherwise(policy, format):
+    params = {"embed": {"embedding": jnp.ones((64, 64))}, "up": {"kernel": jnp.ones((64, 64))}}
+    quantized = quant.quantize(params, policy)
+    assert str(quantized["embed"]["embedding"].format) == format
+    assert quantized["up"]["kernel"].format == jmp.get_policy(policy).quantization
+
+
+def test_a_table_may_be_stored_by_a_policy_that_differs_for_tables_alone():
+    stored = quant.quantize_array(jnp.ones((64, 64)), "int4(table_bits=4)")
+    assert as_format(stored, quant.Int4()).format == quant.Int4()
