@@ -17,7 +17,6 @@ from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._trainer import NATS_PER_BIT, TrainerConfig, make_trainer
 
 BATCH = 16
-BLOCKS = r"blocks_\d+"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +70,9 @@ def train(seed: int, steps: int, config: GPTConfig | None = None, batches: int =
 def contestants(config: GPTConfig) -> dict[tuple[str, str], Served]:
     """The ways to quantize it, by library and name."""
     served: dict[tuple[str, str], Served] = {}
-    for policy in ("int8", "int8(activations=false)", "int4/128", "int4/32"):
+    for policy in ("int8", "int8(activations=false)", "int4/128", "int4/32", "int4/128(table_bits=4)"):
         for clip in ("absmax", "mse"):
             served["jmp_policy", f"{policy}, {clip}"] = ours(config, f"{policy}_from_float32", clip)
-    for policy in ("int8", "int4/128", "int4/32"):
-        blocks = jmp.PolicyMap({BLOCKS: f"{policy}_from_float32"}, default="int8_from_float32")
-        served["jmp_policy", f"{policy} in blocks, int8 tables"] = ours(config, blocks)
     for scheme in SCHEMES:
         served["jmp_policy", f"{scheme.name}, dense layers"] = ours(config, scheme.map)
         served["qwix", f"{scheme.name}, dense layers"] = with_qwix(config, scheme.rule)

@@ -5,7 +5,6 @@ import pytest
 
 pytest.importorskip("qwix")
 
-import jmp_policy as jmp
 from benchmarks import _quant_accuracy, _quant_contestants
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -32,20 +31,15 @@ def trained(_standard_promotion):
     return _quant_accuracy.train(seed=0, steps=200, config=CONFIG, batches=8)
 
 
-def _ours(policy, default="int8_from_float32"):
-    given = jmp.PolicyMap({_quant_accuracy.BLOCKS: policy}, default=default)
-    return _quant_contestants.ours(CONFIG, given)
-
-
 def test_int8_keeps_the_loss_in_a_quarter_of_the_bytes(trained):
-    served = _ours("int8_from_float32")
+    served = _quant_contestants.ours(CONFIG, "int8_from_float32")
     assert trained.loss < 5.0
     assert abs(trained.rise(served)) <= INT8_RISE
     assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.27
 
 
-def test_int4_blocks_keep_the_loss_in_a_seventh_of_the_bytes(trained):
-    served = _ours("int4/128_from_float32", default="float32")
+def test_int4_keeps_the_loss_in_less_than_a_sixth_of_the_bytes(trained):
+    served = _quant_contestants.ours(CONFIG, "int4/128_from_float32")
     assert abs(trained.rise(served)) <= INT4_RISE
     assert _quant_accuracy.quantized_bytes(served, trained.params) <= 0.16
 
