@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from .._policy import Policy
+from ._lookup import row_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +77,7 @@ class Explanation:
         Raises:
           KeyError: there is no such row.
         """
-        for row in self.rows:
-            if row.path == path:
-                return row
-        raise KeyError(f"No module at {path!r}. Those explained are {', '.join(repr(row.path) for row in self.rows)}.")
+        return row_at(self.rows, path, "module", "explained")
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""

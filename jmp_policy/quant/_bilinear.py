@@ -55,15 +55,7 @@ class Dot:
     out_sharding: Any = None
 
     def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
-        sharding = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        return lax.dot_general(
-            left,
-            right,
-            self.dimension_numbers,
-            precision=self.precision,
-            preferred_element_type=preferred or self.preferred_element_type,
-            **sharding,
-        )
+        return lax.dot_general(left, right, self.dimension_numbers, **_options(self, preferred))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +80,13 @@ class Einsum:
     out_sharding: Any = None
 
     def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
-        sharding = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        return jnp.einsum(
-            self.equation,
-            left,
-            right,
-            precision=self.precision,
-            preferred_element_type=preferred or self.preferred_element_type,
-            **sharding,
-        )
+        return jnp.einsum(self.equation, left, right, **_options(self, preferred))
+
+
+def _options(compute: Dot | Einsum, preferred: Any) -> dict[str, Any]:
+    sharding = {} if compute.out_sharding is None else {"out_sharding": compute.out_sharding}
+    dtype = preferred or compute.preferred_element_type
+    return {"precision": compute.precision, "preferred_element_type": dtype, **sharding}
 
 
 def dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:

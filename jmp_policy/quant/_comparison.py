@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from ..explanation._lookup import row_at
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerComparison:
@@ -77,10 +79,7 @@ class Comparison:
         Raises:
           KeyError: there is no such row.
         """
-        for row in self.rows:
-            if row.path == path:
-                return row
-        raise KeyError(f"No layer at {path!r}. Those compared are {', '.join(repr(row.path) for row in self.rows)}.")
+        return row_at(self.rows, path, "layer", "compared")
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
