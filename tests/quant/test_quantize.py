@@ -236,9 +236,12 @@ def test_stacks_are_of_variables_alone():
         quant.quantize(Model(nnx.Rngs(0)), INT8, stacked=["up"])
 
 
+TABLES_IN_4 = "int4/64(table_bits=4)_from_f32"
+
+
 @pytest.mark.parametrize(("policy", "format"), [
     ("int4_from_f32", "int8(activations=false)"),
-    ("int4/64(table_bits=4)_from_f32", "int4/64(table_bits=4)"),
+    (TABLES_IN_4, "int4/64(table_bits=4)"),
     ("int8_from_f32", "int8"),
 ])  # fmt: skip
 def test_a_table_has_eight_bits_unless_told_otherwise(policy, format):
@@ -251,3 +254,10 @@ def test_a_table_has_eight_bits_unless_told_otherwise(policy, format):
 def test_a_table_may_be_stored_by_a_policy_that_differs_for_tables_alone():
     stored = quant.quantize_array(jnp.ones((64, 64)), "int4(table_bits=4)")
     assert as_format(stored, quant.Int4()).format == quant.Int4()
+
+
+def test_explain_names_the_format_that_a_table_has():
+    tokens = jnp.zeros((2,), jnp.int32)
+    for embed in (nn.Embed(64, 64), nnx.Embed(64, 64, rngs=nnx.Rngs(0))):
+        rows = [jmp.explain(jmp.with_policy(embed, policy), tokens) for policy in ("int4_from_f32", TABLES_IN_4)]
+        assert [row[""].quantization for row in rows] == ["int8(activations=false)", "int4/64(table_bits=4)"]
