@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 from ._dtypes import did_you_mean
-
-DEFAULT_MIN_SIZE = 4096
+from ._float8_format import Float8
+from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,8 @@ class Int8:
     min_size: int = DEFAULT_MIN_SIZE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.activations, bool):
-            raise TypeError(f"activations is True or False, got {self.activations!r}. For example: Int8().")
-        _check_count(self, "min_size", 0)
+        check_flag(self, "activations")
+        check_count(self, "min_size", 0)
 
     @property
     def bits(self) -> int:
@@ -50,7 +49,7 @@ class Int8:
         return self
 
     def __str__(self) -> str:
-        return "int8" + _options(self, "activations", "min_size")
+        return "int8" + spelled_options(self, "activations", "min_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +80,8 @@ class Int4:
     table_bits: int = 8
 
     def __post_init__(self) -> None:
-        _check_count(self, "block_size", 1)
-        _check_count(self, "min_size", 0)
+        check_count(self, "block_size", 1)
+        check_count(self, "min_size", 0)
         if isinstance(self.table_bits, bool) or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
 
@@ -97,21 +96,25 @@ class Int4:
         return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
 
     def __str__(self) -> str:
-        return f"int4/{self.block_size}" + _options(self, "min_size", "table_bits")
+        return f"int4/{self.block_size}" + spelled_options(self, "min_size", "table_bits")
 
 
-Quantization = Int8 | Int4
+Integers = Int8 | Int4
+"""Formats in which weights are stored."""
 
-_KINDS: dict[str, type[Quantization]] = {"int8": Int8, "int4": Int4}
+Quantization = Integers | Float8
+
+_KINDS: dict[str, type[Quantization]] = {"int8": Int8, "int4": Int4, "float8": Float8}
 KINDS = tuple(_KINDS)
 """What the strings of quantizations begin with."""
 
-_SLASH = {"int4": "block_size"}
+_SLASH = {"int4": "block_size", "float8": "amax_history_length"}
+_WORDS = ("recipe",)
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
 def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
-    """Reads a quantization: one of the classes, a string such as `"int8"` or `"int4/64"`, or `None`.
+    """Reads a quantization: one of the classes, a string such as `"int8"`, `"int4/64"` or `"float8"`, or `None`.
 
     Args:
       spec: what to read; spaces and case of a string are forgiven.
@@ -137,7 +140,7 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
     for name, value in pairs:
         if name in given:
             raise ValueError(f"{name!r} is given twice{place}. For example: {_example(kind)}.")
-        given[name] = _value(value, place)
+        given[name] = value if name in _WORDS else _value(value, kind, place)
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
@@ -162,7 +165,7 @@ def _option(kind: str, piece: str, place: str) -> tuple[str, str]:
     return name, value
 
 
-def _value(text: str, place: str) -> int | bool:
+def _value(text: str, kind: str, place: str) -> int | bool:
     words = {"true": True, "false": False}
     text = text.strip()
     if text in words:
@@ -171,25 +174,9 @@ def _value(text: str, place: str) -> int | bool:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"{text!r}{place} is no number, and neither true nor false. For example: 'int4/128'."
+            f"{text!r}{place} is no number, and neither true nor false. For example: {_example(kind)}."
         ) from None
 
 
 def _example(kind: str) -> str:
     return repr(f"{_KINDS[kind](min_size=0)}")
-
-
-def _options(format: Any, *names: str) -> str:
-    """What differs from the defaults, as the options of a string."""
-    default = {field.name: field.default for field in dataclasses.fields(format)}
-    given = [f"{n}={str(getattr(format, n)).lower()}" for n in names if getattr(format, n) != default[n]]
-    return f"({','.join(given)})" if given else ""
-
-
-def _check_count(format: Any, name: str, least: int) -> None:
-    value = getattr(format, name)
-    example = f"For example: {type(format).__name__}({name}={max(least, 128)})."
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}. {example}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}. {example}")

@@ -1,7 +1,9 @@
 """The strings that name a policy.
 
     policy     ::= [quantized "_from_"] plain
-    quantized  ::= "int8" | "int4" ["/" block_size]                    (with options: int8(activations=false))
+    quantized  ::= format ["(" option "=" value ("," option "=" value)* ")"]          (such as int8(activations=false))
+    format     ::= "int8" | "int4" ["/" block_size] | "float8" ["/" amax_history_length]
+    recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]             (a value, of float8's option)
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
@@ -38,6 +40,7 @@ _NAMED = {
     "infer_float32_vars": ("float32", None, None),
     "infer_with_float32_vars": ("float32", None, None),
 }
+_KIND = re.compile(r"\w*")
 _QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
 _MIXED = "mixed_"
 _FLOAT32_VARS = "_with_float32_vars"
@@ -131,8 +134,9 @@ def _whole(name: str, text: str) -> np.dtype:
     try:
         return parse_dtype(name)
     except ValueError:
-        if name.startswith(KINDS):
-            example = f"For example: '{name[:4]}{FROM}mixed_bfloat16'."
+        kind = _KIND.match(name)
+        if kind and kind[0] in KINDS:
+            example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
             _fail(f"{name!r} says nothing of the dtypes around it", text, example)
         remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
         raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None

@@ -33,8 +33,9 @@ class Policy:
       output_dtype: what results are cast to; `None` leaves them as they are.
       precision: the matmul precision inside what the policy is applied to, as `jax.default_matmul_precision` takes
         it (`"highest"`, `jax.lax.Precision.HIGHEST`, ...); `None` leaves it alone.
-      quantization: how the weights of Flax layers are quantized, and their inputs: `quant.Int8()`, `quant.Int4()`, or
-        a string such as `"int4/64"`; `None` does not. It holds in modules; a plain function has no weights to quantize.
+      quantization: in which format the products of Flax layers are computed, and in which their weights are stored:
+        `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, or a string such as `"int4/64"`; `None` for no other than the
+        dtypes say. It holds in modules; a plain function has no weights to quantize.
 
     Raises:
       ValueError: a dtype is no floating dtype, or the precision or quantization is unknown.

@@ -1,5 +1,7 @@
-"""Quantized policies: int8 and int4 weights, as explicit arrays."""
+"""Quantized policies: int8 and int4 weights, as explicit arrays, and training in float8."""
 
+from .._float8_format import Float8 as Float8
+from .._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from .._formats import Int4 as Int4, Int8 as Int8
 from ._array import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 from ._calibrate import calibrate as calibrate
