@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 from ._dtypes import did_you_mean
-from ._float8_format import Float8
+from ._float8_format import Float8 as Float8
+from ._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
 
 

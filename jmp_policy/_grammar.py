@@ -40,7 +40,7 @@ _NAMED = {
     "infer_float32_vars": ("float32", None, None),
     "infer_with_float32_vars": ("float32", None, None),
 }
-_KIND = re.compile(r"\w*")
+_KIND = re.compile(rf"({'|'.join(KINDS)})\b")
 _QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
 _MIXED = "mixed_"
 _FLOAT32_VARS = "_with_float32_vars"
@@ -59,6 +59,10 @@ def parse_policy(text: str) -> Policy:
     if quantized:
         return _quantized(quantized["format"], quantized["source"], text)
     name = text.strip().lower()
+    kind = _KIND.match(name)
+    if kind:
+        example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
+        _fail(f"{name!r} says nothing of the dtypes around it", text, example)
     if "=" in name:
         return _parse_fields(text)
     if name in _NAMED:
@@ -134,10 +138,6 @@ def _whole(name: str, text: str) -> np.dtype:
     try:
         return parse_dtype(name)
     except ValueError:
-        kind = _KIND.match(name)
-        if kind and kind[0] in KINDS:
-            example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
-            _fail(f"{name!r} says nothing of the dtypes around it", text, example)
         remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
         raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
 

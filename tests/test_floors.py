@@ -20,6 +20,7 @@ FLOORS = {
     "_float8_recipe": 1,
     "_float8_format": 1,
     "_formats": 1,
+    "_overwrite": 1,
     "_policy": 2,
     "_scaled_state": 2,
     "_grammar": 3,
@@ -49,9 +50,10 @@ FLOORS = {
 
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
-              ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_policy_map", "_grammar"),
-              ("_policy_map", "_default"), ("_default", "_grammar"), ("numerics", "explanation"),
-              ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
+              ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
+              ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
+              ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),
+              ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

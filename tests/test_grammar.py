@@ -1,14 +1,18 @@
 """Laws 2 and 3: what the strings mean, and that anything else is a ValueError."""
 
+import dataclasses
+import pickle
 import string
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
 from jmp_policy._dtypes import dtype_names
-from jmp_policy._formats import Int4, Int8, parse_quantization
+from jmp_policy._float8_recipe import parse_recipe
+from jmp_policy._formats import CurrentScaling, DelayedScaling, Float8, Int4, Int8, parse_quantization
 from jmp_policy._grammar import parse_policy
 from jmp_policy._policy import PRECISIONS
 
@@ -38,7 +42,7 @@ MEANINGS = {
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
           " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_", "(",
-          "(min_size=0)", "/", "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
+          "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
 
 QUANTIZED = {
     "int8": Int8(),
@@ -49,6 +53,16 @@ QUANTIZED = {
     "int4/64": Int4(block_size=64),
     "int4(block_size=64)": Int4(block_size=64),
     "int4/64(min_size=10)": Int4(block_size=64, min_size=10),
+    "float8": Float8(),
+    "float8/16": Float8(amax_history_length=16),
+    "float8(recipe=delayed/max, amax_history_length=1024)": Float8(),
+    "float8(recipe=delayed/2)": Float8(DelayedScaling(delay=2)),
+    "float8(recipe=delayed/most_recent,margin=1,weight_grad=false,min_size=0)": Float8(
+        DelayedScaling("most_recent"), margin=1, weight_grad=False, min_size=0
+    ),
+    "float8/1(recipe=delayed/most_recent/2)": Float8(DelayedScaling("most_recent", 2), 1),
+    "float8(recipe=current)": Float8(CurrentScaling()),
+    "float8/16(recipe=current/row)": Float8(CurrentScaling("row"), 16),
 }
 
 
@@ -93,10 +107,15 @@ def test_any_text_is_a_policy_or_a_value_error(text):
 dtypes = st.sampled_from([None, *dtype_names()])
 precisions = st.sampled_from([None, *PRECISIONS, "F32_F32_F32", "BF16_BF16_F32_X3"])
 counts = st.integers(0, 2**40)
+recipes = st.one_of(
+    st.builds(CurrentScaling, st.sampled_from(["tensor", "row"])),
+    st.builds(DelayedScaling, st.sampled_from(["max", "most_recent"]), st.sampled_from([1, 2])),
+)
 quantizations = st.one_of(
     st.none(),
     st.builds(Int8, activations=st.booleans(), min_size=counts),
     st.builds(Int4, block_size=st.integers(1, 2**40), min_size=counts),
+    st.builds(Float8, recipes, st.integers(1, 2**40), counts, st.booleans(), counts),
 )
 
 
@@ -109,6 +128,7 @@ def test_every_policy_survives_its_strings(param, compute, output, precision, qu
     assert get_policy(policy.name) is policy
     assert eval(repr(policy), {"Policy": Policy}) is policy
     assert Policy.from_config(policy.get_config()) is policy
+    assert pickle.loads(pickle.dumps(policy)) is policy
 
 
 KNOWN = [*MEANINGS, *(f"{text}_from_bfloat16" for text in QUANTIZED)]
@@ -143,6 +163,10 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("int9_from_f32",
          r"^Unknown quantization 'int9' in policy 'int9_from_f32'\. Did you mean 'int8'\? For example: 'int8'\.$"),
         ("_from_f32", r"^Unknown quantization '' in policy '_from_f32'\. Known are 'int8', 'int4', 'float8', "),
+        ("float8", r"^'float8' says nothing of the dtypes .*For example: 'float8_from_mixed_bfloat16'\.$"),
+        ("float8(recipe=current)", r"^'float8\(recipe=current\)' says nothing of .*: 'float8_from_mixed_bfloat16'\.$"),
+        ("float8_e4m3nf", r"^Unknown dtype or policy 'float8_e4m3nf'\. Did you mean 'float8_e4m3fn"),
+        ("flaot8_from_f32", r"^Unknown quantization 'flaot8' in policy 'flaot8_from_f32'\. Did you mean 'float8'\? "),
         ("int8_from_bflaot16",
          r"^In policy 'int8_from_bflaot16': Unknown dtype or policy 'bflaot16'\. Did you mean 'bfloat16'\? For exa"),
         ("int8_from_int4_from_f32",
@@ -157,6 +181,20 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
          r"^'x' in 'int4/x' in policy 'int4/x_from_f32' is no number, and neither true nor false\. .*'int4/128\(min"),
         ("int4/0_from_f32",
          r"^In 'int4/0' in policy 'int4/0_from_f32': block_size must be at least 1, got 0\. For example: Int4\(block"),
+        ("float8/x_from_f32", r"^'x' in 'float8/x' in policy 'float8/x_from_f32' is no number, .*'float8\(min_size=0"),
+        ("float8/0_from_f32",
+         r"^In 'float8/0' in policy 'float8/0_from_f32': amax_history_length must be at least 1, got 0\. For exam"),
+        ("float8/2(amax_history_length=2)_from_f32", r"^'amax_history_length' is given twice in 'float8/2\(amax_his"),
+        ("float8(recipe=delayd)_from_f32",
+         r"^In 'float8\(recipe=delayd\)' in policy 'float8\(recipe=delayd\)_from_f32': Unknown recipe 'delayd'\. "
+         r"Did you mean 'delayed'\? For example: 'current/row'\.$"),
+        ("float8(recipe)_from_f32", r"^In .*: Unknown recipe ''\. Known are 'delayed', 'delayed/2', .*'current/row'\."),
+        ("float8(recipe=current/column)_from_f32", r"^In .*: Unknown recipe 'current/column'\. Did you mean 'current"),
+        ("float8(recipe=delayed/3)_from_f32", r"^In .*: Unknown recipe 'delayed/3'\. Did you mean 'delayed"),
+        ("float8(recipes=current)_from_f32",
+         r"^'recipes' is no option of float8 in .*\. Did you mean 'recipe'\? For example: 'float8\(min_size=0\)'\.$"),
+        ("float8(margin=true)_from_f32", r"^In .*: margin must be an int, got True\. For example: Float8\(margin=1\)"),
+        ("float8(weight_grad=0)_from_f32", r"^In .*: weight_grad is True or False, got 0\. For example: Float8\(\)\.$"),
         ("int8(min_size=true)_from_f32", r"^In .*: min_size must be an int, got True\. For example: Int8\(min_size"),
         ("int8(activations=1)_from_f32", r"^In .*: activations is True or False, got 1\. For example: Int8\(\)\.$"),
     ],
@@ -182,10 +220,21 @@ def test_precision_is_a_field_of_the_string():
         (lambda: Int4(block_size=True), TypeError, r"^block_size must be an int, got True\. For example: Int4\(block"),
         (lambda: Int4(table_bits=5), ValueError, r"^table_bits is 8 or 4, got 5\. For example: Int4\(table_bits=4\)"),
         (lambda: Int4(block_size=0), ValueError, r"^block_size must be at least 1, got 0\. For example: Int4\(block"),
+        (lambda: Float8("currant"), ValueError, r"^Unknown recipe 'currant'\. Did you mean 'current'\? For example: '"),
+        (lambda: Float8(None), ValueError, r"^Unknown recipe None\. Known are 'delayed', .* For example: 'current/"),
+        (lambda: Float8(amax_history_length=True), TypeError, r"^amax_history_length must be an int, got True\. For e"),
+        (lambda: Float8(margin=-1), ValueError, r"^margin must be at least 0, got -1\. For example: Float8\(margin=1"),
+        (lambda: Float8(weight_grad=1), TypeError, r"^weight_grad is True or False, got 1\. For example: Float8\(\)\."),
+        (lambda: Float8(min_size=-1), ValueError, r"^min_size must be at least 0, got -1\. For example: Float8\(min_"),
+        (lambda: CurrentScaling("rows"), ValueError,
+         r"^Unknown granularity 'rows'\. Did you mean 'row'\? For example: CurrentScaling\(granularity='row'\)\.$"),
+        (lambda: DelayedScaling(2), ValueError, r"^Unknown amax 2\. Known are 'max', 'most_recent'\. For example: Del"),
+        (lambda: DelayedScaling(delay=0), ValueError, r"^delay is 1 or 2, got 0\. For example: DelayedScaling\(delay="),
+        (lambda: DelayedScaling(delay=True), ValueError, r"^delay is 1 or 2, got True\. For example: DelayedScaling\("),
         (lambda: parse_quantization(8), ValueError, r"^Unknown quantization 8\. .* For example: 'int8'\.$"),
         (lambda: parse_quantization(Int8), ValueError, r"^Unknown quantization <class '.*Int8'>\. .* For example: "),
     ],
-)
+)  # fmt: skip
 def test_a_bad_format_is_an_error(make, error, text):
     with pytest.raises(error, match=text):
         make()
@@ -195,3 +244,18 @@ def test_formats_know_their_bits_and_have_no_other_spelling_than_their_repr():
     assert (Int8().bits, Int4().bits) == (8, 4)
     assert eval(repr(Int4(64)), {"Int4": Int4}) == Int4(64)
     assert len({Int4(), Int4(128), Int8(), Int8(True)}) == 2
+
+
+def test_a_recipe_may_be_given_as_its_string():
+    format = Float8(" Delayed / Most_Recent ", 16)
+    assert format == Float8(DelayedScaling("most_recent"), 16)
+    assert eval(repr(format), vars(jmp.quant)) == format
+    assert dataclasses.replace(format, recipe="current").recipe == CurrentScaling()
+    for recipe in (CurrentScaling(), CurrentScaling("row"), DelayedScaling(), DelayedScaling("most_recent", 2)):
+        assert parse_recipe(str(recipe)) == parse_recipe(recipe) == recipe
+
+
+def test_formats_of_float8_are_immutable_and_hash_by_value():
+    assert len({Float8(), Float8("delayed"), Float8(DelayedScaling()), Float8("current")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Float8().margin = 1

@@ -127,6 +127,13 @@ def test_rules_give_quantizations_to_the_modules_they_cover_and_to_no_other():
     assert rules.get_config()["rules"][1][1]["quantization"] == "int4/64"
 
 
+def test_rules_name_float8_and_survive_their_config():
+    rules = PolicyMap({"head": "bfloat16", "mlp": "float8/16(recipe=delayed/2)_from_mixed_bfloat16"}, "float8_from_f32")
+    assert rules["mlp/up"].quantization == jmp.quant.Float8(jmp.quant.DelayedScaling(delay=2), 16)
+    assert rules["attention"].quantization == jmp.quant.Float8()
+    assert PolicyMap.from_config(rules.get_config()) == rules == eval(repr(rules), {"PolicyMap": PolicyMap})
+
+
 def test_maps_are_immutable_and_do_not_follow_the_mapping_they_were_made_from():
     given_rules = {"head": "float32"}
     rules = PolicyMap(given_rules)

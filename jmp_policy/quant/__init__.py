@@ -1,8 +1,12 @@
 """Quantized policies: int8 and int4 weights, as explicit arrays, and training in float8."""
 
-from .._float8_format import Float8 as Float8
-from .._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
-from .._formats import Int4 as Int4, Int8 as Int8
+from .._formats import (
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    Float8 as Float8,
+    Int4 as Int4,
+    Int8 as Int8,
+)
 from ._array import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 from ._calibrate import calibrate as calibrate
 from ._compare import compare as compare
@@ -11,6 +15,7 @@ from ._operations import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
+    float8_state as float8_state,
     take as take,
 )
 from ._quantize import quantize as quantize
