@@ -19,3 +19,4 @@ from ._global_policy import (
 from ._legacy_policy import Policy as Policy
 from ._loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
 from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
+from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy

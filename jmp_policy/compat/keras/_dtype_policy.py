@@ -31,7 +31,7 @@ class DTypePolicy:
     """
 
     def __init__(self, name: str | None = None):
-        self._name = default_policy_name() if name is None else name
+        self._name = default_jmp_policy().name if name is None else name
         self._policy = _parse(self._name)
 
     @property
@@ -51,7 +51,7 @@ class DTypePolicy:
 
     @property
     def quantization_mode(self) -> str | None:
-        """The quantization mode; `None` but for a `QuantizedDTypePolicy`."""
+        """The quantization mode; `None` but for a quantized policy."""
         return None
 
     def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
@@ -88,11 +88,11 @@ class FloatDTypePolicy(DTypePolicy):
     """
 
 
-def default_policy_name() -> str:
-    """The name of the global policy, or of a global map's default."""
+def default_jmp_policy() -> JmpPolicy:
+    """The global policy, or a global map's default."""
     policy = default_policy()
     default = policy if isinstance(policy, JmpPolicy) else policy.default
-    return default.name  # pyright: ignore[reportOptionalMemberAccess] # get_policy closes a map before it is set
+    return default  # pyright: ignore[reportReturnType] # get_policy closes a map before it is set
 
 
 def _parse(name: object) -> JmpPolicy:

@@ -8,10 +8,15 @@ from ..._get_policy import get_policy, is_policy_spec
 from ..._policy import Policy as JmpPolicy
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy
+from ._find_dtype_policy import dtype_policy_like, dtype_policy_named
 from ._legacy_policy import Policy
-from ._quantized_dtype_policy import QuantizedDTypePolicy, dtype_policy_named
+from ._quantized_dtype_policy import QuantizedDTypePolicy
+from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy
 
-_CLASSES = {kind.__name__: kind for kind in (DTypePolicy, FloatDTypePolicy, Policy, QuantizedDTypePolicy)}
+_CLASSES = {
+    kind.__name__: kind
+    for kind in (DTypePolicy, FloatDTypePolicy, Policy, QuantizedDTypePolicy, QuantizedFloat8DTypePolicy)
+}
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):
@@ -154,7 +159,7 @@ def dtype_policy_of(spec: Any) -> DTypePolicy:
             f"Cannot interpret the assigned value as a dtype policy. Received: {spec!r} of type {type(spec)}. "
             "For example: 'mixed_bfloat16'."
         )
-    return dtype_policy_named(policy.name)
+    return dtype_policy_like(policy)
 
 
 def _serialized(policy: DTypePolicy) -> dict[str, Any]:

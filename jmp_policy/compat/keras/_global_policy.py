@@ -4,8 +4,8 @@ from ..._get_policy import default_policy, get_policy, set_default_policy
 from ..._policy import Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
+from ._find_dtype_policy import dtype_policy_like, dtype_policy_named
 from ._legacy_policy import Policy
-from ._quantized_dtype_policy import dtype_policy_named
 
 # The object that was set last, for its name, class and loss scale, what it stood for, and the default policy that it
 # made. It is the answer only as long as both are still so: a map is mutable, and the default can be set elsewhere.
@@ -27,7 +27,7 @@ def dtype_policy() -> DTypePolicy:
         if made == current and policy.__jmp_policy__() == stood_for:
             return policy
     if isinstance(current, JmpPolicy):
-        return dtype_policy_named(current.name)
+        return dtype_policy_like(current)
     policies = DTypePolicyMap(current.default)
     for rule in current.rules:
         if not isinstance(rule.key, str):

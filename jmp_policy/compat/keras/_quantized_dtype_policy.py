@@ -2,11 +2,15 @@
 
 from typing import Any
 
-from ..._formats import Int8, Quantization, parse_quantization
+from ..._formats import DelayedScaling, Float8, Int8, Quantization, parse_quantization
 from ..._policy import FROM
-from ._dtype_policy import DTypePolicy, default_policy_name
+from ._dtype_policy import DTypePolicy
 
-MODES = ("int8", "int4", "int4/<block size>")
+FLOAT8 = "float8"
+KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))
+"""What the bare name is in Keras, where a step applies the scale that the step before stored."""
+
+MODES = ("int8", "int4", "int4/<block size>", FLOAT8)
 
 
 class QuantizedDTypePolicy(DTypePolicy):
@@ -15,7 +19,8 @@ class QuantizedDTypePolicy(DTypePolicy):
     Immutable and hashable, unlike Keras's. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` take it as is.
 
     Args:
-      mode: `"int8"`, `"int4"`, `"int4/64"`, or another string that names a quantization.
+      mode: `"int8"`, `"int4"`, `"int4/64"`, `"float8"`, or another string that names a quantization. A bare
+        `"float8"` is Keras's, as `QuantizedFloat8DTypePolicy` has it.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
@@ -48,30 +53,15 @@ class QuantizedDTypePolicy(DTypePolicy):
         return {"mode": self._mode, "source_name": self._source_name}
 
 
-def dtype_policy_named(name: str | None) -> DTypePolicy:
-    """Keras's policy of a name, quantized if the name is; `None` stands for the global policy's.
-
-    Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy.
-
-    >>> dtype_policy_named("int4/64_from_bfloat16")
-    <QuantizedDTypePolicy "int4/64_from_bfloat16">
-    """
-    name = default_policy_name() if name is None else name
-    if not isinstance(name, str) or FROM not in name.lower():
-        return DTypePolicy(name)
-    at = name.lower().index(FROM)
-    return QuantizedDTypePolicy(name[:at], name[at + len(FROM) :])
-
-
 def _format(mode: object, compute_dtype: str | None) -> Quantization:
+    if isinstance(mode, str) and mode.strip().lower() == FLOAT8:
+        return KERAS_FLOAT8
     try:
         format = parse_quantization(mode) if isinstance(mode, str) else None
     except ValueError as error:
-        raise ValueError(f"{_expected(mode)} {error}") from None
+        raise ValueError(f"{expected_mode(mode)} {error}") from None
     if format is None:
-        raise ValueError(_expected(mode))
+        raise ValueError(expected_mode(mode))
     if isinstance(format, Int8) and compute_dtype == "float16":
         raise ValueError(
             f"Quantization mode='{mode}' doesn't work well with compute_dtype='float16' in Keras. For example: "
@@ -80,5 +70,6 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
     return format
 
 
-def _expected(mode: object) -> str:
-    return f"Invalid quantization mode. Expected one of {MODES}. Received: mode={mode}"
+def expected_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
+    """What Keras says of a bad mode."""
+    return f"Invalid quantization mode. Expected one of {modes}. Received: mode={mode}"
