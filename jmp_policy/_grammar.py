@@ -138,7 +138,8 @@ def _whole(name: str, text: str) -> np.dtype:
     try:
         return parse_dtype(name)
     except ValueError:
-        remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16"])
+        quantized = [f"{kind}{FROM}mixed_bfloat16" for kind in KINDS]
+        remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16", *quantized])
         raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
 
 

@@ -165,6 +165,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("_from_f32", r"^Unknown quantization '' in policy '_from_f32'\. Known are 'int8', 'int4', 'float8', "),
         ("float8", r"^'float8' says nothing of the dtypes .*For example: 'float8_from_mixed_bfloat16'\.$"),
         ("float8(recipe=current)", r"^'float8\(recipe=current\)' says nothing of .*: 'float8_from_mixed_bfloat16'\.$"),
+        ("float8_form_mixed_bfloat16", r"^Unknown dtype or policy .* Did you mean 'float8_from_mixed_bfloat16'\? For "),
         ("float8_e4m3nf", r"^Unknown dtype or policy 'float8_e4m3nf'\. Did you mean 'float8_e4m3fn"),
         ("flaot8_from_f32", r"^Unknown quantization 'flaot8' in policy 'flaot8_from_f32'\. Did you mean 'float8'\? "),
         ("int8_from_bflaot16",
