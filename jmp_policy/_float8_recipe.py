@@ -60,7 +60,7 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         check_word(self, "amax", ("max", "most_recent"))
-        if isinstance(self.delay, bool) or self.delay not in (1, 2):
+        if type(self.delay) is not int or self.delay not in (1, 2):
             raise ValueError(f"delay is 1 or 2, got {self.delay!r}. For example: DelayedScaling(delay=2).")
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ class Int4:
     def __post_init__(self) -> None:
         check_count(self, "block_size", 1)
         check_count(self, "min_size", 0)
-        if isinstance(self.table_bits, bool) or self.table_bits not in (4, 8):
+        if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")
 
     @property

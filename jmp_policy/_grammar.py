@@ -1,9 +1,10 @@
 """The strings that name a policy.
 
     policy     ::= [quantized "_from_"] plain
-    quantized  ::= format ["(" option "=" value ("," option "=" value)* ")"]          (such as int8(activations=false))
+    quantized  ::= format ["(" option ("," option)* ")"]               (such as int8(activations=false))
     format     ::= "int8" | "int4" ["/" block_size] | "float8" ["/" amax_history_length]
-    recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]             (a value, of float8's option)
+    option     ::= argument "=" (number | "true" | "false" | recipe)   (of quant.Int8, quant.Int4 or quant.Float8)
+    recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
