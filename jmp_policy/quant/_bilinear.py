@@ -112,11 +112,10 @@ def convolution(left_ndim: int, compute: Convolution) -> Bilinear:
     Each window overlaps with others, so that a scale of the input is one for all places of an example.
     """
     numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
-    left, right, out = (["-"] * left_ndim for _ in range(3))
+    left, right, out = ([f"{side}{i}" for i in range(left_ndim)] for side in ("left", "right", "out"))
     left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "example"
     right[numbers.rhs_spec[0]] = out[numbers.out_spec[1]] = "feature"
-    places = [f"place{i}" if label == "-" else label for i, label in enumerate(out)]
-    return Bilinear(tuple(left), tuple(right), tuple(places), compute)
+    return Bilinear(tuple(left), tuple(right), tuple(out), compute)
 
 
 def einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:

@@ -1,4 +1,4 @@
-"""The operations of JAX that take a quantized weight in second place: `dot_general`, `einsum`, convolution, `take`."""
+"""The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
 
 from typing import Any
 
@@ -7,9 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
+from .._float8_format import Float8
+from .._float8_recipe import DelayedScaling
 from .._formats import parse_quantization
+from ._amax_history import State, new_state
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Dot, Einsum, convolution, dot, einsum as einsum_of
+from ._float8_product import float8_product
 from ._layout import Layout, table_layout
 from ._product import product
 from ._weight import Unquantized, fake_quantized
@@ -24,18 +28,21 @@ def dot_general(
     *,
     out_sharding: Any = None,
     quantization: Any = None,
+    state: State | None = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` whose right operand is a quantized weight.
+    """`jax.lax.dot_general` whose right operand is a quantized weight, or which is computed in 8-bit floating point.
 
     Args:
       lhs: real floating, of any shape.
       rhs: a `QuantizedArray`, which says how it is to be computed with; or a floating array, which is quantized as
         `quantization` says, each of its rows or columns that are summed over by a scale of its own.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
-      precision: as for JAX; integers ignore it.
+      precision: as for JAX; products in 8 bits ignore it.
       preferred_element_type: the dtype of the result; that of `lhs`, if `None`.
       out_sharding: as for JAX.
-      quantization: `Int8`, `Int4`, or their string, for a floating `rhs`; with `None` it is JAX's own operation.
+      quantization: `Int8`, `Int4`, `Float8`, or their string, for a floating `rhs`; with `None` it is JAX's own
+        operation. `Float8` computes the reverse-mode derivative in 8 bits as well, and leaves small products alone.
+      state: for `Float8` with `DelayedScaling`, as `float8_state` makes it. Its gradient is the next state.
 
     Returns:
       The product, as JAX would order its axes. Its derivative passes straight through the rounding, to `lhs` and to a
@@ -43,8 +50,8 @@ def dot_general(
 
     Raises:
       TypeError: `lhs`, or an `rhs` to quantize, is not floating.
-      ValueError: `quantization` is none, or its blocks do not divide what is summed over; or a quantized `rhs` is
-        given another one.
+      ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
+        another one; or a state is missing, or given to a recipe that has none.
 
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
     >>> dot_general(x, w, (((1,), (0,)), ((), ())), quantization="int8").tolist()[0]
@@ -53,7 +60,7 @@ def dot_general(
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
     compute = Dot(numbers, precision, preferred_element_type, out_sharding)
-    return _applied(dot(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization)
+    return _applied(dot(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization, state)
 
 
 def einsum(
@@ -65,6 +72,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
     quantization: Any = None,
+    state: State | None = None,
 ) -> jax.Array:
     """`jax.numpy.einsum` of two operands, of which the second is a quantized weight.
 
@@ -74,7 +82,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     compute = Einsum(equation, precision, preferred_element_type, out_sharding)
-    return _applied(einsum_of(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization)
+    return _applied(einsum_of(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization, state)
 
 
 def conv_general_dilated(
@@ -87,12 +95,14 @@ def conv_general_dilated(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
     quantization: Any = None,
+    state: State | None = None,
     **options: Any,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` whose filter is a quantized weight.
 
-    With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. Other
-    arguments, result and errors are as of JAX's operation and of `dot_general`.
+    With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. With
+    `Float8` the numbers of 8 bits are multiplied in the compute dtype. Other arguments, result and errors are as of
+    JAX's operation and of `dot_general`.
 
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
@@ -104,7 +114,7 @@ def conv_general_dilated(
     given |= {} if out_sharding is None else {"out_sharding": out_sharding}
     hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     compute = Convolution(tuple(hashable.items()), preferred_element_type)
-    return _applied(convolution(lhs.ndim, compute), lhs, rhs, quantization)
+    return _applied(convolution(lhs.ndim, compute), lhs, rhs, quantization, state)
 
 
 def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -128,25 +138,75 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
     return fake_quantized(rows, dtype)
 
 
-def _applied(operation: Bilinear, lhs: jax.Array, rhs: Any, quantization: Any) -> jax.Array:
+def float8_state(quantization: Any) -> State:
+    """The state of a product in 8-bit floating point that was never computed: scales of one, and empty histories.
+
+    It is a tree of float32 arrays, in no relation to any other product's. Its gradient is the next state, so that it is
+    overwritten by it where parameters are updated, and no optimizer should see it.
+
+    Args:
+      quantization: `Float8` with `DelayedScaling`, or its string.
+
+    Returns:
+      For each of input, kernel and output_grad a `{name}_scale` of shape `(1,)` and a `{name}_amax_history` of shape
+      `(amax_history_length,)`, whose first element is the newest.
+
+    Raises:
+      ValueError: `quantization` has no state.
+
+    >>> x, w, state = jnp.full((16, 16), 3.0), jnp.ones((16, 16)), float8_state("float8/2(min_size=0)")
+    >>> product = lambda s: dot_general(x, w, (((1,), (0,)), ((), ())), quantization="float8/2(min_size=0)", state=s)
+    >>> jax.grad(lambda s: product(s).sum())(state)["input_amax_history"].tolist()
+    [3.0, 0.0]
+    """
     format = parse_quantization(quantization)
+    if not isinstance(format, Float8) or not isinstance(format.recipe, DelayedScaling):
+        raise ValueError(f"{str(format)!r} has no state. For example: float8_state(Float8()).")
+    return new_state(format)
+
+
+def _applied(operation: Bilinear, lhs: jax.Array, rhs: Any, quantization: Any, state: State | None) -> jax.Array:
+    format = parse_quantization(quantization)
+    _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
-        if format not in (None, rhs.format):
-            raise ValueError(
-                f"The weight is quantized already, as {str(rhs.format)!r}, and cannot be as {str(format)!r}. "
-                "Leave quantization out, or pass rhs.dequantize()."
-            )
-        weight = rhs
-    elif format is None or rhs.size == 0:  # a sum of nothing is zero in any format
+        _check_format(rhs, format)
+        _check_floating(lhs)
+        return product(operation, lhs, rhs)
+    if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
-    else:
-        weight = Unquantized(rhs, format, _layout(operation, rhs.shape))
-    if not is_floating_dtype(lhs.dtype):
+    _check_floating(lhs)
+    if isinstance(format, Float8):
+        _check_floating(rhs)
+        return float8_product(operation, lhs, rhs, format, state)
+    return product(operation, lhs, Unquantized(rhs, format, _layout(operation, rhs.shape)))
+
+
+def _check_format(weight: QuantizedArray | Unquantized, format: Any) -> None:
+    if format not in (None, weight.format):
+        raise ValueError(
+            f"The weight is quantized already, as {str(weight.format)!r}, and cannot be as {str(format)!r}. "
+            "Leave quantization out, or pass rhs.dequantize()."
+        )
+
+
+def _check_floating(operand: jax.Array) -> None:
+    if not is_floating_dtype(operand.dtype):
         raise TypeError(
-            f"A quantized weight is multiplied by floating numbers, got {lhs.dtype}{list(lhs.shape)}. "
+            f"A quantized weight is multiplied by floating numbers, got {operand.dtype}{list(operand.shape)}. "
             "For example: dot_general(x.astype('float32'), ...)."
         )
-    return product(operation, lhs, weight)
+
+
+def _check_state(format: Any, state: State | None) -> None:
+    """Checks that there is a state exactly where a recipe has one."""
+    has_one = isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
+    if has_one and state is None:
+        raise ValueError(
+            f"{str(format)!r} scales by what it saw before, and is given no state. For example: "
+            f"state=float8_state({str(format)!r}), or quantization='float8(recipe=current)', which needs none."
+        )
+    if state is not None and not has_one:
+        raise ValueError(f"{str(format)!r} has no state, and got one. For example: quantization='float8'.")
 
 
 def _layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:

@@ -1,0 +1,136 @@
+"""State whose gradient is its next value: the scales and histories of float8 layers, among parameters.
+
+It stands under a name of Flax's, in a collection of linen's or an attribute of nnx's, and is known by that name in any
+tree: of variables, gradients or optimizer states.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._tree import PyTree
+
+OVERWRITE = "_overwrite_with_gradient"
+"""What a key on the way to such a leaf is, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`."""
+
+_OUTPUT_GRAD = "output_grad_"
+"""What the names of leaves begin with that tell of gradients, and so grow with the loss scale."""
+
+
+def has_state(tree: PyTree) -> bool:
+    """Whether a tree holds such state."""
+    return any(_is_state(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def map_state(fun: Callable[..., Any], tree: PyTree, *rest: PyTree, otherwise: Callable[..., Any]) -> PyTree:
+    """`jax.tree.map` of `fun` for leaves of such state, and of `otherwise` for all others."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: (fun if _is_state(path) else otherwise)(*leaves), tree, *rest
+    )
+
+
+def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
+    """What to differentiate instead of a tree: its state is scaled as gradients are, and autodiff combines it by max.
+
+    Where state is used more than once, by a layer that is called again or in the steps of a scan, autodiff would sum
+    its cotangents. It takes their maximum, if they are of this dtype of Flax's from here on.
+
+    Args:
+      tree: a tree of arrays, in which state is float32.
+      loss_scale: what the loss is multiplied by, a float32 scalar. What a float8 layer sees in its backward pass is
+        multiplied by it too.
+    """
+    if not has_state(tree):
+        return tree
+
+    def prepared(path: Any, leaf: Any) -> Any:
+        if not _is_state(path) or is_by_max(leaf):
+            return leaf
+        return combined_by_max(_tells_of_gradients(path), leaf, loss_scale)
+
+    return jax.tree_util.tree_map_with_path(prepared, tree)
+
+
+def combined_by_max(tells_of_gradients: bool, leaf: Any, loss_scale: Any) -> jax.Array:
+    """One leaf of state as `by_max` makes it."""
+    return lax.convert_element_type(_scaled(leaf, loss_scale) if tells_of_gradients else leaf, _max_dtype())
+
+
+def is_by_max(leaf: Any) -> bool:
+    """Whether autodiff combines the cotangents of an array by max."""
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def as_float32(leaf: jax.Array) -> jax.Array:
+    """A leaf of state as numbers to compute with."""
+    return lax.convert_element_type(leaf, jnp.float32)
+
+
+def like_state(values: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Numbers as the cotangent of a leaf of state."""
+    return lax.convert_element_type(values, leaf.dtype)
+
+
+def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
+    """The next state.
+
+    A layer that did not run has no gradient, which is to say zeros, where a scale is positive: it keeps its state.
+
+    Args:
+      old: a tree of float32 arrays; leaves that are no state are passed on.
+      new: its gradients.
+      is_first: false in the second and later microbatches of one step, whose largest magnitudes are put beside those
+        of the first.
+    """
+
+    def next_leaf(path: Any, old: Any, new: Any) -> Any:
+        if not _is_state(path):
+            return old
+        later = old if _name(path[-1]).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
+        ran = jnp.max(new, axis=-1, keepdims=True) > 0
+        return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
+
+    return jax.tree_util.tree_map_with_path(next_leaf, old, new)
+
+
+def unless_unused(state: jax.Array) -> jax.Array:
+    """The gradient of state, in which zero, and not the least number, stands for what did not run."""
+    return jnp.maximum(state, 0.0)
+
+
+def _with_newest(history: jax.Array, other: jax.Array) -> jax.Array:
+    return history.at[..., 0].set(other[..., 0])
+
+
+def _is_state(path: Any) -> bool:
+    return any(_name(key) == OVERWRITE for key in path)
+
+
+def _tells_of_gradients(path: Any) -> bool:
+    return any(_name(key).startswith(_OUTPUT_GRAD) for key in path)
+
+
+def _name(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "name", "")))
+
+
+def _max_dtype() -> Any:
+    from flax.linen import fp8_ops  # here, because the library does without Flax until it is needed
+
+    return fp8_ops.fp32_max_grad
+
+
+@jax.custom_vjp
+def _scaled(state: jax.Array, loss_scale: jax.Array) -> jax.Array:
+    """State of true gradients as state of scaled ones; its cotangent, the next state, is of true ones again."""
+    return state * loss_scale
+
+
+def _scaled_backward(loss_scale: jax.Array, new: jax.Array) -> tuple[jax.Array, None]:
+    return new / loss_scale, None
+
+
+_scaled.defvjp(lambda state, loss_scale: (_scaled(state, loss_scale), loss_scale), _scaled_backward)

@@ -1,0 +1,110 @@
+"""The memory of delayed scaling: the largest magnitudes of earlier steps, and the scale they make."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from .._float8_format import Float8
+from .._float8_recipe import DelayedScaling
+from .._overwrite import as_float32, is_by_max, like_state
+from ._float8 import E4M3, E5M2, Scaled, amax_of, finite_or_zero, scale_of, scaled_by
+from ._varying import maximum_over, varying_axes
+
+DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
+"""What there is a memory of, and the format that it is cast to."""
+
+State = dict[str, jax.Array]
+"""`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each name, float32,
+as Flax's float8 operations keep them."""
+
+
+def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
+    """The state of a layer that was never called.
+
+    Args:
+      format: its format, with `DelayedScaling`.
+      stack: the shape of a stack of layers.
+
+    >>> {name: leaf.shape for name, leaf in new_state(Float8(amax_history_length=4)).items() if "input" in name}
+    {'input_scale': (1,), 'input_amax_history': (4,)}
+    """
+    state = {}
+    for name in DTYPES:
+        state[f"{name}_scale"] = jnp.ones((*stack, 1), jnp.float32)
+        state[f"{name}_amax_history"] = jnp.zeros((*stack, format.amax_history_length), jnp.float32)
+    return state
+
+
+class Memory(NamedTuple):
+    """The memory of one operand of a product.
+
+    Attributes:
+      scale: float32 of shape `(1,)`.
+      amax_history: float32 of shape `(amax_history_length,)`; the newest comes first, the others after it go from the
+        oldest on.
+    """
+
+    scale: jax.Array
+    amax_history: jax.Array
+
+
+def memory_of(state: State, name: str) -> Memory:
+    """The part of a state that one operand has."""
+    return Memory(state[f"{name}_scale"], state[f"{name}_amax_history"])
+
+
+def state_of(memories: dict[str, Memory]) -> State:
+    """The state that consists of these parts."""
+    state = {}
+    for name, memory in memories.items():
+        state[f"{name}_scale"], state[f"{name}_amax_history"] = memory
+    return state
+
+
+def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
+    """An array in 8 bits by the scale that its history makes, and the memory of the next step, with this array in it.
+
+    Args:
+      x: floating.
+      name: what it is, a key of `DTYPES`.
+      memory: of the same, before.
+      format: with `DelayedScaling`.
+
+    Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """
+    recipe, dtype = format.recipe, DTYPES[name]
+    assert isinstance(recipe, DelayedScaling)
+    stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
+    stored = stored + (stored == 0)  # a layer that did not run, whose zero gradient was not kept out
+    largest = jnp.max(history) if recipe.amax == "max" else history[0]
+    made = scale_of(largest, stored, dtype, format.margin)
+    history, amax = _recorded(x, history)
+    scaled = scaled_by(x, stored if recipe.delay == 2 else made, amax, dtype)
+    return scaled, Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+
+
+def _numbers(leaf: jax.Array) -> jax.Array:
+    """A leaf of state to compute with; where a branch was not taken, autodiff has left the least number there is."""
+    return jnp.maximum(as_float32(leaf) if is_by_max(leaf) else leaf, 0.0)
+
+
+@custom_vmap
+def _recorded(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The history with the largest magnitude of an array, which is returned too; one that is not finite leaves no
+    trace, for it would set the scale until it is forgotten."""
+    amax = maximum_over(amax_of(x), varying_axes(x) - varying_axes(history))
+    newest = finite_or_zero(amax)[None]
+    return (newest if len(history) == 1 else lax.concatenate([newest, history[2:], history[:1]], 0)), amax
+
+
+@_recorded.def_vmap
+def _recorded_of_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
+    """Examples that share a history are one array; those of an ensemble have one each."""
+    of_x, of_history = batched
+    if not of_history:
+        return _recorded(x, history), (False, False)
+    return jax.vmap(_recorded, in_axes=(0 if of_x else None, 0))(x, history), (True, True)
+

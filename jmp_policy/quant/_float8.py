@@ -1,0 +1,85 @@
+"""Numbers in 8-bit floating point, e4m3 and e5m2, and the scales by which they fit."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+"""For inputs and weights: 3 bits of mantissa, up to 448."""
+E5M2 = np.dtype(jnp.float8_e5m2)
+"""For the gradients of outputs: 2 bits of mantissa, up to 57344."""
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class Scaled(NamedTuple):
+    """Numbers of an 8-bit format, and what they are multiples of.
+
+    Attributes:
+      values: e4m3 or e5m2.
+      scale: float32, a scalar, or of the axes of `values` with length 1 on those that share one; nan where a number
+        that went in was not finite, which clipping would hide.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """The largest magnitude, float32: a scalar, or over some axes, which stay with length 1."""
+    if x.size == 0:
+        return jnp.zeros((), jnp.float32)
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None).astype(jnp.float32)
+
+
+def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
+    """The scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
+
+    Args:
+      amax: float32 of any shape.
+      otherwise: the scale where `amax` is zero or not finite, a scalar.
+      dtype: e4m3 or e5m2.
+      margin: the room to leave.
+
+    Source: `compute_scale` of NVIDIA's Transformer Engine, of whose scales this is the reciprocal. The order of the
+    operations is that of Flax and Keras too, so that the scales agree in every bit.
+    """
+    usable = (amax > 0) & jnp.isfinite(amax)
+    factor = _select(usable, _largest(dtype) / np.float32(2.0**margin) / amax, 1 / otherwise)
+    return jnp.maximum(1 / factor, _TINY)
+
+
+def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`x / scale` in an 8-bit format, clipped to its largest number: beyond 448 a cast to e4m3 is nan.
+
+    Args:
+      x: floating.
+      scale: float32, a scalar or broadcastable to `x`.
+      dtype: e4m3 or e5m2.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.1 (saturation).
+    """
+    limit = _largest(dtype)
+    return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
+
+
+def scaled_by(x: jax.Array, scale: jax.Array, amax: jax.Array, dtype: np.dtype) -> Scaled:
+    """An array in 8 bits by a scale; `amax` is its largest magnitude."""
+    return Scaled(saturated(x, scale, dtype), _select(jnp.isfinite(amax), scale, jnp.nan))
+
+
+def finite_or_zero(amax: jax.Array) -> jax.Array:
+    """A largest magnitude, or zero where it is not finite."""
+    return _select(jnp.isfinite(amax), amax, 0.0)
+
+
+def _select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:
+    """`jnp.where` without the function that each of its calls adds to a program."""
+    return lax.select(which, x, jnp.broadcast_to(jnp.asarray(otherwise, x.dtype), x.shape))
+
+
+def _largest(dtype: np.dtype) -> np.float32:
+    return np.float32(jnp.finfo(dtype).max)

@@ -1,0 +1,44 @@
+"""Which products gain from 8-bit floating point."""
+
+import math
+
+from .._float8_format import Float8
+from ._bilinear import Bilinear, Convolution
+
+_MULTIPLE = 16
+"""What the sizes of a product are multiples of on hardware that multiplies 8-bit floating point."""
+
+
+def why_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
+    """Why a product of operands of these shapes stays in the compute dtype; `None` if it does not."""
+    if isinstance(operation.compute, Convolution):
+        return _why_convolution_wide(operation.compute, right, format)
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    shared = lengths.keys() & others.keys()
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    if alone or any(lengths[label] != others[label] for label in shared):
+        return "its equation sums one operand alone, or repeats one"
+    rows = math.prod(length for label, length in lengths.items() if label not in shared)
+    summed = math.prod(lengths[label] for label in shared - set(operation.out))
+    columns = math.prod(length for label, length in others.items() if label not in shared)
+    return why_left_wide(summed * columns, format, summed, columns, rows)
+
+
+def why_left_wide(size: int, format: Float8, *lengths: int) -> str | None:
+    """Why products with a weight stay in the compute dtype, by its size and the lengths that matter to hardware.
+
+    >>> why_left_wide(4096, Float8(), 64, 64), why_left_wide(6400, Float8(), 64, 100)
+    (None, '100 is no multiple of 16')
+    """
+    if size < format.min_size or size == 0:
+        return f"{size} elements are fewer than min_size={format.min_size}"
+    odd = next((length for length in lengths if length % _MULTIPLE), None)
+    return None if odd is None else f"{odd} is no multiple of {_MULTIPLE}"
+
+
+def _why_convolution_wide(compute: Convolution, right: tuple[int, ...], format: Float8) -> str | None:
+    options = dict(compute.options)
+    if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
+        return "its convolution is one of groups"
+    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+    return why_left_wide(math.prod(right), format, inputs, outputs)
