@@ -220,7 +220,7 @@ def test_precision_is_a_field_of_the_string():
         (lambda: Int8(min_size=-1), ValueError, r"^min_size must be at least 0, got -1\. For example: Int8\(min_size"),
         (lambda: Int4(block_size=True), TypeError, r"^block_size must be an int, got True\. For example: Int4\(block"),
         (lambda: Int4(table_bits=5), ValueError, r"^table_bits is 8 or 4, got 5\. For example: Int4\(table_bits=4\)"),
-        (lambda: Int4(table_bits=8.0), ValueError, r"^table_bits is 8 or 4, got 8\.0\. For example: Int4\(table_bits=4"),
+        (lambda: Int4(table_bits=8.0), ValueError, r"^table_bits is 8 or 4, got 8\.0\. For example: Int4\(table_bits="),
         (lambda: DelayedScaling(delay=2.0), ValueError, r"^delay is 1 or 2, got 2\.0\. For example: DelayedScaling\(d"),
         (lambda: Int4(block_size=0), ValueError, r"^block_size must be at least 1, got 0\. For example: Int4\(block"),
         (lambda: Float8("currant"), ValueError, r"^Unknown recipe 'currant'\. Did you mean 'current'\? For example: '"),
