@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale
+from ._overwrite import by_max, has_state, map_state, reuse_explained, unless_unused
 from ._scaled_state import get_loss_scale
 from ._tree import PyTree
 
@@ -26,6 +27,9 @@ def value_and_grad(
     The loss is multiplied by the scale, in float32, before the backward pass, so that gradients too small for
     float16 survive it; the gradients are divided by the same scale afterwards, in float32. With a `NoOpLossScale`
     this is `jax.value_and_grad`.
+
+    Where float8 layers have state among what is differentiated, its gradient is the next state: that of true gradients,
+    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -52,6 +56,7 @@ def value_and_grad(
     (2.0, dtype('float32'), [2.0, 2.0])
     """
     differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
+    fun = with_state_by_max(fun, argnums, get_loss_scale(loss_scale))
     return scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
 
 
@@ -81,16 +86,38 @@ def scaled_value_and_grad(
     """`value_and_grad` on top of any function of the form of `jax.value_and_grad`."""
     scale = get_loss_scale(loss_scale)
     if isinstance(scale, NoOpLossScale):
-        return differentiate(fun, argnums=argnums, has_aux=has_aux)
+        plain = differentiate(fun, argnums=argnums, has_aux=has_aux)
+
+        @functools.wraps(fun)
+        def plain_value_and_grad(*args: Any, **kwargs: Any) -> Any:
+            with reuse_explained():
+                out, grads = plain(*args, **kwargs)
+            return out, _true(grads, scale)
+
+        return plain_value_and_grad
 
     scaled_grad = differentiate(with_scaled_loss(fun, has_aux, scale), argnums=argnums, has_aux=True)
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
-        return (loss, *aux) if has_aux else loss, scale.unscale(grads)
+        with reuse_explained():
+            (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
+        return (loss, *aux) if has_aux else loss, _true(grads, scale)
 
     return true_value_and_grad
+
+
+def with_state_by_max(fun: Callable[..., Any], argnums: int | Sequence[int], scale: LossScale) -> Callable[..., Any]:
+    """The function of arguments whose float8 state autodiff combines by max, and is that of true gradients."""
+
+    @functools.wraps(fun)
+    def of_state(*args: Any, **kwargs: Any) -> Any:
+        positions = (argnums,) if isinstance(argnums, int) else argnums
+        differentiated = {position % len(args) for position in positions} if args else set()
+        prepared = [by_max(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)]
+        return fun(*prepared, **kwargs)
+
+    return of_state
 
 
 def with_scaled_loss(fun: Callable[..., Any], has_aux: bool, scale: LossScale) -> Callable[..., Any]:
@@ -118,6 +145,14 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
         return (grads, out[1]) if has_aux else grads
 
     return gradient
+
+
+def _true(grads: PyTree, scale: LossScale) -> PyTree:
+    """Gradients without their scale; float8 state, which is its own next value, has none."""
+    true = scale.unscale(grads)
+    if not has_state(grads):
+        return true
+    return map_state(lambda state, _: unless_unused(state), grads, true, otherwise=lambda _, grad: grad)
 
 
 def _warn_of_half(loss: Any) -> None:

@@ -4,7 +4,9 @@ It stands under a name of Flax's, in a collection of linen's or an attribute of 
 tree: of variables, gradients or optimizer states.
 """
 
-from collections.abc import Callable
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -47,21 +49,22 @@ def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
         return tree
 
     def prepared(path: Any, leaf: Any) -> Any:
-        if not _is_state(path) or is_by_max(leaf):
-            return leaf
-        return combined_by_max(_tells_of_gradients(path), leaf, loss_scale)
+        return leaf_by_max(_name_of_leaf(path), leaf, loss_scale) if _is_state(path) else leaf
 
     return jax.tree_util.tree_map_with_path(prepared, tree)
 
 
-def combined_by_max(tells_of_gradients: bool, leaf: Any, loss_scale: Any) -> jax.Array:
-    """One leaf of state as `by_max` makes it."""
-    return lax.convert_element_type(_scaled(leaf, loss_scale) if tells_of_gradients else leaf, _max_dtype())
+def leaf_by_max(name: str, leaf: Any, loss_scale: Any) -> jax.Array:
+    """One leaf of state, of this name, as `by_max` makes it."""
+    if is_by_max(leaf):
+        return leaf
+    scaled = _scaled(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) else leaf
+    return lax.convert_element_type(scaled, _max_dtype())
 
 
 def is_by_max(leaf: Any) -> bool:
     """Whether autodiff combines the cotangents of an array by max."""
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def as_float32(leaf: jax.Array) -> jax.Array:
@@ -89,7 +92,7 @@ def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
     def next_leaf(path: Any, old: Any, new: Any) -> Any:
         if not _is_state(path):
             return old
-        later = old if _name(path[-1]).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
+        later = old if _name_of_leaf(path).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
         ran = jnp.max(new, axis=-1, keepdims=True) > 0
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
 
@@ -101,6 +104,24 @@ def unless_unused(state: jax.Array) -> jax.Array:
     return jnp.maximum(state, 0.0)
 
 
+@contextlib.contextmanager
+def reuse_explained() -> Iterator[None]:
+    """Says what to do where JAX cannot add two arrays of the dtype that is combined by max: outside of `jax.jit`.
+
+    Raises:
+      ValueError: a layer with state was used twice, outside of `jax.jit`.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if "EArray" not in str(error):
+            raise
+        raise ValueError(
+            "A float8 layer with state was used twice outside of jax.jit, where JAX cannot take the maximum of what "
+            "both uses saw. For example: loss, grads = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=scale))(params)."
+        ) from error
+
+
 def _with_newest(history: jax.Array, other: jax.Array) -> jax.Array:
     return history.at[..., 0].set(other[..., 0])
 
@@ -109,8 +130,9 @@ def _is_state(path: Any) -> bool:
     return any(_name(key) == OVERWRITE for key in path)
 
 
-def _tells_of_gradients(path: Any) -> bool:
-    return any(_name(key).startswith(_OUTPUT_GRAD) for key in path)
+def _name_of_leaf(path: Any) -> str:
+    """What a leaf is called: an nnx Variable that holds it comes after its name."""
+    return next(name for name in map(_name, reversed(path)) if name != "value")
 
 
 def _name(key: Any) -> str:
@@ -118,9 +140,8 @@ def _name(key: Any) -> str:
 
 
 def _max_dtype() -> Any:
-    from flax.linen import fp8_ops  # here, because the library does without Flax until it is needed
-
-    return fp8_ops.fp32_max_grad
+    # By name and here, because the core does without Flax, of which who has such state has imported more than this.
+    return importlib.import_module("flax.linen.fp8_ops").fp32_max_grad
 
 
 @jax.custom_vjp

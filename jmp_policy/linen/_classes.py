@@ -22,6 +22,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
 from ._carry import as_returned
+from ._float8 import differentiable, storable
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
 from ._place import PLACE, Place
@@ -56,8 +57,8 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], 
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     _police_methods(cls, dir(base))
     cls._call_wrapped_method = _call_wrapped_method
-    for name in ("apply", "init_with_output"):
-        setattr(cls, name, _with_policied_method(getattr(base, name)))
+    cls.apply = _policied_apply(base.apply)
+    cls.init_with_output = _with_policied_method(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
 
@@ -195,6 +196,18 @@ def _with_policied_method(entry: Callable[..., Any]) -> Callable[..., Any]:
         return entry(self, *args, method=_policied_method(type(self), method), **kwargs)
 
     return nn.nowrap(policied_entry)
+
+
+def _policied_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.apply` that runs inside the frame, and whose state autodiff combines by max."""
+    apply = _with_policied_method(apply)
+
+    @functools.wraps(apply)
+    def with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        policy = getattr(self, POLICY)
+        return storable(policy, apply(self, differentiable(policy, variables), *args, **kwargs))
+
+    return nn.nowrap(with_state)
 
 
 def _policied_method(cls: Any, method: Any) -> Any:

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
+from .._formats import integers_of
 from .._policy import Policy
 from ._cache import check_cache
 from ._carry import carry_given, first_carry_dtype
@@ -109,7 +110,7 @@ def _fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bo
         values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
     reads_in_compute = not casts_own_params(type(module))
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
-    if reads_in_compute or "param_dtype" in values or stores_params(module, policy) or policy.quantization is not None:
+    if reads_in_compute or "param_dtype" in values or stores_params(module, policy) or integers_of(policy.quantization):
         values["param"] = policied_param(module, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = policied_variable(module)

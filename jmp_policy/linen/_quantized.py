@@ -13,14 +13,16 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 from jax import lax
 
-from .._formats import Int8, Quantization
+from .._float8_format import Float8
+from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
-from ..quant._bilinear import Einsum, einsum as labels_of
 from ..quant._layer import WEIGHT_NAMES, Multiply, Promote, as_format, weight_of
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ..quant._weight import Unquantized, fake_quantized
+from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
+from ._float8 import float8_layer, float8_method
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -41,6 +43,8 @@ def quantized_method(
       format: that of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
+    if isinstance(format, Float8):
+        return float8_method(module, method, format, next_fun)
     if format is None:
         return next_fun
     if is_parameter_wrapper(module):
@@ -69,17 +73,18 @@ def quantized_param(
     integers, gets the numbers that they stand for; and in training, those that they would stand for.
     """
     assert module.scope is not None
-    assert policy.quantization is not None
+    format = integers_of(policy.quantization)
+    assert format is not None
     stored = meta.unbox(module.scope.get_variable("params", name))
     as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init), policy.quantization, _where(module, name))
+        value = as_format(param(name, init), format, _where(module, name))
         return value if as_stored else value.dequantize()
     value = param(name, init_fn, *args)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = weight_of(value, policy.quantization, _layout(module, name, value.shape), _where(module, name))
+    weight = weight_of(value, format, _layout(module, name, value.shape), _where(module, name))
     return fake_quantized(weight) if isinstance(weight, Unquantized) else value
 
 
@@ -91,6 +96,8 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
         return ""
     name, shape = weight
     layout = _layout(module, name, shape)
+    if isinstance(format, Float8):
+        return float8_layer(module, format, shape, layout)
     format, left = format_of(format, layout), why_left(shape, layout, format)
     if left is not None:
         return f"left: {left}"
@@ -159,7 +166,7 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _fields(module: nn.Module, format: Quantization) -> dict[str, Any]:
+def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
     operation = _operation(module)
     if operation is None:
@@ -223,32 +230,22 @@ def _is_flax_embedding(module: nn.Module) -> bool:
 
 
 def _einsum(
-    module: nn.Einsum, format: Quantization, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+    module: nn.Einsum, format: Integers, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
     """`nn.Einsum.__call__`, whose product is no field."""
-    equation = module.einsum_str if einsum_str is None else einsum_str
-    written_twice = module.einsum_str is not None and einsum_str is not None
-    if equation is None or written_twice or not _is_default(module, "promote_dtype"):
+    equation = equation_of(module, einsum_str)
+    if equation is None or not _is_default(module, "promote_dtype"):
         return own(inputs, einsum_str)
-    labels = labels_of(inputs.ndim, len(module.shape), Einsum(equation))
-    kept = [label for label in labels.out if label in labels.right]
-    lengths = dict(zip(labels.right, module.shape, strict=True))
-    layout = kernel_layout(tuple(module.shape), tuple(lengths[label] for label in kept) if module.use_bias else None)
+    layout = kernel_layout(tuple(module.shape), bias_shape(module, equation, inputs))
     if why_left(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
     with written(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    bias = None
-    if module.use_bias:
-        bias = module.param("bias", module.bias_init, [lengths[label] for label in kept], module.param_dtype)
     promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_where(module, "kernel"))
-    inputs, kernel, bias = promote(inputs, kernel, bias, dtype=module.dtype)
-    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    out = einsum(equation, inputs, kernel, **options)
-    return out if bias is None else out + bias.reshape([lengths[x] if x in kept else 1 for x in labels.out])
+    return computed(module, equation, inputs, kernel, promote, einsum)
 
 
-def _embed(module: nn.Embed, format: Quantization, own: Callable[..., Any], inputs: jax.Array) -> Any:
+def _embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inputs: jax.Array) -> Any:
     """`nn.Embed.__call__`: the rows that are read, and no others, as numbers."""
     table = _table(module, format)
     if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -258,7 +255,7 @@ def _embed(module: nn.Embed, format: Quantization, own: Callable[..., Any], inpu
     return take(table, inputs, module.dtype)
 
 
-def _attend(module: nn.Embed, format: Quantization, own: Callable[..., Any], query: jax.Array) -> Any:
+def _attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: jax.Array) -> Any:
     """`nn.Embed.attend`."""
     table = _table(module, format)
     if table is None:
@@ -268,7 +265,7 @@ def _attend(module: nn.Embed, format: Quantization, own: Callable[..., Any], que
     return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def _table(module: nn.Embed, format: Quantization) -> QuantizedArray | Unquantized | None:
+def _table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized | None:
     """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
     assert module.scope is not None
     stored = meta.unbox(module.scope.get_variable("params", "embedding"))

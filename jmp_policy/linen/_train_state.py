@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from flax.linen import fp8_ops
 from flax.training import train_state
 
 from .. import optim
+from .._overwrite import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
 from .._tree import select_tree
-
-_OVERWRITE = fp8_ops.OVERWRITE_WITH_GRADIENT  # the collection whose gradients are its new values, as in Flax
+from ..optim._overwriting import next_state
 
 
 class TrainState(train_state.TrainState):
@@ -36,20 +35,20 @@ class TrainState(train_state.TrainState):
         Returns:
           The next state.
         """
-        params, opt_state = self._step_params(grads)
+        if OVERWRITE in grads:
+            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
+            params = {"params": trained} | self._next_state(grads, opt_state)
+        else:
+            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
         if not has_scaled_state(opt_state):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         finite = scaled_state(opt_state).grads_finite
-        if _OVERWRITE in params:
-            params[_OVERWRITE] = select_tree(finite, params[_OVERWRITE], self.params[_OVERWRITE])
         kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
         # Selected, not `step + finite`: Flax's first step is a Python int, and a step of another type would make every
         # jitted train step compile again at its second call.
         step = select_tree(finite, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **kept)
 
-    def _step_params(self, grads: Any) -> tuple[Any, Any]:
-        if _OVERWRITE not in grads:
-            return optim.step(self.tx, grads, self.opt_state, self.params)
-        params, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
-        return {"params": params, _OVERWRITE: grads[_OVERWRITE]}, opt_state
+    def _next_state(self, grads: Any, opt_state: Any) -> dict[str, Any]:
+        before = {OVERWRITE: self.params[OVERWRITE]}
+        return next_state(before, {OVERWRITE: grads[OVERWRITE]}, self.opt_state, opt_state)

@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import linen as nn
 
+from .._formats import integers_of
 from .._policy import Policy
 from .._tree import cast_floating
 from ._fields import authors_dtype, is_filled_in
@@ -42,7 +43,7 @@ def _param(
     **kwargs: Any,
 ) -> Any:
     init = functools.partial(_stored, policy, functools.partial(_made, module, "params", init_fn))
-    if policy.quantization is not None and not kwargs:
+    if integers_of(policy.quantization) is not None and not kwargs:
         value = quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)

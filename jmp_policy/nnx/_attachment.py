@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
+from ._float8 import multiplies_by
 from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
-from ._quantized import check_weight, reads_quantized_rows
+from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
@@ -119,12 +121,15 @@ class Attachment:
         if not attached and (around is None or (role is not None and role.attached)):
             return self._rebuilt(module, type(module), path, None, vars(module), {})
         attributes = vars(module) | dict(role.authored if role else ())
+        state = attributes.pop(OVERWRITE, None)
         open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
         new_role = self._role(base, attributes, path, attached, open_dtype, rewritten)
         policy = new_role.policy
         check_weight("/".join(path), base, attributes, policy)
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
+        known = attributes if state is None else attributes | {OVERWRITE: state}
+        new_attributes |= float8_attributes(base, known, policy.quantization)
         if has_open_linen_module(base, attributes, role):
             new_role = dataclasses.replace(new_role, bridges=True)
             new_attributes |= linen_attributes(attributes, new_role)
@@ -145,7 +150,9 @@ class Attachment:
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
         replaced = dtype_attributes(base, attributes, policy, open_dtype)
-        does_nothing = not boundary and policy.compute_dtype is not None and _is_plain_layer(base, attributes)
+        in_float8 = is_float8(base, attributes, policy.quantization)
+        acts = boundary or policy.compute_dtype is None or in_float8
+        does_nothing = not acts and _is_plain_layer(base, attributes)
         return Role(
             base=base,
             policy=policy,
@@ -159,6 +166,7 @@ class Attachment:
             open_dtype=open_dtype,
             authored=tuple((name, attributes[name]) for name in replaced),
             reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
+            multiplies_in_float8=multiplies_by(attributes) if in_float8 else None,
         )
 
     def _rebuilt(
@@ -173,8 +181,14 @@ class Attachment:
         new = module if self._owned(module) else blank(type(module), {})
         self._done[id(module)] = module, new
         values = {name: self._value(value, (*path, name), inside) for name, value in attributes.items()}
-        vars(new).update(values | new_attributes)
+        written = values | new_attributes
+        state = written.pop(OVERWRITE, None)
+        vars(new).update(written)
         object.__setattr__(new, "__class__", kind)
+        if state is None:
+            vars(new).pop(OVERWRITE, None)
+        else:
+            setattr(new, OVERWRITE, nnx.data(state))  # past vars: nnx keeps account of attributes that are new
         return new
 
     def _param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:

@@ -10,6 +10,7 @@ from .._grad import scaled_value_and_grad, without_value
 from .._loss_scale import NoOpLossScale
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._tree import PyTree, all_finite, select_tree
+from ._float8 import Float8State, states_in, with_state_by_max
 
 ArgNum = int | nnx.DiffState
 
@@ -53,7 +54,7 @@ def value_and_grad(
     [[1.0], [1.0]]
     """
     differentiate = functools.partial(nnx.value_and_grad, **options)
-    differentiated = scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+    differentiated = _differentiated(differentiate, fun, argnums, has_aux, loss_scale)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
@@ -85,6 +86,33 @@ def grad(
     return without_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
+def _differentiated(
+    differentiate: Callable[..., Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, loss_scale: PyTree
+) -> Callable[..., Any]:
+    """`value_and_grad` but for other state: with respect to float8 state as well, where a model has some."""
+    plain = scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+
+    @functools.wraps(fun)
+    def of_models(*args: Any, **kwargs: Any) -> Any:
+        positions = [_position(argnum) for argnum in _as_sequence(argnums)]
+        if not any(states_in(args[position]) for position in positions):
+            return plain(*args, **kwargs)
+        prepared = with_state_by_max(fun, positions, get_loss_scale(loss_scale).loss_scale)
+        of_state = scaled_value_and_grad(differentiate, prepared, _with_state(argnums), has_aux, loss_scale)
+        return of_state(*args, **kwargs)
+
+    return of_models
+
+
+def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
+    """What to differentiate: beside the parameters, the float8 state; where a filter was given, that and no more."""
+    if isinstance(argnums, nnx.DiffState):
+        return argnums
+    if isinstance(argnums, int):
+        return nnx.DiffState(argnums, nnx.Any(nnx.Param, Float8State))
+    return tuple(map(_with_state, argnums))
+
+
 class _Carried(NamedTuple):
     """A variable that a step carries on, and what it held before."""
 
@@ -94,7 +122,7 @@ class _Carried(NamedTuple):
 
 def _carried(modules: list[Any]) -> list[_Carried]:
     nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
-    carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate)]
+    carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
     return [_Carried(v, v.get_raw_value()) for v in carried]
 
 

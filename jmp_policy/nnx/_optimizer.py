@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
 from .._scaled_state import has_scaled_state, scaled_state
+from ..optim._overwriting import next_state
 from ..optim._step import ParameterUpdate
+from ._float8 import Float8State
 
 
 class Optimizer(nnx.Optimizer):
@@ -43,6 +46,12 @@ class Optimizer(nnx.Optimizer):
           Under `loss_scaled`, and with a transformation for half-precision parameters, nothing: a step writes no
           array of updates, which is what makes it cheap and exact. With any other transformation the updates, as Flax.
         """
+        before = nnx.as_pure(self.opt_state)
+        updates = self._update_params(model, grads, extra)
+        self._overwrite_state(model, grads, before)
+        return updates
+
+    def _update_params(self, model: Any, grads: Any, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
             return super().update(model, grads, **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
@@ -53,6 +62,15 @@ class Optimizer(nnx.Optimizer):
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
         self.step[...] += _steps_taken(opt_state)
         return None
+
+
+    def _overwrite_state(self, model: Any, grads: Any, before: Any) -> None:
+        """Float8 state takes the value of its gradient, unless it is among the parameters, which are updated so."""
+        new = nnx.state(grads, Float8State, graph=self.graph)
+        if not jax.tree.leaves(new) or jax.tree.leaves(nnx.state(new, self.wrt, graph=self.graph)):
+            return
+        old = nnx.as_pure(nnx.state(model, Float8State, graph=self.graph))
+        nnx.update(model, next_state(old, nnx.as_pure(new), before, nnx.as_pure(self.opt_state)))
 
 
 def _steps_taken(opt_state: Any) -> Any:

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._formats import Quantization
+from .._float8_format import Float8
+from .._formats import Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
 from ..quant._layer import Multiply, Promote, Round, as_format, weight_of
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
+from ._float8 import state_for, why_wide
 from ._quantized_embed import PromoteTable
 
 Attributes = dict[str, Any]
@@ -58,12 +60,12 @@ def weight_in(base: type, attributes: Attributes) -> Weight | None:
     return Weight(value, layer.layout(attributes, shape)) if layer and len(shape) > 1 else None
 
 
-def quantized_attributes(base: type, attributes: Attributes, format: Quantization | None) -> Attributes:
-    """The attributes that a quantized policy gives a layer: how it promotes, and how it multiplies.
+def quantized_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+    """The attributes that a policy of integers gives a layer: how it promotes, and how it multiplies.
 
     None, where its weight is too small, or its author wrote the functions that it computes with.
     """
-    layer, weight = _layer_of(base), weight_in(base, attributes)
+    layer, weight, format = _layer_of(base), weight_in(base, attributes), integers_of(quantization)
     if format is None or layer is None or weight is None or _has_written_function(layer, attributes):
         return {}
     if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
@@ -80,12 +82,32 @@ def reads_quantized_rows(base: type, attributes: Attributes, format: Quantizatio
 def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
     """What becomes of the weight of a layer under a policy, as `Row.quantization` says it."""
     format, weight = policy.quantization, weight_in(base, attributes)
+    if isinstance(format, Float8) and weight is not None:
+        left = why_wide(attributes, weight.value.shape, weight.layout, format)
+        return str(format) if left is None else f"left: {left}"
+    format = integers_of(format)
     if format is None or weight is None:
         return ""
     if isinstance(attributes.get("promote_dtype"), Promote):
         return str(format_of(format, weight.layout))
     left = why_left(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
+
+
+def float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+    """The attributes that a float8 policy gives a layer: its state, if it has some."""
+    weight = weight_in(base, attributes)
+    if not is_float8(base, attributes, quantization) or weight is None or not isinstance(quantization, Float8):
+        return {}
+    return state_for(attributes, weight.value.shape, weight.layout, quantization)
+
+
+def is_float8(base: type, attributes: Attributes, quantization: Quantization | None) -> bool:
+    """Whether a layer multiplies in 8-bit floating point."""
+    weight = weight_in(base, attributes)
+    if not isinstance(quantization, Float8) or weight is None or isinstance(weight.value, QuantizedArray):
+        return False
+    return why_wide(attributes, weight.value.shape, weight.layout, quantization) is None
 
 
 def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) -> None:
@@ -99,15 +121,18 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
         return
     where = f" {f'{path}/{weight_name(base)}'.lstrip('/')!r}"
     if isinstance(weight.value, QuantizedArray):
-        if policy.quantization is None:
+        format = integers_of(policy.quantization)
+        if format is None:
             raise ValueError(
-                f"The weight{where} is quantized, as {str(weight.value.format)!r}, and the policy {policy.name!r} is "
-                f"not. Give the model one that is, such as '{weight.value.format}_from_{policy.name}', or give this "
-                "policy to the original."
+                f"The weight{where} is quantized, as {str(weight.value.format)!r}, and the policy {policy.name!r} "
+                f"stores no integers. Give it one that does, such as '{weight.value.format}_from_{policy.name}', or "
+                "give this policy to the original."
             )
-        as_format(weight.value, policy.quantization, where)
-    elif policy.quantization is not None and quantized_attributes(base, attributes, policy.quantization):
-        weight_of(weight.value, policy.quantization, weight.layout, where)
+        as_format(weight.value, format, where)
+    elif quantized_attributes(base, attributes, policy.quantization):
+        format = integers_of(policy.quantization)
+        assert format is not None
+        weight_of(weight.value, format, weight.layout, where)
 
 
 def weight_name(base: type) -> str:

@@ -10,8 +10,10 @@ import numpy as np
 from flax import nnx
 
 from .._dtypes import is_floating_dtype
+from .._float8_format import Float8
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from ._float8 import float8_layer
 from ._quantized_embed import quantized_embed
 
 ROLE = "__jmp_role__"
@@ -37,6 +39,7 @@ class Role:
       bridges: whether the policy was handed on to the linen module that this one wraps.
       authored: attributes that the policy replaced, as their author left them.
       reads_quantized_rows: whether its methods run in the subclass of an embedding that knows a quantized table.
+      multiplies_in_float8: the attribute of the function that it multiplies with in 8-bit floating point, if it does.
     """
 
     base: type
@@ -52,10 +55,13 @@ class Role:
     bridges: bool = False
     authored: tuple[tuple[str, Any], ...] = ()
     reads_quantized_rows: bool = False
+    multiplies_in_float8: str | None = None
 
     @property
     def runs(self) -> type:
         """The class whose methods run; no field, because it has no name by which it could be pickled."""
+        if self.multiplies_in_float8 is not None and isinstance(self.policy.quantization, Float8):
+            return float8_layer(self.base, self.multiplies_in_float8, self.policy.quantization)
         return quantized_embed(self.base) if self.reads_quantized_rows else self.base
 
     @property

@@ -10,11 +10,13 @@ import optax
 from jax import lax
 
 from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
+from .._overwrite import has_state, map_state
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._tree import PyTree, all_finite
 from ._float0 import has_float0, unless_float0, without_float0
 from ._inner import check_transformation, with_dtypes_of
+from ._overwriting import masked, next_state, unmasked
 from ._step import ParameterUpdate, step, with_extra_args
 
 AxisName = Any
@@ -80,7 +82,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(params)
+        inner_state = inner.init(masked(params))
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
         # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
@@ -127,6 +129,8 @@ class _Operands(NamedTuple):
 class LossScaledUpdate(ParameterUpdate):
     """The `update` of `loss_scaled`; the updates are -0.0 on a skipped step."""
 
+    overwrites = True
+
     def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
         self._inner = inner
         self._axis_name = axis_name
@@ -136,6 +140,8 @@ class LossScaledUpdate(ParameterUpdate):
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         _check_state(state)
+        if has_state(updates):
+            return self._update_with_state(updates, state, params, extra)
         if has_float0(updates):
             zeros = without_float0(updates)
             new_updates, state = self(zeros, state, params, **extra)
@@ -144,6 +150,19 @@ class LossScaledUpdate(ParameterUpdate):
         update = _update(self._inner, others) if others else self._update
         operands = _Operands(updates, NoOpLossScale(), state.inner_state, params, arrays)
         return self._unless_nonfinite(update, operands, state)
+
+    def _update_with_state(
+        self, updates: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, LossScaledState]:
+        """As `__call__`; what is added to float8 state is what makes it the next one, up to a rounding."""
+        if params is None:
+            raise ValueError(
+                "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
+                "parameters. For example: tx.update(grads, opt_state, params)."
+            )
+        new_updates, new = self(masked(updates), state, masked(params), **extra)
+        after = next_state(params, updates, state, new)
+        return unmasked(new_updates, map_state(jnp.subtract, after, params, otherwise=lambda x, _: x)), new
 
     def step(
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
@@ -155,6 +174,9 @@ class LossScaledUpdate(ParameterUpdate):
     ) -> tuple[PyTree, LossScaledState]:
         """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
         _check_state(state)
+        if has_state(params):
+            new_params, new = self.step_scaled(masked(grads), scale, state, masked(params), extra)
+            return unmasked(new_params, next_state(params, grads, state, new)), new
         arrays, others = _split(extra)
         update = _update_and_apply(self._inner, others) if others else self._update_and_apply
         return self._unless_nonfinite(update, _Operands(grads, scale, state.inner_state, params, arrays), state)

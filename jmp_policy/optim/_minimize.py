@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from .._grad import value_and_grad, with_scaled_loss
+from .._grad import value_and_grad, with_scaled_loss, with_state_by_max
 from .._loss_scale import NoOpLossScale
 from .._param_casts import of_copies
 from .._scaled_state import get_loss_scale, has_scaled_state
@@ -75,7 +75,7 @@ def _scaled_step(
     fun: Callable[..., Any], tx: Any, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
-    copies, fun_of_copies = of_copies(with_scaled_loss(fun, has_aux, scale), params)
+    copies, fun_of_copies = of_copies(with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale), params)
     (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]

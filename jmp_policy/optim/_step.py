@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._overwrite import has_state
 from .._scaled_state import check_outermost
 from .._tree import PyTree
 from ._float0 import has_float0, unless_float0, without_float0
+from ._overwriting import masked, next_state, unmasked, zeroed
 
 
 class ParameterUpdate(abc.ABC):
@@ -17,7 +19,12 @@ class ParameterUpdate(abc.ABC):
 
     It has its reasons: `loss_scaled` puts update and application into one branch, and a half-precision parameter
     that is rounded in a way of its own cannot always be reached by adding an update.
+
+    Attributes:
+      overwrites: whether it sees to float8 state among the parameters itself.
     """
+
+    overwrites = False
 
     @abc.abstractmethod
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
@@ -43,7 +50,8 @@ def step(
       grads: true gradients, a tree like `params`. Where they are `float0`, as those of integers are, the parameter
         stays as it is.
       opt_state: the state of `tx`.
-      params: the parameters; their dtypes are kept.
+      params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
+        gradient, and is hidden from `tx`.
       **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes.
 
     Returns:
@@ -63,6 +71,15 @@ def step(
     if has_float0(grads):
         new_params, opt_state = step(tx, without_float0(grads), opt_state, params, **extra)
         return unless_float0(grads, new_params, params), opt_state
+    if has_state(params) and not (isinstance(tx.update, ParameterUpdate) and tx.update.overwrites):
+        new_params, new_opt_state = _step(tx, zeroed(grads), opt_state, zeroed(params), extra)
+        return unmasked(masked(new_params), next_state(params, grads, opt_state, new_opt_state)), new_opt_state
+    return _step(tx, grads, opt_state, params, extra)
+
+
+def _step(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
     if isinstance(tx.update, ParameterUpdate):
         return tx.update.step(grads, opt_state, params, extra)
     check_outermost(opt_state)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
-from .._formats import Int4, Int8, Quantization, parse_quantization
+from .._formats import Int4, Int8, Integers, integers_of, parse_quantization
 from .._rounding import round_to_half
 from .._tree import Uncast, is_array
 from ._clip import Clip, clipped_bounds, clipped_peak
@@ -49,7 +49,7 @@ class QuantizedArray(Uncast):
     scale: jax.Array
     zero_point: jax.Array | None
     input_clip: jax.Array | None
-    format: Quantization = dataclasses.field(metadata={"static": True})
+    format: Integers = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
@@ -169,9 +169,13 @@ def quantize_array(
     >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
     """
-    format = parse_quantization(quantization)
+    format = integers_of(parse_quantization(quantization))
     if format is None:
-        raise ValueError("quantize_array needs a quantization, got None. For example: quantize_array(w, 'int8').")
+        given = None if quantization is None else str(quantization)
+        raise ValueError(
+            f"quantize_array needs a quantization that stores integers, got {given!r}. "
+            "For example: quantize_array(w, 'int8')."
+        )
     _check_quantizable(array, where)
     if isinstance(array, jax.ShapeDtypeStruct):
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
@@ -197,7 +201,7 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
-def _clip_of_each(array: jax.Array, layout: Layout, format: Quantization, input_clip: Any) -> jax.Array | None:
+def _clip_of_each(array: jax.Array, layout: Layout, format: Integers, input_clip: Any) -> jax.Array | None:
     """The magnitude to clip inputs to, once for each weight of a stack, so that it is cut into layers as the others."""
     if input_clip is None or not getattr(format, "activations", False):
         return None

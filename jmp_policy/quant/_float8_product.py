@@ -107,7 +107,7 @@ def _backward(spec: _Spec, residuals: _Residuals, grad: jax.Array) -> tuple[Any,
     weight = scaled("kernel", residuals.right, to_left.summed(to_left.right))
     values = pulled_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
     left_grad = _rescaled(values, to_left, grads, weight).astype(spec.dtype)
-    if spec.format.weight_grad:
+    if isinstance(residuals.left, Scaled) or spec.format.weight_grad:
         inputs = scaled("input", residuals.left, to_right.summed(to_right.left))
         grads = scaled("output_grad", grad, to_right.summed(to_right.right)) if spec.by_row else grads
         values = pulled_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)

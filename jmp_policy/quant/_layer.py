@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._formats import Int4, Quantization
+from .._formats import Int4, Integers
 from ._array import QuantizedArray
 from ._layout import Layout, block_length, format_of, kernel_layout, why_left
 from ._operations import conv_general_dilated, dot_general, einsum
@@ -22,7 +22,7 @@ WEIGHT_NAMES = ("kernel", "embedding")
 """What Flax's layers call the weights that are quantized: those of two or more axes."""
 
 
-def weight_of(array: Any, format: Quantization, layout: Layout, where: str = "") -> Any:
+def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
     """An array on its way into a product: quantized, yet to be, or itself where it is too small.
 
     Raises:
@@ -39,7 +39,7 @@ def weight_of(array: Any, format: Quantization, layout: Layout, where: str = "")
     return weight
 
 
-def as_format(array: QuantizedArray, format: Quantization, where: str = "") -> QuantizedArray:
+def as_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
     """A quantized weight that computes as a policy says, if its integers are those of the policy.
 
     Raises:
@@ -68,7 +68,7 @@ class Promote:
       where: what an error message says of the place the weight stands in.
     """
 
-    format: Quantization
+    format: Integers
     promote: Callable[..., Any]
     as_tuple: bool
     layout: Layout | None = None
@@ -122,6 +122,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _computing(format: Quantization) -> dict[str, Any]:
+def _computing(format: Integers) -> dict[str, Any]:
     """The options of a format that say how to compute, and nothing of how it is stored."""
     return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}

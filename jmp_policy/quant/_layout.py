@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import Int4, Quantization
+from .._formats import Int4, Integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def stack_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     return shape[: max(len(shape) - own, 0)]
 
 
-def format_of(quantization: Quantization, layout: Layout) -> Quantization:
+def format_of(quantization: Integers, layout: Layout) -> Integers:
     """The format of a weight under a quantized policy, which may have another for tables than for kernels.
 
     >>> str(format_of(Int4(), table_layout((256, 64)))), str(format_of(Int4(), kernel_layout((256, 64))))
@@ -101,7 +101,7 @@ def format_of(quantization: Quantization, layout: Layout) -> Quantization:
     return quantization if layout.channels else quantization.for_tables
 
 
-def why_left(shape: tuple[int, ...], layout: Layout, quantization: Quantization) -> str | None:
+def why_left(shape: tuple[int, ...], layout: Layout, quantization: Integers) -> str | None:
     """Why a weight stays in the compute dtype: `None` if it does not.
 
     >>> why_left((8, 8), kernel_layout((8, 8)), Int4())

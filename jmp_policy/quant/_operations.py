@@ -4,15 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
 from .._formats import parse_quantization
+from . import _calls
 from ._amax_history import State, new_state
 from ._array import QuantizedArray
-from ._bilinear import Bilinear, Convolution, Dot, Einsum, convolution, dot, einsum as einsum_of
+from ._bilinear import Bilinear
 from ._float8_product import float8_product
 from ._layout import Layout, table_layout
 from ._product import product
@@ -57,10 +57,8 @@ def dot_general(
     >>> dot_general(x, w, (((1,), (0,)), ((), ())), quantization="int8").tolist()[0]
     [2.0, 2.0, 2.0]
     """
-    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
-    numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
-    compute = Dot(numbers, precision, preferred_element_type, out_sharding)
-    return _applied(dot(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization, state)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return _applied(_calls.dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
 
 
 def einsum(
@@ -81,8 +79,8 @@ def einsum(
     >>> einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
     [[4.0, 4.0]]
     """
-    compute = Einsum(equation, precision, preferred_element_type, out_sharding)
-    return _applied(einsum_of(lhs.ndim, rhs.ndim, compute), lhs, rhs, quantization, state)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return _applied(_calls.einsum_of_two(equation, lhs, rhs, **options), quantization, state)
 
 
 def conv_general_dilated(
@@ -91,9 +89,6 @@ def conv_general_dilated(
     window_strides: Any,
     padding: Any,
     *,
-    dimension_numbers: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
     quantization: Any = None,
     state: State | None = None,
     **options: Any,
@@ -108,13 +103,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
     [[[2.0, 2.0, 2.0]]]
     """
-    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    padding = padding if isinstance(padding, str) else tuple(tuple(p) for p in padding)
-    given = {"window_strides": tuple(window_strides), "padding": padding, "dimension_numbers": numbers, **options}
-    given |= {} if out_sharding is None else {"out_sharding": out_sharding}
-    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    compute = Convolution(tuple(hashable.items()), preferred_element_type)
-    return _applied(convolution(lhs.ndim, compute), lhs, rhs, quantization, state)
+    return _applied(_calls.conv_general_dilated(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
 def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -165,7 +154,8 @@ def float8_state(quantization: Any) -> State:
     return new_state(format)
 
 
-def _applied(operation: Bilinear, lhs: jax.Array, rhs: Any, quantization: Any, state: State | None) -> jax.Array:
+def _applied(call: _calls.Call, quantization: Any, state: State | None) -> jax.Array:
+    operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
@@ -216,7 +206,3 @@ def _layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
         return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)
     first, last = summed[0], summed[-1]
     return Layout(shape[first : last + 1], len(shape) - 1 - last)
-
-
-def _axes(axes: Any) -> tuple[int, ...]:
-    return tuple(int(axis) for axis in axes)

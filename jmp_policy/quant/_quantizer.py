@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .._dtypes import did_you_mean, is_floating_dtype
+from .._formats import integers_of
 from .._get_policy import default_policy
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -31,7 +32,8 @@ class Quantizer:
     def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
         if not has_quantization(given):
             raise ValueError(
-                f"Nothing to quantize: {_named(given)} has no quantization. For example: 'int8_from_mixed_bfloat16'."
+                f"Nothing to quantize: {_named(given)} stores no weights as integers. "
+                "For example: 'int8_from_mixed_bfloat16'."
             )
         self.given = given
         self._clip = checked(clip)
@@ -62,8 +64,9 @@ class Quantizer:
             self._left[_path(module, name)] = why
             return None
         self._quantized += 1
-        assert policy.quantization is not None
-        format, where = format_of(policy.quantization, layout), f" {_path(module, name)!r}"
+        stored = integers_of(policy.quantization)
+        assert stored is not None
+        format, where = format_of(stored, layout), f" {_path(module, name)!r}"
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
         return quantize_array(array, format, layout, **options, where=where)
 
@@ -92,27 +95,28 @@ class Quantizer:
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:
-    """Whether a policy, or any of a map's, quantizes.
+    """Whether a policy, or any of a map's, stores weights as integers.
 
     >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
     True
     """
     if isinstance(given, Policy):
-        return given.quantization is not None
+        return integers_of(given.quantization) is not None
     default = default_policy() if given.default is None else given.default
-    rules = any(rule.policy.quantization is not None for rule in given.rules)
+    rules = any(integers_of(rule.policy.quantization) is not None for rule in given.rules)
     return rules or has_quantization(default)
 
 
 def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
     """Why a weight stays as it is under a policy; `None` if it is quantized."""
-    if policy.quantization is None:
-        return f"its policy {policy.name!r} has no quantization"
+    format = integers_of(policy.quantization)
+    if format is None:
+        return f"its policy {policy.name!r} stores no integers"
     if isinstance(array, QuantizedArray):
         return None
     if not is_floating_dtype(array.dtype):
         return "it holds no floats"
-    return why_left(array.shape, layout, policy.quantization)
+    return why_left(array.shape, layout, format)
 
 
 def _magnitude(path: str, value: Any) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._formats import Quantization
+from .._formats import Integers
 from ._array import QuantizedArray, quantize_array
 from ._layout import Layout
 
@@ -21,7 +21,7 @@ class Unquantized:
     """
 
     array: Any
-    format: Quantization
+    format: Integers
     layout: Layout
 
     @property
@@ -65,7 +65,7 @@ def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    format: Quantization
+    format: Integers
     layout: Layout
     dtype: Any
 

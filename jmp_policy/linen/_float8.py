@@ -1,0 +1,151 @@
+"""What a float8 policy does in linen's layers."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from .._float8_format import Float8
+from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, map_state
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ..quant._amax_history import State, new_state
+from ..quant._float8_layer import Float8Multiply, has_state as keeps_state, why_layer_wide
+from ..quant._layout import Layout
+from ._einsum import computed, equation_of
+from ._fields import written
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "dot_general": lax.dot_general,
+    "conv_general_dilated": lax.conv_general_dilated,
+}
+"""The fields of Flax's layers that hold the function they multiply with, and their defaults."""
+
+_EINSUM = inspect.unwrap(nn.Einsum.__call__)
+
+
+def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module under a float8 policy.
+
+    Flax's layers multiply by a function in a field, in whose place ours is written while the method runs.
+
+    Args:
+      module: a bound module.
+      method: the method as the interceptor has it: a partial of the function.
+      format: that of the policy.
+      next_fun: what to call for it.
+    """
+    function = inspect.unwrap(method.func)
+    if function is _EINSUM:
+        return functools.partial(_einsum, module, format, next_fun)
+    fields = _fields(module, format) if function.__module__.startswith("flax.linen.") else {}
+    if not fields:
+        return next_fun
+
+    def multiplying(*args: Any, **kwargs: Any) -> Any:
+        with written(module, fields):
+            return next_fun(*args, **kwargs)
+
+    return multiplying
+
+
+def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layout: Layout) -> str:
+    """What becomes of the products with the weight of a bound module, as `Row.quantization` says it."""
+    if isinstance(module, nn.Embed):
+        return "left: the rows of a table are read, and its logits want all the bits"
+    name = "einsum" if isinstance(module, nn.Einsum) else _operation(module)
+    if name is None:
+        return "left: it multiplies by a function of its own"
+    groups = getattr(module, "feature_group_count", 1)
+    options = {"is_convolution": name == "conv_general_dilated", "groups": groups}
+    left = why_layer_wide(shape, layout, format, **options)
+    return str(format) if left is None else f"left: {left}"
+
+
+def differentiable(given: Policy | PolicyMap, variables: Any) -> Any:
+    """The variables of a model, whose state autodiff combines by max, if the model has some."""
+    return by_max(variables, jnp.float32(1)) if _has_state(given) else variables
+
+
+def storable(given: Policy | PolicyMap, out: Any) -> Any:
+    """What a model returned with its variables, whose state is numbers again."""
+    if not _has_state(given) or not has_state(out):
+        return out
+    plain = lambda leaf: as_float32(leaf) if is_by_max(leaf) else leaf
+    return map_state(plain, out, otherwise=lambda leaf: leaf)
+
+
+@functools.cache
+def _has_state(given: Policy | PolicyMap) -> bool:
+    if isinstance(given, Policy):
+        return keeps_state(given.quantization)
+    policies = [rule.policy for rule in given.rules]
+    return any(map(_has_state, policies)) or (given.default is not None and _has_state(given.default))
+
+
+def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
+    if isinstance(module, nn.RNN):  # which hands on the collections that its steps share by name
+        shared = module.variable_broadcast
+        shared = (shared,) if isinstance(shared, str) else shared
+        return {"variable_broadcast": (*shared, OVERWRITE)} if isinstance(shared, tuple | list) else {}
+    name = _operation(module)
+    if name is None:
+        return {}
+    return {name: Float8Multiply(_OPERATIONS[name], name, format, functools.partial(_state, module, format))}
+
+
+def _einsum(
+    module: nn.Einsum, format: Float8, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+) -> Any:
+    """`nn.Einsum.__call__`, whose product is no field."""
+    equation = equation_of(module, einsum_str)
+    if equation is None:
+        return own(inputs, einsum_str)
+    kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    multiply = Float8Multiply(jnp.einsum, "einsum", format, functools.partial(_state, module, format))
+    return computed(module, equation, inputs, kernel, module.promote_dtype, multiply)
+
+
+def _operation(module: nn.Module) -> str | None:
+    """The field of a layer that multiplies, if its author left that at its default."""
+    name = next((name for name in _OPERATIONS if hasattr(type(module), f"{name}_cls")), None)
+    if name is None or not getattr(module, "shared_weights", True):
+        return None
+    left_alone = all(_is_default(module, field) for field in (name, f"{name}_cls"))
+    return name if left_alone else None
+
+
+def _is_default(module: nn.Module, name: str) -> bool:
+    value = getattr(module, name, None)
+    return value is None or isinstance(value, Float8Multiply) or value is getattr(type(module), name, None)
+
+
+def _state(module: nn.Module, format: Float8) -> State:
+    """The state of a layer, in a collection of its own; made where a model is initialised.
+
+    Raises:
+      ValueError: there is none, and it cannot be made.
+    """
+    state: State = {}
+    for name, initial in jax.eval_shape(functools.partial(new_state, format)).items():
+        assert module.scope is not None
+        if not module.scope.has_variable(OVERWRITE, name) and not module.is_mutable_collection(OVERWRITE):
+            raise ValueError(_no_state(module, format))
+        make = jnp.ones if name.endswith("scale") else jnp.zeros
+        state[name] = module.variable(OVERWRITE, name, make, initial.shape, initial.dtype).value
+    return state
+
+
+def _no_state(module: nn.Module, format: Float8) -> str:
+    return (
+        f"The layer {'/'.join(module.path)!r} scales by what it saw before ({str(format)!r}), and finds no state: its "
+        f"variables are without the collection {OVERWRITE!r}, or it is inside of a transform that does not hand it on. "
+        f"For example: variables = model.init(key, x) | {{'params': params}}; or nn.scan(Layer, variable_axes="
+        f"{{'params': 0, {OVERWRITE!r}: 0}}, ...); or the policy 'float8(recipe=current)_from_mixed_bfloat16', which "
+        "has none."
+    )

@@ -1,0 +1,115 @@
+"""What a float8 policy does in nnx's layers."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .._float8_format import Float8
+from .._overwrite import OVERWRITE, leaf_by_max
+from ..quant._amax_history import State, new_state
+from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
+from ..quant._layout import Layout, stack_of
+
+Attributes = dict[str, Any]
+
+_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "dot_general": ("dot_general", lax.dot_general),
+    "conv_general_dilated": ("conv_general_dilated", lax.conv_general_dilated),
+    "einsum_op": ("einsum", jnp.einsum),
+}
+"""By the attributes of Flax's layers that hold the function they multiply with: which one it is, and the default."""
+
+
+class Float8State(nnx.Variable):
+    """The Variables of a layer that scales by what it saw before: of each operand a scale, and a history.
+
+    A dictionary of them is an attribute of the layer, `_overwrite_with_gradient`. They are no `nnx.Param`s:
+    `jmp_policy.nnx.value_and_grad` differentiates with respect to them beside the parameters, their gradients are
+    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model.
+
+    >>> from flax import nnx
+    >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")
+    >>> state = nnx.state(model, Float8State)["_overwrite_with_gradient"]
+    >>> sorted(state)[:2], state["input_amax_history"].shape
+    (['input_amax_history', 'input_scale'], (16,))
+    """
+
+
+def multiplies_by(attributes: Attributes) -> str | None:
+    """The attribute that holds the function a layer multiplies with, if its author left that at its default."""
+    name = next((name for name in _OPERATIONS if name in attributes), None)
+    if name is None or attributes.get("dot_general_cls") is not None:
+        return None
+    return name if attributes[name] is None or attributes[name] is _OPERATIONS[name][1] else None
+
+
+def why_wide(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
+    """Why a layer with a weight computes in the compute dtype, whatever its inputs; `None` if it does not."""
+    name = multiplies_by(attributes)
+    if name is None:
+        return "it multiplies by a function of its own, or by none that could be another"
+    groups = attributes.get("feature_group_count", 1)
+    return why_layer_wide(shape, layout, format, is_convolution=name == "conv_general_dilated", groups=groups)
+
+
+def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
+    """The attribute that holds the state of a layer, if it has one: what it was, or a new one."""
+    if not has_state(format):
+        return {}
+    known = attributes.get(OVERWRITE)
+    if known is None:
+        known = {name: Float8State(value) for name, value in new_state(format, stack_of(shape, layout)).items()}
+    return {OVERWRITE: known}
+
+
+@functools.cache
+def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
+    """A subclass of a layer that multiplies in 8 bits; one for equal classes.
+
+    The function is a property of the class, which comes before the attribute, because it has to find the state of the
+    layer that is called.
+    """
+    operation, own = _OPERATIONS[name]
+
+    def multiply(self: Any) -> Float8Multiply:
+        return Float8Multiply(own, operation, format, lambda: _state_of(self))
+
+    def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
+        vars(self)[name] = function
+
+    namespace = {"__module__": base.__module__, "__doc__": base.__doc__, name: property(multiply, keep)}
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (base,), namespace)
+
+
+def _state_of(layer: Any) -> State:
+    return {name: variable.get_value() for name, variable in vars(layer)[OVERWRITE].items()}
+
+
+def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
+    """The function of models whose float8 state autodiff combines by max, and is that of true gradients."""
+
+    @functools.wraps(fun)
+    def of_models(*args: Any, **kwargs: Any) -> Any:
+        states = {}
+        for position in positions:
+            states |= states_in(args[position])
+        before = {path: variable.get_value() for path, variable in states.items()}
+        for path, value in before.items():
+            states[path].set_value(leaf_by_max(path[-1], value, loss_scale))
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            for path, value in before.items():
+                states[path].set_value(value)
+
+    return of_models
+
+
+def states_in(model: Any) -> dict[Any, Float8State]:
+    """The float8 state of the layers in a model, or in any tree of models, by path."""
+    return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}

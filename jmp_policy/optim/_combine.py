@@ -1,0 +1,47 @@
+"""Putting gradients together: true ones by sums and means, and float8 state, which is no gradient, by max."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from .._overwrite import map_state
+from .._tree import PyTree
+
+
+def accumulate(total: PyTree, grads: PyTree) -> PyTree:
+    """Adds the gradients of a microbatch to those before it.
+
+    `jax.tree.map(jnp.add, total, grads)`, but for the state of float8 layers, of which it takes the maximum: the
+    largest magnitude of all microbatches. Divide the loss by their number, or the gradients inside of the optimizer
+    (`optax.scale`): state divided is state lost.
+
+    Args:
+      total: gradients, as `jmp_policy.value_and_grad` returns them, or zeros like them.
+      grads: those of another microbatch, taken at the same parameters.
+
+    >>> first = {"w": jnp.float32(1), "_overwrite_with_gradient": {"input_scale": jnp.float32([3.0])}}
+    >>> second = {"w": jnp.float32(2), "_overwrite_with_gradient": {"input_scale": jnp.float32([2.0])}}
+    >>> total = accumulate(first, second)
+    >>> float(total["w"]), total["_overwrite_with_gradient"]["input_scale"].tolist()
+    (3.0, [3.0])
+    """
+    return map_state(jnp.maximum, total, grads, otherwise=jnp.add)
+
+
+def pmean(grads: PyTree, axis_name: Any) -> PyTree:
+    """Averages gradients over devices.
+
+    `jax.lax.pmean`, but for the state of float8 layers, of which it takes the maximum. In `jax.shard_map` with its
+    account of what varies, and with arrays that are sharded under `jax.jit`, JAX has done both already.
+
+    Args:
+      grads: gradients, as `jmp_policy.value_and_grad` returns them.
+      axis_name: a mapped axis, or several.
+
+    >>> grads = {"w": jnp.float32([1, 3]), "_overwrite_with_gradient": {"input_scale": jnp.float32([[1], [3]])}}
+    >>> mean = jax.vmap(lambda grads: pmean(grads, "devices"), axis_name="devices")(grads)
+    >>> mean["w"].tolist(), mean["_overwrite_with_gradient"]["input_scale"].tolist()
+    ([2.0, 2.0], [[3.0], [3.0]])
+    """
+    return map_state(lambda x: lax.pmax(x, axis_name), grads, otherwise=lambda x: lax.pmean(x, axis_name))

@@ -1,0 +1,60 @@
+"""Updating parameters with float8 state among them: optimizers never see it, and its gradient takes its place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._overwrite import map_state, overwritten
+from .._scaled_state import has_scaled_state, scaled_state
+from .._tree import PyTree
+
+
+def masked(tree: PyTree) -> PyTree:
+    """A tree without its state, which transformations of optax pass over."""
+    return map_state(lambda _: optax.MaskedNode(), tree, otherwise=_itself)
+
+
+def unmasked(tree: PyTree, state: PyTree) -> PyTree:
+    """A masked tree with the state of another."""
+    others = iter(jax.tree.leaves(tree))
+    return map_state(_itself, state, otherwise=lambda _: next(others))
+
+
+def zeroed(tree: PyTree) -> PyTree:
+    """A tree with zeros for its state, of which no update comes, and nothing in the sums over all parameters."""
+    return map_state(jnp.zeros_like, tree, otherwise=_itself)
+
+
+def next_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Parameters whose state is the next one, unless the step was skipped.
+
+    Args:
+      params: a tree with state.
+      grads: its gradients.
+      before: the state of the optimizer. In the middle of `optax.MultiSteps`, the largest magnitudes of microbatches
+        stand for one step.
+      after: the next state of the optimizer.
+    """
+    new = overwritten(params, grads, _is_first(before))
+    if not has_scaled_state(after):
+        return new
+    finite = scaled_state(after).grads_finite
+    return map_state(lambda new, old: lax.select(finite, new, old), new, params, otherwise=lambda new, _: new)
+
+
+def _is_first(opt_state: PyTree) -> Any:
+    """Whether no microbatch of the step was taken before."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
+    found = [node.mini_step == 0 for node in nodes if _is_multi_steps(node)]
+    return found[0] if len(found) == 1 else True
+
+
+def _is_multi_steps(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
