@@ -1,5 +1,6 @@
 """The registry of policies: a law that takes `any_policy` holds for each of them."""
 
+import gc
 import os
 import tempfile
 
@@ -39,6 +40,7 @@ PROGRAMS = {
 def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
     jax.config.update("jax_num_cpu_devices", 4)  # for programs on a mesh
+    gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
         return
     folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
