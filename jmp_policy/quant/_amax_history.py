@@ -78,7 +78,7 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
     recipe, dtype = format.recipe, DTYPES[name]
     assert isinstance(recipe, DelayedScaling)
     stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
-    stored = stored + (stored == 0)  # a layer that did not run, whose zero gradient was not kept out
+    stored = stored + (stored == 0).astype(stored.dtype)  # a layer that did not run, whose zero gradient was not kept out
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = scale_of(largest, stored, dtype, format.margin)
     history, amax = _recorded(x, history)
