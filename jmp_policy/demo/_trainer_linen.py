@@ -18,8 +18,8 @@ class LinenTrainer:
     def __init__(self, config: TrainerConfig):
         model = jmp.with_policy(GPT(config.model), config.policy)
         tokens = jnp.zeros((1, config.model.context), jnp.int32)
-        params = jax.jit(model.init)(jax.random.key(config.seed), tokens)["params"]
-        state = jmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=make_optimizer(config))
+        variables = jax.jit(model.init)(jax.random.key(config.seed), tokens)  # with the state of float8 layers, if any
+        state = jmp.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(config))
         # Flax begins to count with a Python integer; the array of the next step would have the step compiled again.
         self.state = state.replace(step=jnp.zeros((), jnp.int32))
 
@@ -30,12 +30,12 @@ class LinenTrainer:
 
     def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
-        return _loss_fn(params, self.state.apply_fn, windows)
+        return _loss_fn({**self.state.params, "params": params}, self.state.apply_fn, windows)
 
     @property
     def params(self) -> Any:
         """The parameters."""
-        return self.state.params
+        return self.state.params["params"]
 
     @property
     def opt_state(self) -> Any:
@@ -44,9 +44,9 @@ class LinenTrainer:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _loss_fn(params: Any, apply_fn: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+def _loss_fn(variables: Any, apply_fn: Any, windows: jax.typing.ArrayLike) -> jax.Array:
     inputs, targets = split_windows(windows)
-    return cross_entropy(apply_fn({"params": params}, inputs), targets)
+    return cross_entropy(apply_fn(variables, inputs), targets)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -26,7 +26,8 @@ class NnxTrainer:
 
     def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
-        return _pure_loss_fn(nnx.graphdef(self.model), params, windows)
+        graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
+        return _pure_loss_fn(graphdef, params, others, windows)
 
     @property
     def params(self) -> Any:
@@ -56,8 +57,8 @@ def _loss_fn(model: GPT, windows: jax.typing.ArrayLike) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
-    return _loss_fn(nnx.merge(graphdef, params), windows)
+def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, others: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+    return _loss_fn(nnx.merge(graphdef, params, others), windows)
 
 
 @nnx.jit
