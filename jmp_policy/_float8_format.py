@@ -5,6 +5,12 @@ import dataclasses
 from ._float8_recipe import DelayedScaling, Recipe, parse_recipe
 from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
 
+MULTIPLE = 16
+"""What the sizes of a product are multiples of on hardware that multiplies 8-bit floating point."""
+
+ODD_ROWS = f"the number of its rows is no multiple of {MULTIPLE}"
+"""Why a product stays in the compute dtype whose other sizes are fit for 8 bits."""
+
 
 # An own __init__, since a recipe may be given as its string and is a recipe ever after.
 @dataclasses.dataclass(frozen=True, init=False)

@@ -9,7 +9,8 @@ import numpy as np
 
 from .._dtypes import is_floating_dtype
 from ._explanation import Explanation, Row
-from ._leaks import compute_dtypes, leaks
+from ._float8 import what_was_multiplied
+from ._leaks import compute_dtypes, leaks, made_dtypes
 from ._module import ModuleInfo
 from ._observation import Observation
 from ._operations import Operation
@@ -32,7 +33,7 @@ def explanation(
       program: the operations that were traced.
       unused: what to say of rules that decided for no module.
     """
-    computed, leaking = compute_dtypes(program), leaks(program, modules)
+    computed, made, leaking = compute_dtypes(program), made_dtypes(program), leaks(program, modules)
     rows = []
     for path in _ordered(modules, observation):
         module = modules[path]
@@ -49,7 +50,7 @@ def explanation(
             param_bytes=_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
             float32_bytes=_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
-            quantization=module.quantization,
+            quantization=what_was_multiplied(module, computed.get(path, ()), made.get(path, ())),
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(unused))
 

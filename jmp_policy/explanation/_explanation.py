@@ -27,6 +27,7 @@ class Row:
         what this one, which a rule or its author names, returned.
       quantization: the format of its weight under a quantized policy, such as `"int8"`, or why the weight is left as
         it is: `"left: 64 elements are fewer than min_size=4096"`; the empty string without such a policy or weight.
+        Of float8 it says what the products of this very call were computed in.
     """
 
     path: str

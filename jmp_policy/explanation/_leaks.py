@@ -23,6 +23,16 @@ def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
     return {path: tuple(dtypes) for path, dtypes in found.items()}
 
 
+def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
+    """The dtypes of what the operations in each module's own code make, by path; conversions are among them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for operation in program:
+        path = path_of(operation.scope)
+        if path is not None:
+            found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
+    return found
+
+
 def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
     """The modules into whose code others leak a dtype wider than the one meant there, by the path of the leaking one.
 

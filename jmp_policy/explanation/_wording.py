@@ -19,15 +19,17 @@ def short(dtypes: Iterable[str]) -> str:
 
 
 def short_policy(policy: Policy | None) -> str:
-    """A policy's name, short.
+    """A policy's name, short; that of the format of a quantized one is as it is.
 
     >>> short_policy(Policy("float32", "bfloat16", "float32")), short_policy(Policy("float32", "float16", "float16"))
     ('p=f32,c=bf16,o=f32', 'mixed_float16')
     """
     if policy is None:
         return ""
-    parts = (part.partition("=") for part in policy.name.split(","))
-    return ",".join(f"{key[0]}={short([value])}" if value else key for key, _, value in parts)
+    *format, source = policy.name.split("_from_")
+    parts = (part.partition("=") for part in source.split(","))
+    shortened = ",".join(f"{key[0]}={short([value])}" if value else key for key, _, value in parts)
+    return "_from_".join([*format, shortened])
 
 
 def place(path: str) -> str:

@@ -3,19 +3,14 @@
 import math
 from typing import Any
 
-from .._float8_format import Float8
+from .._float8_format import MULTIPLE, ODD_ROWS, Float8
 from ._bilinear import Bilinear, Convolution
-
-_MULTIPLE = 16
-"""What the sizes of a product are multiples of on hardware that multiplies 8-bit floating point."""
-
-ODD_ROWS = f"the number of its rows is no multiple of {_MULTIPLE}"
 
 
 def why_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
     """Why a product of operands of these shapes stays in the compute dtype; `None` if it does not."""
     rows = math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
-    is_odd = rows % _MULTIPLE and not isinstance(operation.compute, Convolution)
+    is_odd = rows % MULTIPLE and not isinstance(operation.compute, Convolution)
     return why_weight_wide(operation, left, right, format) or (ODD_ROWS if is_odd else None)
 
 
@@ -41,8 +36,8 @@ def why_left_wide(size: int, format: Float8, *lengths: int) -> str | None:
     """
     if size < format.min_size or size == 0:
         return f"{size} elements are fewer than min_size={format.min_size}"
-    odd = next((length for length in lengths if length % _MULTIPLE), None)
-    return None if odd is None else f"the length {odd} is no multiple of {_MULTIPLE}"
+    odd = next((length for length in lengths if length % MULTIPLE), None)
+    return None if odd is None else f"the length {odd} is no multiple of {MULTIPLE}"
 
 
 def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], format: Float8) -> str | None:

@@ -102,6 +102,23 @@ def test_advice_on_an_authors_dtype_is_not_about_policies(columns):
     assert "blocks/0; cast what it returns, where that is not meant" in text
 
 
+@pytest.mark.parametrize("width", [80, 149])
+def test_narrow_text_has_a_table_of_the_quantization(columns, width):
+    columns(width)
+    rows = (ROOT, dataclasses.replace(HEAD, quantization="float8"), dataclasses.replace(NORM, quantization="float8"))
+    text = str(Explanation(rows))
+    assert max(map(len, text.splitlines())) <= width
+    assert text.splitlines()[0].split()[-1] == "bytes"
+    assert re.search(r"\nquantization  modules\n─+\nfloat8        head, blocks/0/norm\n", text)
+
+
+def test_options_of_a_format_are_not_abbreviated(columns):
+    columns(80)
+    policy = jmp.get_policy("float8/4(min_size=0)_from_params=float32,compute=bfloat16,output=float32")
+    text = str(Explanation((dataclasses.replace(ROOT, policy=policy),)))
+    assert " float8/4(min_size=0)_from_p=f32,c=bf16,o=f32 " in text
+
+
 def test_quantization_has_a_column_where_there_is_any(columns):
     columns(200)
     left = "left: 64 elements are fewer than min_size=4096"
