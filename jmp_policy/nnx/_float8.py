@@ -24,12 +24,16 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
 """By the attributes of Flax's layers that hold the function they multiply with: which one it is, and the default."""
 
 
+@functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)
 class Float8State(nnx.Variable):
     """The Variables of a layer that scales by what it saw before: of each operand a scale, and a history.
 
     A dictionary of them is an attribute of the layer, `_overwrite_with_gradient`. They are no `nnx.Param`s:
     `jmp_policy.nnx.value_and_grad` differentiates with respect to them beside the parameters, their gradients are
-    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model.
+    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model. `flax.nnx.Optimizer` leaves them as
+    they are, so that nothing is learned of how large numbers are, and takes them for parameters if its `wrt` says so.
+
+    In the bridges to linen they are the collection of the same name.
 
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")

@@ -8,6 +8,7 @@ from flax import nnx
 
 from .._grad import scaled_value_and_grad, without_value
 from .._loss_scale import NoOpLossScale
+from .._overwrite import OVERWRITE
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._tree import PyTree, all_finite, select_tree
 from ._float8 import Float8State, states_in, with_state_by_max
@@ -87,7 +88,7 @@ def grad(
 
 
 def _differentiated(
-    differentiate: Callable[..., Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, loss_scale: PyTree
+    differentiate: functools.partial[Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, loss_scale: PyTree
 ) -> Callable[..., Any]:
     """`value_and_grad` but for other state: with respect to float8 state as well, where a model has some."""
     plain = scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
@@ -98,10 +99,31 @@ def _differentiated(
         if not any(states_in(args[position]) for position in positions):
             return plain(*args, **kwargs)
         prepared = with_state_by_max(fun, positions, get_loss_scale(loss_scale).loss_scale)
-        of_state = scaled_value_and_grad(differentiate, prepared, _with_state(argnums), has_aux, loss_scale)
-        return of_state(*args, **kwargs)
+        wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
+        of_state = scaled_value_and_grad(_with_state_apart(differentiate), prepared, wrt, has_aux, loss_scale)
+        out, (grads, state) = of_state(*args, **kwargs)
+        for variable, value in zip(states_in(grads).values(), state[OVERWRITE], strict=True):
+            variable.set_value(value)
+        return out, grads
 
     return of_models
+
+
+def _with_state_apart(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the gradients of state, which are not to be unscaled, a second time, and under the name they are known by:
+    that of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
+
+    def differentiate_apart(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        differentiated = differentiate(fun, **options)
+
+        @functools.wraps(fun)
+        def of_models(*args: Any, **kwargs: Any) -> Any:
+            out, grads = differentiated(*args, **kwargs)
+            return out, (grads, {OVERWRITE: [variable.get_value() for variable in states_in(grads).values()]})
+
+        return of_models
+
+    return differentiate_apart
 
 
 def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
@@ -111,6 +133,13 @@ def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, nnx.Any(nnx.Param, Float8State))
     return tuple(map(_with_state, argnums))
+
+
+def _takes_filters(options: dict[str, Any]) -> bool:
+    """Whether Flax differentiates by filters; where it takes modules for trees, it does by all that is floating."""
+    defaults = {"graph": nnx.set_graph_mode, "graph_updates": nnx.set_graph_updates}
+    given = {name: options.get(name) for name in defaults}
+    return all(defaults[name].current_value() if value is None else value for name, value in given.items())
 
 
 class _Carried(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
+from .._overwrite import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
 from ..optim._overwriting import next_state
 from ..optim._step import ParameterUpdate
@@ -63,14 +64,14 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += _steps_taken(opt_state)
         return None
 
-
     def _overwrite_state(self, model: Any, grads: Any, before: Any) -> None:
         """Float8 state takes the value of its gradient, unless it is among the parameters, which are updated so."""
         new = nnx.state(grads, Float8State, graph=self.graph)
         if not jax.tree.leaves(new) or jax.tree.leaves(nnx.state(new, self.wrt, graph=self.graph)):
             return
         old = nnx.as_pure(nnx.state(model, Float8State, graph=self.graph))
-        nnx.update(model, next_state(old, nnx.as_pure(new), before, nnx.as_pure(self.opt_state)))
+        named = {OVERWRITE: old}, {OVERWRITE: nnx.as_pure(new)}  # that of a linen module stands under no such name
+        nnx.update(model, next_state(*named, before, nnx.as_pure(self.opt_state))[OVERWRITE])
 
 
 def _steps_taken(opt_state: Any) -> Any:
