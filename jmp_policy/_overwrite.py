@@ -106,10 +106,10 @@ def unless_unused(state: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def reuse_explained() -> Iterator[None]:
-    """Says what to do where JAX cannot add two arrays of the dtype that is combined by max: outside of `jax.jit`.
+    """Says what to do where JAX cannot add arrays of the dtype that is combined by max.
 
     Raises:
-      ValueError: a layer with state was used twice, outside of `jax.jit`.
+      ValueError: a layer with state was used twice, outside of `jax.jit`; or `jax.vmap` selects whether it is used.
     """
     try:
         yield
@@ -119,6 +119,13 @@ def reuse_explained() -> Iterator[None]:
         raise ValueError(
             "A float8 layer with state was used twice outside of jax.jit, where JAX cannot take the maximum of what "
             "both uses saw. For example: loss, grads = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=scale))(params)."
+        ) from error
+    except TypeError as error:
+        if "reduce_sum does not accept dtype fp8" not in str(error):
+            raise
+        raise ValueError(
+            "A float8 layer with state is in a branch for each example of jax.vmap, over which JAX cannot take the "
+            "maximum of what the layer saw. Loop over the examples. For example: jax.lax.map(of_example, examples)."
         ) from error
 
 

@@ -78,7 +78,8 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
     recipe, dtype = format.recipe, DTYPES[name]
     assert isinstance(recipe, DelayedScaling)
     stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
-    stored = stored + (stored == 0).astype(stored.dtype)  # a layer that did not run, whose zero gradient was not kept out
+    # Zero is that of a layer that did not run, if its gradient was not kept out.
+    stored = stored + (stored == 0).astype(stored.dtype)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = scale_of(largest, stored, dtype, format.margin)
     history, amax = _recorded(x, history)
@@ -94,17 +95,23 @@ def _numbers(leaf: jax.Array) -> jax.Array:
 @custom_vmap
 def _recorded(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The history with the largest magnitude of an array, which is returned too; one that is not finite leaves no
-    trace, for it would set the scale until it is forgotten."""
-    amax = maximum_over(amax_of(x), varying_axes(x) - varying_axes(history))
-    newest = finite_or_zero(amax)[None]
-    return (newest if len(history) == 1 else lax.concatenate([newest, history[2:], history[:1]], 0)), amax
+    trace, for it would set the scale until it is forgotten.
+
+    The axes of the history before its last are those of an ensemble, and lead in the array as well.
+    """
+    members = history.shape[:-1]
+    of_each = amax_of(x, tuple(range(len(members), x.ndim))).reshape(members) if members else amax_of(x)
+    amax = maximum_over(of_each, varying_axes(x) - varying_axes(history))
+    newest = lax.expand_dims(finite_or_zero(amax), (len(members),))
+    if history.shape[-1] == 1:
+        return newest, amax
+    return lax.concatenate([newest, history[..., 2:], history[..., :1]], len(members)), amax
 
 
 @_recorded.def_vmap
 def _recorded_of_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
-    """Examples that share a history are one array; those of an ensemble have one each."""
+    """Examples that share a history are one array; the members of an ensemble have one each."""
     of_x, of_history = batched
-    if not of_history:
-        return _recorded(x, history), (False, False)
-    return jax.vmap(_recorded, in_axes=(0 if of_x else None, 0))(x, history), (True, True)
-
+    if of_history:
+        return _recorded(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
+    return _recorded(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)

@@ -30,9 +30,8 @@ class Scaled(NamedTuple):
 
 def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     """The largest magnitude, float32: a scalar, or over some axes, which stay with length 1."""
-    if x.size == 0:
-        return jnp.zeros((), jnp.float32)
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None).astype(jnp.float32)
+    least = None if x.size else 0
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=least).astype(jnp.float32)
 
 
 def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:

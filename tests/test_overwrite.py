@@ -1,0 +1,134 @@
+"""The gradient of float8 state is its next value: of true gradients, and the largest of all uses of a layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from float8_problem import STATE, batch_of, compiled, joined, loss_fn, same, stacked, state_after, variables_of
+from jax import lax
+
+import jmp_policy as jmp
+from jmp_policy._overwrite import as_float32
+
+FIRST, SECOND = batch_of(1), batch_of(2)
+VARIABLES = variables_of()
+BOTH = stacked(FIRST, SECOND)
+ZEROS = jax.tree.map(jnp.zeros_like, VARIABLES[STATE]["idle"])
+
+
+@compiled
+def gradient(scale, batch=FIRST):
+    return jmp.grad(loss_fn, loss_scale=scale)(VARIABLES, batch)
+
+
+@pytest.fixture(scope="module")
+def unscaled():
+    grads = gradient(jmp.NoOpLossScale())
+    same({**grads[STATE], "idle": VARIABLES[STATE]["idle"]}, state_after(VARIABLES, FIRST))
+    return grads
+
+
+@pytest.mark.parametrize("exponent", [0, 10, 15])
+def test_gradients_and_state_are_those_without_a_loss_scale(unscaled, exponent):
+    same(gradient(jmp.DynamicLossScale(2.0**exponent)), unscaled)
+
+
+def test_a_static_loss_scale_is_no_other_than_a_dynamic_one(unscaled):
+    same(gradient(jmp.StaticLossScale(2.0**10)), unscaled)
+
+
+def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leaves_the_forward_pass_alone(unscaled):
+    of_used, expected = (grads[STATE]["used"] for grads in (gradient(jmp.DynamicLossScale(1000.0)), unscaled))
+    for name in of_used:
+        np.testing.assert_allclose(of_used[name], expected[name], rtol=3e-7 if name.startswith("output_grad") else 0)
+
+
+def test_the_gradient_of_state_that_was_not_used_is_zero(unscaled):
+    same(unscaled[STATE]["idle"], ZEROS)
+
+
+def reused(v):
+    return loss_fn(v, FIRST) + loss_fn(v, SECOND)
+
+
+TWICE = {
+    "two calls": reused,
+    "two calls, each rematerialized": lambda v: sum(jax.checkpoint(loss_fn)(v, batch) for batch in (FIRST, SECOND)),
+    "a scan": lambda v: lax.scan(lambda total, batch: (total + loss_fn(v, batch), None), 0.0, BOTH)[0],
+    "a scan that is rematerialized": lambda v: lax.scan(
+        jax.checkpoint(lambda total, batch: (total + loss_fn(v, batch), None)), 0.0, BOTH
+    )[0],
+    "a vmap": lambda v: jnp.sum(jax.vmap(lambda batch: loss_fn(v, batch))(BOTH)),
+    "a branch": lambda v: lax.cond(jnp.sum(FIRST["x"]) < jnp.inf, reused, lambda v: 0.0, v),
+}
+
+
+@pytest.fixture(scope="module")
+def used_twice():
+    scale = jmp.StaticLossScale(2.0**10)
+    return compiled(lambda v: {way: jmp.grad(loss, loss_scale=scale)(v) for way, loss in TWICE.items()})(VARIABLES)
+
+
+@pytest.mark.parametrize("way", TWICE)
+def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(used_twice, way):
+    expected = state_after(VARIABLES, joined(FIRST, SECOND))
+    same(used_twice[way][STATE], expected | {"idle": ZEROS})
+
+
+def test_a_branch_that_was_not_taken_has_no_state():
+    untaken = lambda v: lax.cond(jnp.sum(FIRST["x"]) < jnp.inf, lambda v: 0.0, lambda v: loss_fn(v, FIRST), v)
+    grads = compiled(jmp.grad(untaken, loss_scale=jmp.StaticLossScale(2.0**10)))(VARIABLES)
+    same(grads, jax.tree.map(jnp.zeros_like, VARIABLES))
+
+
+@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0)], ids=repr)
+def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(scale):
+    use = jax.custom_vjp(lambda leaf: jnp.sum(as_float32(leaf)))
+    use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (leaf,))
+    twice = lambda v: use(v[STATE]["input_scale"]) + use(v[STATE]["input_scale"])
+    with pytest.raises(ValueError, match=r"used twice outside of jax\.jit.*For example: loss, grads = jax\.jit"):
+        jmp.grad(twice, loss_scale=scale)({STATE: ZEROS})
+
+
+def test_a_branch_for_each_example_is_an_error_that_says_so():
+    branch = lambda v, i: lax.cond(i < 1, lambda v: loss_fn(v, FIRST), lambda v: 0.0, v)
+    loss = lambda v: jnp.sum(jax.vmap(branch, (None, 0))(v, jnp.arange(2)))
+    with pytest.raises(ValueError, match=r"a branch for each example of jax\.vmap.*For example: jax\.lax\.map"):
+        jax.eval_shape(jmp.grad(loss, loss_scale=jmp.NoOpLossScale()), VARIABLES)
+
+
+def test_any_other_key_error_is_the_users_own():
+    with pytest.raises(KeyError, match="missing"):
+        jmp.grad(lambda v: v["missing"], loss_scale=jmp.NoOpLossScale())(VARIABLES)
+
+
+def test_only_state_that_is_differentiated_is_combined_by_max():
+    seen = []
+
+    def loss(v, other):
+        seen.extend([v[STATE]["used"]["input_scale"].dtype, other[STATE]["used"]["input_scale"].dtype])
+        return loss_fn(v, FIRST)
+
+    jax.eval_shape(lambda v: jmp.grad(loss, loss_scale=jmp.NoOpLossScale())(v, v), VARIABLES)
+    assert [dtype == jnp.float32 for dtype in seen] == [False, True]
+
+
+def test_the_members_of_an_ensemble_have_a_state_each():
+    variables = stacked(VARIABLES, variables_of(seed=5))
+    grad = lambda loss: jmp.grad(loss, loss_scale=jmp.NoOpLossScale())
+    over_batches = lambda v, batch: jnp.sum(jax.vmap(loss_fn, (None, 0))(v, stacked(batch)))
+    of_each = jax.vmap(grad(over_batches))
+    of_all = grad(lambda v, batches: jnp.sum(jax.vmap(loss_fn)(v, batches)))
+    inside, outside = compiled(lambda v: (of_each(v, BOTH), of_all(v, BOTH)))(variables)
+    for i, batch in enumerate((FIRST, SECOND)):
+        member = jax.tree.map(lambda x, i=i: x[i], variables)
+        expected = state_after(member, batch) | {"idle": ZEROS}
+        for grads in (inside, outside):
+            same(jax.tree.map(lambda x, i=i: x[i], grads[STATE]), expected)
+
+
+def test_an_infinite_amax_never_enters_the_state():
+    bad = FIRST | {"count": FIRST["count"].at[0, 0].set(jnp.inf)}
+    grads = gradient(jmp.StaticLossScale(2.0**10), bad)
+    assert jmp.all_finite(grads[STATE])
+    assert not jmp.all_finite(grads["params"]["used"])
