@@ -18,13 +18,16 @@ from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import Float8Multiply, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._einsum import computed, equation_of
-from ._fields import written
+from ._fields import is_parameter_wrapper, written
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "dot_general": lax.dot_general,
     "conv_general_dilated": lax.conv_general_dilated,
 }
 """The fields of Flax's layers that hold the function they multiply with, and their defaults."""
+
+_REWRITES = ("_l2_normalize", "_spectral_normalize")
+"""The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of the layers inside them, by path."""
 
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
@@ -93,10 +96,22 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
         shared = module.variable_broadcast
         shared = (shared,) if isinstance(shared, str) else shared
         return {"variable_broadcast": (*shared, OVERWRITE)} if isinstance(shared, tuple | list) else {}
+    if is_parameter_wrapper(module):
+        return {name: _sparing_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
     name = _operation(module)
     if name is None:
         return {}
     return {name: Float8Multiply(_OPERATIONS[name], name, format, functools.partial(_state, module, format))}
+
+
+def _sparing_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    """A rewriting of variables that passes state on: it knows a weight by its path, and `kernel_scale` looks like one."""
+
+    @functools.wraps(rewrite)
+    def sparing(path: Any, variable: Any, **options: Any) -> Any:
+        return variable if path[0].key == OVERWRITE else rewrite(path, variable, **options)
+
+    return sparing
 
 
 def _einsum(

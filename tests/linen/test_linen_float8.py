@@ -1,0 +1,149 @@
+"""Layers of linen under float8 policies: each computes in 8 bits, or as it did without, and `explain` knows which."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from float8_linen import (
+    AS_CONVOLUTION,
+    BY_ROW,
+    CASES,
+    CURRENT,
+    DELAYED,
+    FLOAT8,
+    LEFT_BY_ROWS,
+    OVERWRITE,
+    X,
+    abstract_variables,
+    float8_products,
+)
+from linen_layers import LAYERS
+from programs import program_text
+
+import jmp_policy as jmp
+from jmp_policy import quant
+
+PLAIN = "mixed_bfloat16"
+LEFT = [name for name in LAYERS if not any(word in name for word in ("RNN", "Bidirectional", "Multi", "Fp8", "float8"))]
+RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated soon:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # norms with dtype=bfloat16 promote their own float32 statistics
+        yield
+
+
+def _sum_of_squares(tree):
+    return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
+
+
+def _gradients(case, module, variables):
+    loss = lambda variables: _sum_of_squares(module.apply(variables, *case.inputs, method=case.method))
+    return jax.make_jaxpr(jax.grad(loss))(variables)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
+    case = CASES[name]
+    model = jmp.with_policy(case.module, DELAYED)
+    rows = jmp.explain(model, *case.inputs, method=case.method).rows
+    assert {row.path: row.quantization for row in rows if row.quantization} == case.quantization
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), *case.inputs, method=case.method))
+    products = float8_products(_gradients(case, model, variables).jaxpr)
+    in_8_bits = list(case.quantization.values()).count(FLOAT8)
+    assert products >= 3 * in_8_bits
+    assert (products > 0) == (in_8_bits > 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_state_is_beside_the_variables_of_layers_fit_for_it(name):
+    case = CASES[name]
+    model = jmp.with_policy(case.module, DELAYED)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), *case.inputs, method=case.method))
+    state = variables.pop(OVERWRITE, {})
+    assert variables == abstract_variables(name)
+    paths = {"/".join(key.key for key in keys[:-1]) for keys, _ in jax.tree_util.tree_leaves_with_path(state)}
+    fit = (FLOAT8, AS_CONVOLUTION, LEFT_BY_ROWS)
+    assert paths == {path for path, quantization in case.quantization.items() if quantization in fit}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("policy", [CURRENT, BY_ROW])
+def test_current_scaling_has_no_state(policy):
+    case = CASES["attention"]
+    model = jmp.with_policy(case.module, policy)
+    assert jax.eval_shape(model.init, jax.random.key(0), *case.inputs) == abstract_variables("attention")
+    assert float8_products(_gradients(case, model, abstract_variables("attention")).jaxpr) == 12
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_layer_of_odd_sizes_is_what_it_is_without_float8(name):
+    layer = LAYERS[name]
+
+    def gradients(policy):
+        module = jmp.with_policy(layer.make(), policy)
+
+        def init():
+            init_inputs = layer.inputs if layer.init_inputs is None else layer.init_inputs
+            return module.init(
+                RNGS, *init_inputs, method=None if layer.init_inputs else layer.method,
+                **({} if layer.init_inputs else layer.kwargs),
+            )  # fmt: skip
+
+        def loss(params, others, inputs):
+            options = {"method": layer.method, "mutable": ["batch_stats", "cache"], "rngs": RNGS, **layer.kwargs}
+            out, updated = module.apply({**others, "params": params}, *inputs, **options)
+            return _sum_of_squares(out), updated
+
+        variables = jax.eval_shape(init)
+        assert OVERWRITE not in variables
+        params = variables.pop("params", {})
+        return str(jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(params, variables, layer.inputs))
+
+    assert gradients(DELAYED) == gradients(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "policy", [DELAYED, CURRENT, BY_ROW, "float8/4(weight_grad=false,min_size=0)_from_mixed_bfloat16"]
+)
+def test_stack_of_layers_is_the_program_of_the_products_by_hand(policy):
+    policy = jmp.get_policy(policy)
+    model = jmp.with_policy(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(32)]), policy)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def by_hand(variables, x):
+        x = x.astype(jnp.bfloat16)
+        for name in ("layers_0", "layers_2"):
+            kernel, bias = (variables["params"][name][weight].astype(jnp.bfloat16) for weight in ("kernel", "bias"))
+            state = {"state": variables[OVERWRITE][name]} if OVERWRITE in variables else {}
+            x = quant.dot_general(x, kernel, (((1,), (0,)), ((), ())), quantization=policy.quantization, **state)
+            x = x + bias.reshape(1, -1)
+            x = nn.relu(x) if name == "layers_0" else x
+        return x
+
+    def lowered(apply):
+        scale = jmp.StaticLossScale(2.0)
+        loss = lambda variables, x: _sum_of_squares(apply(variables, x))
+        return program_text(jax.jit(jmp.value_and_grad(loss, loss_scale=scale)).lower(variables, X))
+
+    assert lowered(model.apply) == lowered(by_hand)
+
+
+def test_layer_with_an_operation_of_flaxs_keeps_that_and_its_state():
+    dense = functools.partial(nn.Dense, 16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+
+    def gradients(policy, variables):
+        model = jmp.with_policy(dense(), policy)
+        return jax.grad(lambda variables: _sum_of_squares(model.apply(variables, X)))(variables)
+
+    @jax.jit
+    def are_equal(variables):
+        ours, flaxs = gradients(DELAYED, variables), gradients(PLAIN, variables)
+        return jax.tree.map(lambda x, y: jnp.all(x == y), ours, flaxs)
+
+    assert jax.tree.all(are_equal(dense().init(jax.random.key(0), X)))
