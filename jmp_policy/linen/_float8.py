@@ -27,7 +27,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 """The fields of Flax's layers that hold the function they multiply with, and their defaults."""
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
-"""The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of the layers inside them, by path."""
+"""The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
 
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
@@ -105,7 +105,7 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
 
 
 def _sparing_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
-    """A rewriting of variables that passes state on: it knows a weight by its path, and `kernel_scale` looks like one."""
+    """A rewriting that passes state on: it knows a weight by its path, and `kernel_scale` looks like one to it."""
 
     @functools.wraps(rewrite)
     def sparing(path: Any, variable: Any, **options: Any) -> Any:

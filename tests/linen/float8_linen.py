@@ -146,7 +146,9 @@ CASES = {
         _inside("forward_rnn/cell", _GRU) | _inside("backward_rnn/cell", _all(FLOAT8, "i", "h")),
     ),
     "WeightNorm": Case(nn.WeightNorm(nn.Dense(16)), (X,), {"layer_instance": FLOAT8}),
-    "Sequential": Case(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(16)]), (X,), _all(FLOAT8, "layers_0", "layers_2")),
+    "Sequential": Case(
+        nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(16)]), (X,), _all(FLOAT8, "layers_0", "layers_2")
+    ),
     "layer of low rank": Case(LowRank(4), (X,), {"a": left_by(4), "base": FLOAT8, "b": left_by(4)}),
     "subclass that adds": Case(OwnSum(16), (X,), _ROOT),
     "subclass with its own product": Case(
