@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from benchmarks._compiled import compile_for_figures
 from benchmarks._programs import Program
 
 _OPERATION = re.compile(r'^\s*(?:%\S+(?:, %\S+)* = )?(?:"?(?:stablehlo|chlo)\.(\w+)|(?:func\.)?(call) @)', re.MULTILINE)
@@ -41,7 +42,7 @@ class Cost:
 def cost(program: Program) -> Cost:
     """The cost of a program, which is compiled for it."""
     lowered = program.lower()
-    compiled = lowered.compile()
+    compiled = compile_for_figures(lowered)
     analysis = compiled.cost_analysis()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return Cost(count_operations(lowered.as_text()), analysis["flops"], analysis["bytes accessed"], temporaries)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from benchmarks._compiled import compile_for_figures
 from benchmarks._programs import Program
 
 
@@ -29,7 +30,7 @@ class Traffic:
 
 def traffic(program: Program) -> Traffic:
     """The traffic of a program, which is compiled for it; its arguments may be `jax.ShapeDtypeStruct`."""
-    compiled = program.lower().compile()
+    compiled = compile_for_figures(program.lower())
     memory = compiled.memory_analysis()
     accessed = compiled.cost_analysis()["bytes accessed"]
     return Traffic(accessed, memory.temp_size_in_bytes, memory.alias_size_in_bytes)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks._compiled import compile_for_figures
 from jmp_policy.interpreter import walk
 
 
@@ -18,7 +19,7 @@ class Cost(NamedTuple):
 
 def cost(fun: Any, *args: Any) -> Cost:
     lowered = jax.jit(fun).lower(*args)
-    compiled = lowered.compile()
+    compiled = compile_for_figures(lowered)
     analysis = compiled.cost_analysis()
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return Cost(
