@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from float8_reference import TWO_AXES, computed, fresh_state, rolled, scale_from
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jmp_policy as jmp
 from jmp_policy import optim
