@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._tree import PyTree
-
-OVERWRITE = "_overwrite_with_gradient"
-"""What a key on the way to such a leaf is, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`."""
+from ._tree import OVERWRITE as OVERWRITE, PyTree
 
 _OUTPUT_GRAD = "output_grad_"
 """What the names of leaves begin with that tell of gradients, and so grow with the loss scale."""
@@ -80,7 +77,8 @@ def like_state(values: jax.Array, leaf: jax.Array) -> jax.Array:
 def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
     """The next state.
 
-    A layer that did not run has no gradient, which is to say zeros, where a scale is positive: it keeps its state.
+    A layer that did not run has no gradient, which is to say zeros, where a scale is positive: it keeps its state. So
+    does one whose gradient is not finite: operations of Flax's own clip an infinity, and remember it.
 
     Args:
       old: a tree of float32 arrays; leaves that are no state are passed on.
@@ -93,7 +91,8 @@ def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
         if not _is_state(path):
             return old
         later = old if _name_of_leaf(path).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
-        ran = jnp.max(new, axis=-1, keepdims=True) > 0
+        largest = jnp.max(new, axis=-1, keepdims=True)
+        ran = (largest > 0) & (largest < jnp.inf)
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
 
     return jax.tree_util.tree_map_with_path(next_leaf, old, new)

@@ -1,7 +1,7 @@
 """Trees of arrays: casting, checking and selecting."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -13,6 +13,10 @@ from ._dtypes import DTypeLike, at_least_float32, half_dtype, is_floating_dtype,
 
 T = TypeVar("T")
 PyTree = Any
+
+
+OVERWRITE = "_overwrite_with_gradient"
+"""The key of float8 state in a mapping, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`; no cast may touch it."""
 
 
 class Uncast:
@@ -31,8 +35,8 @@ def is_flax_object(node: object) -> bool:
 def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Casts the real floating arrays of a tree, and leaves everything else as it is.
 
-    Integers, bools, complex numbers, PRNG keys, Python scalars, loss scales and any other object pass through by
-    identity, and so does an array that has the dtype already. Numpy arrays stay numpy arrays.
+    Integers, bools, complex numbers, PRNG keys, Python scalars, loss scales, the state of float8 layers and any other
+    object pass through by identity, and so does an array that has the dtype already. Numpy arrays stay numpy arrays.
 
     Args:
       tree: a pytree of any leaves; `jax.Array`, tracers, numpy arrays and scalars and `jax.ShapeDtypeStruct` are cast.
@@ -53,7 +57,16 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     target = parse_dtype(dtype)
     if isinstance(tree, jax.Array):  # the most frequent tree, and the dearest way to walk it
         return _cast_leaf(tree, target)  # type: ignore[return-value]
-    return jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=_whole(is_leaf))
+
+    def cast(node: Any) -> Any:
+        if not (_is_mapping(type(node)) and _is_holder(node, is_leaf)):
+            return _cast_leaf(node, target)
+        children, structure = _children(node)
+        return structure.unflatten(
+            child if is_state else cast_floating(child, target, is_leaf=is_leaf) for is_state, child in children
+        )
+
+    return jax.tree.map(cast, tree, is_leaf=_whole(is_leaf))
 
 
 def cast_to_half(tree: T) -> T:
@@ -146,7 +159,15 @@ def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = Non
     >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
     [np.float32(2.0)]
     """
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_whole(is_leaf)) if is_floating(leaf)]
+
+    def floating(node: Any) -> list[Any]:
+        if not (_is_mapping(type(node)) and _is_holder(node, is_leaf)):
+            return [node] if is_floating(node) else []
+        children, _ = _children(node)
+        others = [child for is_state, child in children if not is_state]
+        return floating_leaves(others, is_leaf=is_leaf)
+
+    return [leaf for node in jax.tree.leaves(tree, is_leaf=_whole(is_leaf)) for leaf in floating(node)]
 
 
 @functools.cache
@@ -161,7 +182,23 @@ def _whole(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
 
 
 def _is_uncast(node: object) -> bool:
-    return isinstance(node, Uncast)
+    return isinstance(node, Uncast) or (_is_mapping(type(node)) and OVERWRITE in node)  # type: ignore[operator]
+
+
+@functools.cache
+def _is_mapping(kind: type) -> bool:
+    return issubclass(kind, Mapping)
+
+
+def _is_holder(node: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
+    """Whether a mapping that a cast takes as a whole is one only for the float8 state in it."""
+    return OVERWRITE in node and not (is_leaf is not None and is_leaf(node))
+
+
+def _children(node: Any) -> tuple[list[tuple[bool, Any]], Any]:
+    """The values of a mapping, each with whether it is float8 state, and the structure that they come back in."""
+    children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return [(getattr(key, "key", None) == OVERWRITE, child) for (key,), child in children], structure
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
