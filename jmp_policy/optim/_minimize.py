@@ -9,6 +9,7 @@ import optax
 
 from .._grad import value_and_grad, with_scaled_loss, with_state_by_max
 from .._loss_scale import NoOpLossScale
+from .._overwrite import reuse_explained
 from .._param_casts import of_copies
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._tree import PyTree
@@ -76,6 +77,7 @@ def _scaled_step(
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
     copies, fun_of_copies = of_copies(with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale), params)
-    (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
+    with reuse_explained():
+        (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]

@@ -32,12 +32,15 @@ def next_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> 
     """Parameters whose state is the next one, unless the step was skipped.
 
     Args:
-      params: a tree with state.
+      params: a tree with state, or the two of `optax.lookahead`, which share theirs.
       grads: its gradients.
       before: the state of the optimizer. In the middle of `optax.MultiSteps`, the largest magnitudes of microbatches
         stand for one step.
       after: the next state of the optimizer.
     """
+    if isinstance(params, optax.LookaheadParams):
+        fast = next_state(params.fast, grads, before, after)
+        return optax.LookaheadParams(fast, unmasked(masked(params.slow), fast))
     new = overwritten(params, grads, _is_first(before))
     if not has_scaled_state(after):
         return new
