@@ -4,13 +4,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
 from .._overwrite import as_float32, is_by_max, like_state
-from ._float8 import E4M3, E5M2, Scaled, amax_of, finite_or_zero, scale_of, scaled_by
+from ._float8 import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
 from ._varying import maximum_over, varying_axes
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
@@ -64,8 +65,8 @@ def state_of(memories: dict[str, Memory]) -> State:
     return state
 
 
-def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
-    """An array in 8 bits by the scale that its history makes, and the memory of the next step, with this array in it.
+def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
+    """An array in 8 bits by the scale that its history makes.
 
     Args:
       x: floating.
@@ -75,37 +76,57 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
 
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    recipe, dtype = format.recipe, DTYPES[name]
+    used, _ = _scales(name, memory, format)
+    return _scaled_by(x, used, jnp.isfinite(amax_of(x)), DTYPES[name])
+
+
+def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
+    """As `scaled_by_history`, and the memory of the next step, with this array in it."""
+    used, made = _scales(name, memory, format)
+    history, is_finite = _recorded(x, jnp.maximum(_numbers(memory.amax_history), 0.0))
+    after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+    return _scaled_by(x, used, is_finite, DTYPES[name]), after
+
+
+def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
+    """The scale of this step, and that to be stored.
+
+    State is zero of a layer that did not run, if its gradient was not kept out, and the least number there is where
+    autodiff combined the gradients of a branch that was not taken by max.
+    """
+    recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
     stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
-    # Zero is that of a layer that did not run, if its gradient was not kept out.
-    stored = stored + (stored == 0).astype(stored.dtype)
+    stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
-    made = scale_of(largest, stored, dtype, format.margin)
-    history, amax = _recorded(x, history)
-    scaled = scaled_by(x, stored if recipe.delay == 2 else made, amax, dtype)
-    return scaled, Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+    made = scale_of(largest, stored, DTYPES[name], format.margin)
+    return (stored if recipe.delay == 2 else made), made
 
 
 def _numbers(leaf: jax.Array) -> jax.Array:
-    """A leaf of state to compute with; where a branch was not taken, autodiff has left the least number there is."""
-    return jnp.maximum(as_float32(leaf) if is_by_max(leaf) else leaf, 0.0)
+    """A leaf of state to compute with."""
+    return as_float32(leaf) if is_by_max(leaf) else leaf
+
+
+def _scaled_by(x: jax.Array, scale: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> Scaled:
+    return Scaled(saturated(x, scale, dtype), select(is_finite, scale, jnp.nan))
 
 
 @custom_vmap
 def _recorded(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The history with the largest magnitude of an array, which is returned too; one that is not finite leaves no
-    trace, for it would set the scale until it is forgotten.
+    """The history with the largest magnitude of an array, and whether that is finite; one that is not leaves no trace,
+    for it would set the scale until it is forgotten.
 
     The axes of the history before its last are those of an ensemble, and lead in the array as well.
     """
     members = history.shape[:-1]
     of_each = amax_of(x, tuple(range(len(members), x.ndim))).reshape(members) if members else amax_of(x)
     amax = maximum_over(of_each, varying_axes(x) - varying_axes(history))
-    newest = lax.expand_dims(finite_or_zero(amax), (len(members),))
+    is_finite = jnp.isfinite(amax)
+    newest = lax.expand_dims(select(is_finite, amax, 0.0), (len(members),))
     if history.shape[-1] == 1:
-        return newest, amax
-    return lax.concatenate([newest, history[..., 2:], history[..., :1]], len(members)), amax
+        return newest, is_finite
+    return lax.concatenate([newest, history[..., 2:], history[..., :1]], len(members)), is_finite
 
 
 @_recorded.def_vmap

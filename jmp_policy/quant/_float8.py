@@ -20,8 +20,8 @@ class Scaled(NamedTuple):
 
     Attributes:
       values: e4m3 or e5m2.
-      scale: float32, a scalar, or of the axes of `values` with length 1 on those that share one; nan where a number
-        that went in was not finite, which clipping would hide.
+      scale: float32, a scalar, or of the axes of `values` with length 1 on those that share one; not finite where
+        a number that went in was not, which clipping would hide.
     """
 
     values: jax.Array
@@ -34,8 +34,21 @@ def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=least).astype(jnp.float32)
 
 
-def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
+def current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
     """The scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
+
+    Of zeros it is tiny, by which they stay zeros. Where `amax` is not finite it is not either, and the product is nan.
+
+    Args:
+      amax: float32 of any shape, of the numbers that are scaled.
+      dtype: e4m3 or e5m2.
+      margin: the room to leave.
+    """
+    return jnp.maximum(amax / _largest(dtype, margin), _TINY)
+
+
+def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
+    """As `current_scale`, of earlier numbers.
 
     Args:
       amax: float32 of any shape.
@@ -47,8 +60,7 @@ def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, mar
     operations is that of Flax and Keras too, so that the scales agree in every bit.
     """
     usable = (amax > 0) & jnp.isfinite(amax)
-    factor = _select(usable, _largest(dtype) / np.float32(2.0**margin) / amax, 1 / otherwise)
-    return jnp.maximum(1 / factor, _TINY)
+    return jnp.maximum(1 / select(usable, _largest(dtype, margin) / amax, 1 / otherwise), _TINY)
 
 
 def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -65,20 +77,10 @@ def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
 
 
-def scaled_by(x: jax.Array, scale: jax.Array, amax: jax.Array, dtype: np.dtype) -> Scaled:
-    """An array in 8 bits by a scale; `amax` is its largest magnitude."""
-    return Scaled(saturated(x, scale, dtype), _select(jnp.isfinite(amax), scale, jnp.nan))
-
-
-def finite_or_zero(amax: jax.Array) -> jax.Array:
-    """A largest magnitude, or zero where it is not finite."""
-    return _select(jnp.isfinite(amax), amax, 0.0)
-
-
-def _select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:
+def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:
     """`jnp.where` without the function that each of its calls adds to a program."""
-    return lax.select(which, x, jnp.broadcast_to(jnp.asarray(otherwise, x.dtype), x.shape))
+    return lax.select(which, x, lax.full_like(x, otherwise))
 
 
-def _largest(dtype: np.dtype) -> np.float32:
-    return np.float32(jnp.finfo(dtype).max)
+def _largest(dtype: np.dtype, margin: int = 0) -> np.float32:
+    return np.float32(jnp.finfo(dtype).max) / np.float32(2.0**margin)

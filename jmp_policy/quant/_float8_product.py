@@ -10,9 +10,9 @@ import numpy as np
 
 from .._float8_format import Float8
 from .._float8_recipe import CurrentScaling, DelayedScaling
-from ._amax_history import DTYPES, Memory, State, memory_of, scaled_by_history, state_of
+from ._amax_history import DTYPES, Memory, State, memory_of, scaled_and_recorded, scaled_by_history, state_of
 from ._bilinear import Bilinear
-from ._float8 import Scaled, amax_of, scale_of, scaled_by
+from ._float8 import Scaled, amax_of, current_scale, saturated
 from ._float8_sizes import why_wide
 from ._transposed import multiply, of_left, of_right, pulled_left, pulled_right
 from ._varying import varying_axes, varying_over
@@ -44,7 +44,7 @@ def float8_product(
     # A derivative of our own varies over devices as its operand does, and that of a weight which they share is a sum.
     axes = varying_axes(left, right)
     left, right = varying_over(left, axes), varying_over(right, axes)
-    return _product(_Spec(operation, format, left.dtype, left.shape, right.shape), left, right, state)
+    return _product(_Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right)), left, right, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +55,15 @@ class _Spec:
       operation: what to compute.
       format: how to scale.
       dtype: that of the operands and of their gradients.
-      left: the shape of the left operand.
-      right: the shape of the right operand.
+      left: the type of the left operand: its shape, and how it lies on devices.
+      right: the type of the right operand.
     """
 
     operation: Bilinear
     format: Float8
     dtype: np.dtype
-    left: tuple[int, ...]
-    right: tuple[int, ...]
+    left: Any
+    right: Any
 
     @property
     def by_row(self) -> bool:
@@ -84,16 +84,16 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: _Spec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
-    return _forward(spec, left, right, state)[0]
+    return _forward(spec, left, right, state, records=False)[0]
 
 
 def _forward(
-    spec: _Spec, left: jax.Array, right: jax.Array, state: State | None
+    spec: _Spec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
 ) -> tuple[jax.Array, _Residuals]:
     operation = spec.operation
     memories = {} if state is None else {name: memory_of(state, name) for name in DTYPES}
-    inputs = _scaled(spec, memories, "input", left, operation.summed(operation.left))
-    weight = _scaled(spec, memories, "kernel", right, operation.summed(operation.right))
+    inputs = _scaled(spec, memories, "input", left, operation.summed(operation.left), records=records)
+    weight = _scaled(spec, memories, "kernel", right, operation.summed(operation.right), records=records)
     values = multiply(operation, inputs.values, weight.values, spec.sums)
     out = _rescaled(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
     keeps_left = spec.by_row or not spec.format.weight_grad
@@ -121,16 +121,24 @@ _product.defvjp(_forward, _backward)
 
 
 def _scaled(
-    spec: _Spec, memories: dict[str, Memory], name: str, x: jax.Array | Scaled, summed: tuple[int, ...]
+    spec: _Spec,
+    memories: dict[str, Memory],
+    name: str,
+    x: jax.Array | Scaled,
+    summed: tuple[int, ...],
+    *,
+    records: bool = True,
 ) -> Scaled:
-    """An operand in 8 bits; its memory, if there is one, becomes that of the next step."""
+    """An operand in 8 bits; its memory, if there is one and it `records`, becomes that of the next step."""
     if isinstance(x, Scaled):
         return x
-    if isinstance(spec.format.recipe, DelayedScaling):
-        scaled, memories[name] = scaled_by_history(x, name, memories[name], spec.format)
-        return scaled
-    amax = amax_of(x, summed if spec.by_row else None)
-    return scaled_by(x, scale_of(amax, 1.0, DTYPES[name], spec.format.margin), amax, DTYPES[name])
+    if not isinstance(spec.format.recipe, DelayedScaling):
+        scale = current_scale(amax_of(x, summed if spec.by_row else None), DTYPES[name], spec.format.margin)
+        return Scaled(saturated(x, scale, DTYPES[name]), scale)
+    if not records:
+        return scaled_by_history(x, name, memories[name], spec.format)
+    scaled, memories[name] = scaled_and_recorded(x, name, memories[name], spec.format)
+    return scaled
 
 
 def _rescaled(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
