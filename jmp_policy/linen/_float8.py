@@ -15,7 +15,7 @@ from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, ma
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import Float8Multiply, has_state as keeps_state, why_layer_wide
+from ..quant._float8_layer import WHY_TABLES_WIDE, Float8Multiply, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._einsum import computed, equation_of
 from ._fields import is_parameter_wrapper, written
@@ -60,7 +60,7 @@ def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[.
 def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layout: Layout) -> str:
     """What becomes of the products with the weight of a bound module, as `Row.quantization` says it."""
     if isinstance(module, nn.Embed):
-        return "left: the rows of a table are read, and its logits want all the bits"
+        return f"left: {WHY_TABLES_WIDE}"
     name = "einsum" if isinstance(module, nn.Einsum) else _operation(module)
     if name is None:
         return "left: it multiplies by a function of its own"

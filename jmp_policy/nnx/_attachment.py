@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from .._formats import integers_of
 from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
@@ -146,7 +147,8 @@ class Attachment:
         rewritten: bool,
     ) -> Role:
         match = self._match("/".join(path))
-        policy = match.policy.replace(quantization=None) if rewritten else match.policy
+        rewritten_integers = rewritten and integers_of(match.policy.quantization) is not None
+        policy = match.policy.replace(quantization=None) if rewritten_integers else match.policy
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
         replaced = dtype_attributes(base, attributes, policy, open_dtype)
@@ -185,10 +187,11 @@ class Attachment:
         state = written.pop(OVERWRITE, None)
         vars(new).update(written)
         object.__setattr__(new, "__class__", kind)
-        if state is None:
-            vars(new).pop(OVERWRITE, None)
-        else:
-            setattr(new, OVERWRITE, nnx.data(state))  # past vars: nnx keeps account of attributes that are new
+        if state is not None:
+            setattr(new, OVERWRITE, nnx.data(state))  # past vars: nnx keeps account of the attributes there are
+        elif OVERWRITE in vars(module):
+            vars(new)[OVERWRITE] = None
+            delattr(new, OVERWRITE)
         return new
 
     def _param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:

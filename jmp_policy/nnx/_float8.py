@@ -33,7 +33,8 @@ class Float8State(nnx.Variable):
     their next values, and `jmp_policy.nnx.Optimizer` writes those into the model. `flax.nnx.Optimizer` leaves them as
     they are, so that nothing is learned of how large numbers are, and takes them for parameters if its `wrt` says so.
 
-    In the bridges to linen they are the collection of the same name.
+    A policy that is attached again finds them there; one whose histories have another length makes new ones, and one
+    that keeps no state takes them away. In the bridges to linen they are the collection of the same name.
 
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")
@@ -64,10 +65,10 @@ def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, fo
     """The attribute that holds the state of a layer, if it has one: what it was, or a new one."""
     if not has_state(format):
         return {}
-    known = attributes.get(OVERWRITE)
-    if known is None:
-        known = {name: Float8State(value) for name, value in new_state(format, stack_of(shape, layout)).items()}
-    return {OVERWRITE: known}
+    known, new = attributes.get(OVERWRITE), new_state(format, stack_of(shape, layout))
+    if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
+        return {OVERWRITE: known}
+    return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
 
 
 @functools.cache

@@ -69,7 +69,9 @@ class Optimizer(nnx.Optimizer):
         new = nnx.state(grads, Float8State, graph=self.graph)
         if not jax.tree.leaves(new) or jax.tree.leaves(nnx.state(new, self.wrt, graph=self.graph)):
             return
-        old = nnx.as_pure(nnx.state(model, Float8State, graph=self.graph))
+        paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
+        differentiated = nnx.All(Float8State, lambda path, _: path in paths)
+        old = nnx.as_pure(nnx.state(model, differentiated, graph=self.graph))
         named = {OVERWRITE: old}, {OVERWRITE: nnx.as_pure(new)}  # that of a linen module stands under no such name
         nnx.update(model, next_state(*named, before, nnx.as_pure(self.opt_state))[OVERWRITE])
 

@@ -14,6 +14,7 @@ from .._formats import Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
+from ..quant._float8_layer import WHY_TABLES_WIDE
 from ..quant._layer import Multiply, Promote, Round, as_format, weight_of
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ._float8 import state_for, why_wide
@@ -83,7 +84,8 @@ def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
     """What becomes of the weight of a layer under a policy, as `Row.quantization` says it."""
     format, weight = policy.quantization, weight_in(base, attributes)
     if isinstance(format, Float8) and weight is not None:
-        left = why_wide(attributes, weight.value.shape, weight.layout, format)
+        is_table = issubclass(base, nnx.Embed)
+        left = WHY_TABLES_WIDE if is_table else why_wide(attributes, weight.value.shape, weight.layout, format)
         return str(format) if left is None else f"left: {left}"
     format = integers_of(format)
     if format is None or weight is None:

@@ -15,6 +15,9 @@ from ._float8_product import float8_product
 from ._float8_sizes import why_left_wide, why_weight_wide
 from ._layout import Layout, size_of
 
+WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
+"""Why embeddings compute in the compute dtype."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Float8Multiply:
