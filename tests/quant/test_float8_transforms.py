@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jmp_policy as jmp
 from jmp_policy import optim
 from jmp_policy._overwrite import overwritten
-from jmp_policy.quant import Float8, conv_general_dilated
+from jmp_policy.quant import Float8, conv_general_dilated, einsum
 
 KEY = "_overwrite_with_gradient"
 FORMAT = Float8(amax_history_length=3, min_size=0)
@@ -174,3 +174,27 @@ def test_forward_mode_is_refused_by_jax():
     x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3)
     with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
         jax.jvp(lambda x: product(x, w, state=state), (x,), (x,))
+
+
+@pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "out"),
+    [
+        (P("data"), P(), None),
+        (P(), P(None, "data"), None),
+        (P(None, "data"), P("data"), P()),
+        (P("data"), P(), P(None, "data")),
+    ],
+    ids=["rows", "columns", "sums", "transposed"],
+)
+def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(rows, columns, out, format):
+    x, w, state = arrays(32, 64), arrays(64, 16), fresh_state(3) if format == FORMAT else None
+    product = functools.partial(einsum, "ab,bc->ca", quantization=format, out_sharding=out)
+    if out is None:
+        product = functools.partial(TWO_AXES, quantization=format)
+    gradients = jax.grad(lambda x, w, s: jnp.sum(jnp.sin(product(x, w, state=s))), (0, 1, 2))
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
+        x, w = jax.device_put(x, rows), jax.device_put(w, columns)
+        of_x, of_w, after = jax.eval_shape(gradients, x, w, state)
+        assert (of_x.sharding, of_w.sharding) == (jax.typeof(x).sharding, jax.typeof(w).sharding)
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(after))
