@@ -13,30 +13,34 @@ from jmp_policy import quant
 SIZES = (1024, 2048, 4096, 8192, 16384)
 FORMATS = {"int8": "int8", "int8 weights": "int8(activations=false)"}
 
-_NUMBERS = (((1,), (0,)), ((), ()))
+NUMBERS = (((1,), (0,)), ((), ()))
+"""The dimension numbers of a product of two matrices."""
+
+Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Jitted functions and what to call them on, by name."""
 
 
-def products(size: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]]:
+def products(size: int) -> Calls:
     """The product of two square matrices in bfloat16, the right one as it is or quantized before, and its operands."""
     keys = jax.random.split(jax.random.key(0))
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
-    made = {"bfloat16": (jax.jit(jnp.dot), (left, right))}
+    made: Calls = {"bfloat16": (jax.jit(jnp.dot), (left, right))}
     for name, format in FORMATS.items():
         weight = jax.jit(quant.quantize_array, static_argnums=1)(right, format)
-        made[name] = (jax.jit(lambda left, weight: quant.dot_general(left, weight, _NUMBERS)), (left, weight))
+        made[name] = (jax.jit(lambda left, weight: quant.dot_general(left, weight, NUMBERS)), (left, weight))
     return made
 
 
-def product_seconds(size: int, repeats: int = 20, calls: int = 10) -> dict[str, float]:
-    """The wall-clock time of each product, a median over interleaved repeats of several calls in a row."""
-    made = products(size)
+def call_seconds(made: Calls, repeats: int = 20, calls: int = 10) -> dict[str, float]:
+    """The wall-clock time of each function on its arguments, a median over interleaved repeats of several calls in a
+    row."""
     seconds: dict[str, list[float]] = {name: [] for name in made}
-    for product, operands in made.values():
-        product(*operands).block_until_ready()
+    for call, operands in made.values():
+        jax.block_until_ready(call(*operands))
     for _ in range(repeats):
-        for name, (product, operands) in made.items():
+        for name, (call, operands) in made.items():
             start = time.perf_counter()
-            results = [product(*operands) for _ in range(calls)]
+            results = [call(*operands) for _ in range(calls)]
             jax.block_until_ready(results)
             seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -46,6 +50,6 @@ def product_rows(sizes: Sequence[int] = SIZES) -> list[list[str]]:
     """A row for each size: milliseconds in bfloat16, and the others' times over it."""
     rows = []
     for size in sizes:
-        whole, *others = product_seconds(size).values()
+        whole, *others = call_seconds(products(size)).values()
         rows.append([f"{size}", f"{1e3 * whole:.3f}", *(f"{other / whole:.2f}" for other in others)])
     return rows

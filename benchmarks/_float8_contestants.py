@@ -1,0 +1,132 @@
+"""The libraries that compute dense layers in 8-bit floating point: jmp_policy, Flax and qwix, and plain bfloat16."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen import fp8_ops
+
+import jmp_policy as jmp
+from benchmarks._float8_models import LAYERS
+from benchmarks._programs import Program
+
+STATE = fp8_ops.OVERWRITE_WITH_GRADIENT
+
+Made = Callable[[type[linen.Module]], linen.Module]
+"""A module of a class of `MODELS`, as a contestant makes it."""
+
+
+def by_hand(made: type[linen.Module]) -> linen.Module:
+    """In bfloat16."""
+    return made(dtype=jnp.bfloat16)
+
+
+def with_flax(operation: Any, made: type[linen.Module]) -> linen.Module:
+    """With one of Flax's float8 operations, by delayed scaling."""
+    return made(dtype=jnp.bfloat16, dot_general_cls=operation)
+
+
+def with_qwix(by_channel: bool, made: type[linen.Module]) -> linen.Module:
+    """With qwix, by current scales: one of each array, or one of each slice along the axes that are summed over."""
+    import qwix
+
+    formats = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}
+    rule = qwix.QtRule(module_path=LAYERS, disable_channelwise_axes=not by_channel, **formats)
+    return qwix.quantize_model(by_hand(made), qwix.QtProvider([rule]))
+
+
+def ours(recipe: str, made: type[linen.Module]) -> linen.Module:
+    """With jmp_policy."""
+    return jmp.with_policy(made(), f"float8(recipe={recipe})_from_mixed_bfloat16")
+
+
+BFLOAT16 = "bfloat16"
+OURS = ("current", "current/row", "delayed")
+PEERS = {
+    "delayed": ("flax Fp8DirectDotGeneralOp", "flax Fp8DotGeneralOp"),
+    "current": ("qwix",),
+    "current/row": ("qwix by channel",),
+}
+"""The contestants that do the same as ours, by our recipe."""
+
+CONTESTANTS: dict[str, Made] = {
+    BFLOAT16: by_hand,
+    **{recipe: functools.partial(ours, recipe) for recipe in OURS},
+    "flax Fp8DirectDotGeneralOp": functools.partial(with_flax, fp8_ops.Fp8DirectDotGeneralOp),
+    "flax Fp8DotGeneralOp": functools.partial(with_flax, fp8_ops.Fp8DotGeneralOp),
+    "qwix": functools.partial(with_qwix, False),
+    "qwix by channel": functools.partial(with_qwix, True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A contestant's model, and random data that is the same for all contestants.
+
+    Attributes:
+      model: the module.
+      variables: parameters, and the state of the layers if they keep some.
+      x: float32, the input.
+      target: float32 of the shape of the output, the gradient of which the loss makes it.
+    """
+
+    model: linen.Module
+    variables: Any
+    x: jax.Array
+    target: jax.Array
+
+    def forward(self) -> Program:
+        """The jitted forward pass."""
+        return Program(jax.jit(self.model.apply), (self.variables, self.x))
+
+    def training(self) -> Program:
+        """The jitted loss, gradients of parameters and input, and next state, which is the state's gradient."""
+        step = jax.jit(jax.value_and_grad(functools.partial(_loss, self.model), (0, 1)))
+        return Program(step, (self.variables, self.x, self.target))
+
+    def gradients(self, steps: int = 1) -> Any:
+        """The gradients of parameters and input, after some steps on the same data for scales to settle."""
+        step, (variables, *data) = self.training().step, self.training().args
+        grads = None
+        for _ in range(steps):
+            _, grads = step(variables, *data)
+            variables = variables | {name: grads[0][name] for name in variables if name == STATE}
+        assert grads is not None
+        return grads[0]["params"], grads[1]
+
+
+def case(name: str, made: type[linen.Module], shape: tuple[int, ...]) -> Case:
+    """A model of a class, as a contestant makes it, on an input of a shape."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # one of Flax's operations is going
+        model = CONTESTANTS[name](made)
+        keys = jax.random.split(jax.random.key(0), 3)
+        x, target = (jax.random.normal(key, shape) for key in keys[:2])
+        return Case(model, dict(jax.jit(model.init)(keys[2], x)), x, target)
+
+
+def reference_gradients(made: type[linen.Module], shape: tuple[int, ...]) -> Any:
+    """What `Case.gradients` are in float64."""
+    in_half = case(BFLOAT16, made, shape)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tree)
+        model = made(dtype=jnp.float64)
+        return Case(model, wide(in_half.variables), wide(in_half.x), wide(in_half.target)).gradients()
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """The norm of the difference of two trees over that of what is expected, in float64."""
+    with jax.enable_x64(True):
+        flat = lambda tree: jnp.concatenate([jnp.ravel(leaf).astype(jnp.float64) for leaf in jax.tree.leaves(tree)])
+        return float(jnp.linalg.norm(flat(got) - flat(expected)) / jnp.linalg.norm(flat(expected)))
+
+
+def _loss(model: linen.Module, variables: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+    out = model.apply(variables, x)
+    assert isinstance(out, jax.Array)
+    return jnp.mean(out.astype(target.dtype) * target)

@@ -1,0 +1,131 @@
+"""What training in 8-bit floating point costs and loses, against Flax's operations and qwix on the same data.
+
+Run from the root of the repository:
+
+    python -m benchmarks.float8 [--quick]
+
+Three tables of a dense layer, an MLP and a transformer block: the costs of the forward pass and of loss, gradients and
+next state, ours over those who do the same; the costs of all over bfloat16; the errors of the gradients. On a GPU, the
+times of matrix products and of a large transformer block as well.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections.abc import Sequence
+
+import jax
+from flax import linen
+
+from benchmarks._float8_contestants import (
+    BFLOAT16,
+    CONTESTANTS,
+    OURS,
+    PEERS,
+    case,
+    reference_gradients,
+    relative_error,
+)
+from benchmarks._float8_gemm import BLOCK, block_rows, product_rows
+from benchmarks._float8_models import MODELS
+from benchmarks._markdown import table
+from benchmarks._measure import Cost, cost, lowering_seconds
+from benchmarks._programs import Program
+
+SHAPE = (4, 64, 256)
+"""The shape of the input: batch, length, width."""
+
+STEPS = 4
+"""How often a gradient is taken, so that delayed scales have seen their data."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a dense layer alone, one repeat of what is timed")
+    quick = parser.parse_args(argv).quick
+    models, repeats = (dict(list(MODELS.items())[:1]), 1) if quick else (MODELS, 5)
+    with jax.numpy_dtype_promotion("standard"):
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "qwix")]
+        print(", ".join([*versions, jax.default_backend()]) + "\n")
+        measured = {name: Measured.of(made, repeats) for name, made in models.items()}
+        print(table(["model", "program", "recipe", "over", *_COSTS], _peer_rows(measured)) + "\n")
+        print(table(["model", "program", "over bfloat16", *_COSTS], _bfloat16_rows(measured)) + "\n")
+        print(table(["error of gradients", *CONTESTANTS], [error_row(name, made) for name, made in models.items()]))
+        print("\n" + times())
+
+
+_COSTS = ["operations", "flops", "bytes", "temporaries", "lowering time"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the programs of a model cost.
+
+    Attributes:
+      costs: by program and contestant.
+      seconds: to trace and lower them, likewise.
+    """
+
+    costs: dict[tuple[str, str], Cost]
+    seconds: dict[tuple[str, str], float]
+
+    @classmethod
+    def of(cls, made: type[linen.Module], repeats: int) -> "Measured":
+        """Measures all contestants, whose lowering is timed in turns."""
+        all_programs = programs(made)
+        costs = {name: cost(program) for name, program in all_programs.items()}
+        seconds = lowering_seconds(list(all_programs.values()), repeats)
+        return cls(costs, dict(zip(all_programs, seconds, strict=True)))
+
+    def ratios(self, program: str, mine: str, other: str) -> list[str]:
+        """What a contestant costs over another."""
+        over = self.costs[program, mine].over(self.costs[program, other])
+        lowering = self.seconds[program, mine] / self.seconds[program, other]
+        return [f"{ratio:.3f}" for ratio in (*dataclasses.astuple(over), lowering)]
+
+
+def programs(made: type[linen.Module], shape: tuple[int, ...] = SHAPE) -> dict[tuple[str, str], Program]:
+    """The programs of all contestants, by what they do and whose they are."""
+    cases = {name: case(name, made, shape) for name in CONTESTANTS}
+    forward = {("forward", name): each.forward() for name, each in cases.items()}
+    return forward | {("training", name): each.training() for name, each in cases.items()}
+
+
+def error_row(name: str, made: type[linen.Module]) -> list[str]:
+    """How far the gradients of each contestant are from those in float64."""
+    expected = reference_gradients(made, SHAPE)
+    errors = [relative_error(case(other, made, SHAPE).gradients(STEPS), expected) for other in CONTESTANTS]
+    return [name, *(f"{error:.4f}" for error in errors)]
+
+
+def times() -> str:
+    """The times of matrix products and of a block, where there is a GPU."""
+    if jax.default_backend() != "gpu":
+        return "Matrix products and a large transformer block: not measured: no GPU."
+    header = ["size", "program", "bfloat16, ms", *(f"{name} over bfloat16" for name in OURS)]
+    return f"{jax.devices()[0].device_kind}, block of {BLOCK}\n\n{table(header, [*product_rows(), *block_rows()])}"
+
+
+def _peer_rows(measured: dict[str, Measured]) -> list[list[str]]:
+    return [
+        [name, program, recipe, peer, *of_model.ratios(program, recipe, peer)]
+        for name, of_model in measured.items()
+        for program in ("forward", "training")
+        for recipe, peers in PEERS.items()
+        for peer in peers
+    ]
+
+
+def _bfloat16_rows(measured: dict[str, Measured]) -> list[list[str]]:
+    return [
+        [name, program, contestant, *of_model.ratios(program, contestant, BFLOAT16)]
+        for name, of_model in measured.items()
+        for program in ("forward", "training")
+        for contestant in CONTESTANTS
+        if contestant != BFLOAT16
+    ]
+
+
+if __name__ == "__main__":
+    main()
