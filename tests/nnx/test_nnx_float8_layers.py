@@ -76,7 +76,7 @@ LEFT = {  # how to make it, what it takes, and why its products stay as they are
     "few channels": (lambda rngs: nnx.Conv(3, 32, (3,), rngs=rngs), BATCH[..., :3], "the length 3 is no multiple"),
     "few rows": (lambda rngs: nnx.Linear(16, 32, rngs=rngs), X[:3], "the number of its rows is no multiple of 16"),
     "groups": (lambda rngs: nnx.Conv(16, 32, (3,), feature_group_count=2, rngs=rngs), BATCH, "one of groups"),
-    "written function": (lambda rngs: nnx.Linear(16, 32, dot_general=product, rngs=rngs), BATCH, "a function of its own"),
+    "written function": (lambda rngs: nnx.Linear(16, 32, dot_general=product, rngs=rngs), BATCH, "function of its own"),
     "ConvTranspose": (lambda rngs: nnx.ConvTranspose(16, 32, (3,), rngs=rngs), BATCH, "none that could be another"),
     "Embed": (lambda rngs: nnx.Embed(32, 16, rngs=rngs), jnp.zeros((4, 4), jnp.int32), "the rows of a table are read"),
 }
