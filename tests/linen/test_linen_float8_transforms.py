@@ -142,9 +142,9 @@ def states():
         found |= {name: _state(loss, VARIABLES)["layer"] for name, loss in losses.items()}
         found |= {"other call": _state_of(Net(), VARIABLES, 3 * X)["layer"]}
         found |= {"unrolled": _state_of(Unrolled(), of_two), "stacked": _state_of(Stacked(STACKED), own)["layer"]}
-        for name, axes, variables in [
-            ("own", STACKED, own), ("shared", SHARED, VARIABLES), ("shared state", {**STACKED, OVERWRITE: None}, shared),
-        ]:  # fmt: skip
+        shared_state = {**STACKED, OVERWRITE: None}
+        mapped = [("own", STACKED, own), ("shared", SHARED, VARIABLES), ("shared state", shared_state, shared)]
+        for name, axes, variables in mapped:
             found[name] = _state_of(Mapped(axes), variables, batches)["layer"]
         return found
 
