@@ -39,7 +39,7 @@ def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
 
     Args:
       tree: a tree of arrays, in which state is float32.
-      loss_scale: what the loss is multiplied by, a float32 scalar. What a float8 layer sees in its backward pass is
+      loss_scale: what the loss is multiplied by, a scalar. What a float8 layer sees in its backward pass is
         multiplied by it too.
     """
     if not has_state(tree):
@@ -55,7 +55,8 @@ def leaf_by_max(name: str, leaf: Any, loss_scale: Any) -> jax.Array:
     """One leaf of state, of this name, as `by_max` makes it."""
     if is_by_max(leaf):
         return leaf
-    scaled = _scaled(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) else leaf
+    is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # that of a `NoOpLossScale` costs no operation
+    scaled = _scaled(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
     return lax.convert_element_type(scaled, _max_dtype())
 
 

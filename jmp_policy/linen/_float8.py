@@ -72,7 +72,7 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
 
 def differentiable(given: Policy | PolicyMap, variables: Any) -> Any:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return by_max(variables, jnp.float32(1)) if _has_state(given) else variables
+    return by_max(variables, 1.0) if _has_state(given) else variables
 
 
 def storable(given: Policy | PolicyMap, out: Any) -> Any:
