@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from float8_problem import STATE, batch_of, compiled, joined, loss_fn, same, stacked, state_after, variables_of
 from jax import lax
@@ -12,6 +13,7 @@ from jmp_policy._overwrite import as_float32
 
 FIRST, SECOND = batch_of(1), batch_of(2)
 VARIABLES = variables_of()
+SCALE = jmp.StaticLossScale(2.0**10)
 BOTH = stacked(FIRST, SECOND)
 ZEROS = jax.tree.map(jnp.zeros_like, VARIABLES[STATE]["idle"])
 
@@ -34,13 +36,13 @@ def test_gradients_and_state_are_those_without_a_loss_scale(unscaled, exponent):
 
 
 def test_a_static_loss_scale_is_no_other_than_a_dynamic_one(unscaled):
-    same(gradient(jmp.StaticLossScale(2.0**10)), unscaled)
+    same(gradient(SCALE), unscaled)
 
 
 def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leaves_the_forward_pass_alone(unscaled):
-    of_used, expected = (grads[STATE]["used"] for grads in (gradient(jmp.DynamicLossScale(1000.0)), unscaled))
-    for name in of_used:
-        np.testing.assert_allclose(of_used[name], expected[name], rtol=3e-7 if name.startswith("output_grad") else 0)
+    ours, expected = (grads[STATE]["used"] for grads in (gradient(jmp.DynamicLossScale(1000.0)), unscaled))
+    for name in ours:
+        np.testing.assert_allclose(ours[name], expected[name], rtol=3e-7 if name.startswith("output_grad") else 0)
 
 
 def test_the_gradient_of_state_that_was_not_used_is_zero(unscaled):
@@ -65,8 +67,7 @@ TWICE = {
 
 @pytest.fixture(scope="module")
 def used_twice():
-    scale = jmp.StaticLossScale(2.0**10)
-    return compiled(lambda v: {way: jmp.grad(loss, loss_scale=scale)(v) for way, loss in TWICE.items()})(VARIABLES)
+    return compiled(lambda v: {way: jmp.grad(loss, loss_scale=SCALE)(v) for way, loss in TWICE.items()})(VARIABLES)
 
 
 @pytest.mark.parametrize("way", TWICE)
@@ -77,17 +78,26 @@ def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(used_twice
 
 def test_a_branch_that_was_not_taken_has_no_state():
     untaken = lambda v: lax.cond(jnp.sum(FIRST["x"]) < jnp.inf, lambda v: 0.0, lambda v: loss_fn(v, FIRST), v)
-    grads = compiled(jmp.grad(untaken, loss_scale=jmp.StaticLossScale(2.0**10)))(VARIABLES)
+    grads = compiled(jmp.grad(untaken, loss_scale=SCALE))(VARIABLES)
     same(grads, jax.tree.map(jnp.zeros_like, VARIABLES))
 
 
-@pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0)], ids=repr)
-def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(scale):
+def minimized(loss):
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.StaticLossScale(8.0))
+    return lambda variables: jmp.optim.minimize(loss, tx)(variables, tx.init(variables))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [lambda f: jmp.grad(f, loss_scale=jmp.NoOpLossScale()), lambda f: jmp.grad(f, loss_scale=SCALE), minimized],
+    ids=["grad", "grad of a scaled loss", "minimize"],
+)
+def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(differentiate):
     use = jax.custom_vjp(lambda leaf: jnp.sum(as_float32(leaf)))
     use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (leaf,))
     twice = lambda v: use(v[STATE]["input_scale"]) + use(v[STATE]["input_scale"])
     with pytest.raises(ValueError, match=r"used twice outside of jax\.jit.*For example: loss, grads = jax\.jit"):
-        jmp.grad(twice, loss_scale=scale)({STATE: ZEROS})
+        differentiate(twice)({STATE: ZEROS})
 
 
 def test_a_branch_for_each_example_is_an_error_that_says_so():
@@ -129,6 +139,6 @@ def test_the_members_of_an_ensemble_have_a_state_each():
 
 def test_an_infinite_amax_never_enters_the_state():
     bad = FIRST | {"count": FIRST["count"].at[0, 0].set(jnp.inf)}
-    grads = gradient(jmp.StaticLossScale(2.0**10), bad)
+    grads = gradient(SCALE, bad)
     assert jmp.all_finite(grads[STATE])
     assert not jmp.all_finite(grads["params"]["used"])
