@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -77,7 +76,8 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
     used, _ = _scales(name, memory, format)
-    return _scaled_by(x, used, jnp.isfinite(amax_of(x)), DTYPES[name])
+    seen = select(jnp.isfinite(x), x, jnp.nan)  # as clipping would hide an infinity, and its amax is not needed
+    return Scaled(saturated(seen, used, DTYPES[name]), used)
 
 
 def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
@@ -85,7 +85,7 @@ def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8)
     used, made = _scales(name, memory, format)
     history, is_finite = _recorded(x, jnp.maximum(_numbers(memory.amax_history), 0.0))
     after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
-    return _scaled_by(x, used, is_finite, DTYPES[name]), after
+    return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 
 
 def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
@@ -106,10 +106,6 @@ def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.A
 def _numbers(leaf: jax.Array) -> jax.Array:
     """A leaf of state to compute with."""
     return as_float32(leaf) if is_by_max(leaf) else leaf
-
-
-def _scaled_by(x: jax.Array, scale: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> Scaled:
-    return Scaled(saturated(x, scale, dtype), select(is_finite, scale, jnp.nan))
 
 
 @custom_vmap
