@@ -1,0 +1,64 @@
+"""What the benchmark of float8 says of ours, in little: its operations and errors against those of Flax and qwix."""
+
+import jax
+import pytest
+
+pytest.importorskip("qwix")
+
+from benchmarks import _float8_gemm, float8
+from benchmarks._float8_contestants import OURS, PEERS, case, reference_gradients, relative_error
+from benchmarks._float8_models import Layer
+from benchmarks._measure import count_operations
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
+]
+
+SHAPE = (2, 16, 64)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # for Flax's operations and qwix
+        yield
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Our models and the peers'."""
+    return {name: case(name, Layer, SHAPE) for recipe in OURS for name in (recipe, PEERS[recipe][0])}
+
+
+def _operations(program):
+    return count_operations(program.lower().as_text())
+
+
+# Flax hides infinities, which costs nothing. In training qwix rounds the rows of each operand once, ours twice: once
+# along each of the axes that are summed over.
+@pytest.mark.parametrize(
+    ("recipe", "forward", "training"), [("delayed", 1.04, 1.07), ("current", 0.75, 0.7), ("current/row", 0.9, 1.25)]
+)
+def test_a_layer_needs_about_as_many_operations_as_its_peer(cases, recipe, forward, training):
+    mine, theirs = cases[recipe], cases[PEERS[recipe][0]]
+    assert _operations(mine.forward()) <= forward * _operations(theirs.forward())
+    assert _operations(mine.training()) <= training * _operations(theirs.training())
+
+
+def test_gradients_are_as_near_to_float64_as_those_of_flax_and_qwix(cases):
+    expected = reference_gradients(Layer, SHAPE)
+    for recipe in ("delayed", "current"):
+        pair = (cases[recipe], cases[PEERS[recipe][0]])
+        mine, theirs = (relative_error(each.gradients(steps=2), expected) for each in pair)
+        assert 0.01 < mine <= 1.02 * theirs
+
+
+def test_times_are_measured_where_there_is_a_gpu():
+    assert jax.default_backend() == "gpu" or "not measured: no GPU" in float8.times()
+
+
+def test_the_table_of_products_has_a_row_for_each_size_and_program():
+    rows = _float8_gemm.product_rows([64])
+    assert [row[:2] for row in rows] == [["64", "forward"], ["64", "training"]]
+    assert all(float(cell) > 0 for row in rows for cell in row[2:])
+    assert len(rows[0]) == 3 + len(OURS)
