@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import did_you_mean
+from .._float8_format import Float8
 from .._get_policy import PolicySpec, get_policy
 from .._policy import Policy
 
@@ -88,9 +89,10 @@ def check_for_autocast(policy: Policy, where: str = "") -> None:
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
     if policy.quantization is not None:
+        refused = "multiplies nothing in 8 bits" if isinstance(policy.quantization, Float8) else "quantizes no weights"
         raise ValueError(
-            f"autocast quantizes no weights, as the policy {policy.name!r}{where and ' ' + where} says. Give that one "
-            f"to a Flax module, with_policy(model, {policy.name!r}), or write "
+            f"autocast {refused}, as the policy {policy.name!r}{where and ' ' + where} says. Give that one to a Flax "
+            f"module, with_policy(model, {policy.name!r}), or write "
             f"{policy.replace(quantization=None).name!r}."
         )
 

@@ -131,7 +131,11 @@ def _quantization(weight: Any, called: Called | None) -> str:
     if called is None:
         return "left: not called"
     said = called.quantization or "left: no quantization in its policy"
-    return said if said.startswith("left: ") else f"left: computes as {said}, and is yet to be quantized"
+    if said.startswith("left: "):
+        return said
+    # Float8 rounds the operands of products: weights are not stored in it, before or after.
+    stored = "from a weight that stays as it is" if said.startswith("float8") else "and is yet to be quantized"
+    return f"left: computes as {said}, {stored}"
 
 
 def _numbers(weight: Any) -> Any:

@@ -55,6 +55,15 @@ def test_a_quantized_policy_is_refused():
         AutocastRules(scopes={"head": "int8_from_mixed_bfloat16"})
 
 
+def test_a_policy_of_float8_is_refused():
+    message = (
+        "autocast multiplies nothing in 8 bits, as the policy 'float8_from_mixed_bfloat16' says. Give that one to a "
+        "Flax module, with_policy(model, 'float8_from_mixed_bfloat16'), or write 'mixed_bfloat16'."
+    )
+    with raises(ValueError, message):
+        autocast(jnp.sin, "float8_from_mixed_bfloat16")
+
+
 def test_an_integer_compute_dtype_is_refused():
     with raises(ValueError, "Unknown dtype 'int8' in 'compute=int8'"):
         autocast(jnp.sin, "params=float32,compute=int8")

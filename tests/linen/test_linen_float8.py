@@ -147,3 +147,65 @@ def test_layer_with_an_operation_of_flaxs_keeps_that_and_its_state():
         return jax.tree.map(lambda x, y: jnp.all(x == y), ours, flaxs)
 
     assert jax.tree.all(are_equal(dense().init(jax.random.key(0), X)))
+
+
+class Body(nn.Module):
+    """A layer, and a head that may have a policy of its own."""
+
+    head: nn.Module = nn.Dense(16)
+
+    @nn.compact
+    def __call__(self, x):
+        return self.head(nn.relu(nn.Dense(16, name="body")(x)))
+
+
+CURRENT_FORMAT = CURRENT.partition("_from_")[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "states"),
+    [
+        (jmp.with_policy(Body(), jmp.PolicyMap({"head": PLAIN}, DELAYED)), {"body": FLOAT8}, ["body"]),
+        (
+            jmp.with_policy(Body(), jmp.PolicyMap({"head": CURRENT}, DELAYED)),
+            {"body": FLOAT8, "head": CURRENT_FORMAT},
+            ["body"],
+        ),
+        (
+            jmp.with_policy(Body(jmp.with_policy(nn.Dense(16), CURRENT)), DELAYED),
+            {"body": FLOAT8, "head": CURRENT_FORMAT},
+            ["body"],
+        ),
+        (jmp.with_policy(Body(jmp.with_policy(nn.Dense(16), DELAYED)), PLAIN), {"head": FLOAT8}, ["head"]),
+        (Body(jmp.with_policy(nn.Dense(16), DELAYED)), {"head": FLOAT8}, ["head"]),
+    ],
+    ids=["a rule", "two recipes", "two policies", "a policy inside", "a policy inside of no other"],
+)
+def test_each_layer_has_the_format_of_its_own_policy(model, quantization, states):
+    rows = jmp.explain(model, X).rows
+    assert {row.path: row.quantization for row in rows if row.quantization} == quantization
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert list(variables[OVERWRITE]) == states
+    loss = jmp.grad(lambda variables: _sum_of_squares(model.apply(variables, X)), loss_scale=jmp.StaticLossScale(2.0))
+    program = jax.make_jaxpr(loss)(variables)
+    assert float8_products(program.jaxpr) == 3 * len(quantization)
+    assert [aval.dtype for aval in program.out_avals] == [jnp.float32] * len(jax.tree.leaves(variables))
+
+
+def test_audit_counts_the_products_in_8_bits():
+    model = jmp.with_policy(Body(), DELAYED)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    scale = jmp.StaticLossScale(2.0)
+    loss_fn = lambda variables: _sum_of_squares(model.apply(variables, X))
+    report = jmp.numerics.audit(jmp.value_and_grad(loss_fn, loss_scale=scale))(variables)
+    assert report.findings == ()
+    assert {matmul.dtype for matmul in report.matmuls} == {"float8_e4m3fn", "float8_e5m2"}
+
+
+def test_comparison_says_that_weights_stay_as_they_are():
+    params = {"params": {"kernel": X, "bias": X[0]}}
+    before, after = (jmp.with_policy(nn.Dense(16), policy).bind(params) for policy in ("float32", CURRENT))
+    comparison = quant.compare(before, after, X)
+    said = "left: computes as float8(recipe=current,min_size=0), from a weight that stays as it is"
+    assert comparison[""].quantization == said
+    assert 0.01 < comparison.output_error < 0.1

@@ -103,6 +103,16 @@ def test_history_holds_the_largest_magnitude_of_each_step(runs):
     np.testing.assert_allclose(state["output_grad_amax_history"], [gradients[3], *gradients[:3]], rtol=1e-6)
 
 
+def test_norm_by_which_gradients_are_clipped_is_without_the_state(runs):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    grads, params = runs["unclipped"], VARIABLES["params"]
+    for optimizer in (tx, SCALED(tx)):
+        stepped = jmp.optim.step(optimizer, grads, optimizer.init(VARIABLES), VARIABLES)[0]
+        alone = jmp.optim.step(optimizer, grads["params"], optimizer.init(params), params)[0]
+        assert_same(stepped["params"], alone)
+        jax.tree.map(np.testing.assert_array_equal, stepped[OVERWRITE], grads[OVERWRITE])
+
+
 @pytest.fixture(scope="module")
 def accumulated():
     """The state after one step: of a batch, and of its two halves, the first of which is the larger."""
