@@ -100,9 +100,7 @@ def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_sc
 
     @functools.wraps(fun)
     def of_models(*args: Any, **kwargs: Any) -> Any:
-        states = {}
-        for position in positions:
-            states |= states_in(args[position])
+        states = states_in([args[position] for position in positions])
         before = {path: variable.get_value() for path, variable in states.items()}
         for path, value in before.items():
             states[path].set_value(leaf_by_max(path[-1], value, loss_scale))

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -135,9 +136,9 @@ def test_tied_layers_have_one_state_for_each_module():
     assert model.first.kernel is model.other.kernel
     states = state_of(gradients(model))
     assert {name.split("/")[0] for name in states} == {"again", "other"}  # a module has the path that comes first
-    hidden = nnx.relu(jmp.with_policy(linear(), DELAYED)(X)) * 4
-    seen = states["again/_overwrite_with_gradient/input_amax_history"][0]
-    assert seen == max(jnp.max(jnp.abs(X)).astype(jnp.bfloat16), jnp.max(hidden).astype(jnp.bfloat16))
+    second = float(jnp.max(jmp.with_policy(linear(), DELAYED)(X)) * 4)
+    assert second > float(jnp.max(jnp.abs(X)))
+    assert states["again/_overwrite_with_gradient/input_amax_history"][0] == second
 
 
 def test_a_decorated_class_and_its_subclasses_make_models_with_state(model):
@@ -155,9 +156,8 @@ def test_a_decorated_class_and_its_subclasses_make_models_with_state(model):
     deeper = state_of(gradients(Deeper()))
     assert {name.split("/")[0] for name in deeper} == {"hidden", "head", "last"}
     first = state_of(gradients(fresh()))
-    assert deeper["head/_overwrite_with_gradient/input_amax_history"][0] == first[
-        "head/_overwrite_with_gradient/input_amax_history"
-    ][0]
+    of_head = "head/_overwrite_with_gradient/input_amax_history"
+    np.testing.assert_array_equal(deeper[of_head], first[of_head])
 
 
 def test_models_in_a_dictionary_learn_in_turns():
