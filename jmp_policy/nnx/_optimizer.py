@@ -9,7 +9,7 @@ from flax import nnx
 from .. import optim
 from .._overwrite import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import next_state
+from ..optim._overwriting import next_state, zeroed
 from ..optim._step import ParameterUpdate
 from ._float8 import Float8State
 
@@ -47,14 +47,14 @@ class Optimizer(nnx.Optimizer):
           Under `loss_scaled`, and with a transformation for half-precision parameters, nothing: a step writes no
           array of updates, which is what makes it cheap and exact. With any other transformation the updates, as Flax.
         """
-        before = nnx.as_pure(self.opt_state)
+        state, before = self._float8_state(model, grads), nnx.as_pure(self.opt_state)
         updates = self._update_params(model, grads, extra)
-        self._overwrite_state(model, grads, before)
+        self._overwrite_state(model, state, before)
         return updates
 
     def _update_params(self, model: Any, grads: Any, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            return super().update(model, grads, **extra)
+            return super().update(model, zeroed(grads), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         opt_state = nnx.as_pure(self.opt_state)
@@ -64,16 +64,18 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += _steps_taken(opt_state)
         return None
 
-    def _overwrite_state(self, model: Any, grads: Any, before: Any) -> None:
-        """Float8 state takes the value of its gradient, unless it is among the parameters, which are updated so."""
+    def _float8_state(self, model: Any, grads: Any) -> tuple[Any, Any]:
+        """The float8 state that was differentiated, before a step, and its gradient."""
         new = nnx.state(grads, Float8State, graph=self.graph)
-        if not jax.tree.leaves(new) or jax.tree.leaves(nnx.state(new, self.wrt, graph=self.graph)):
-            return
         paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
         differentiated = nnx.All(Float8State, lambda path, _: path in paths)
-        old = nnx.as_pure(nnx.state(model, differentiated, graph=self.graph))
-        named = {OVERWRITE: old}, {OVERWRITE: nnx.as_pure(new)}  # that of a linen module stands under no such name
-        nnx.update(model, next_state(*named, before, nnx.as_pure(self.opt_state))[OVERWRITE])
+        return nnx.as_pure(nnx.state(model, differentiated, graph=self.graph)), nnx.as_pure(new)
+
+    def _overwrite_state(self, model: Any, state: tuple[Any, Any], before: Any) -> None:
+        """Gives a model the next float8 state, whatever the optimizer made of it, if it was among its parameters."""
+        old, new = ({OVERWRITE: tree} for tree in state)  # that of a linen module stands under no such name
+        if jax.tree.leaves(new):
+            nnx.update(model, next_state(old, new, before, nnx.as_pure(self.opt_state))[OVERWRITE])
 
 
 def _steps_taken(opt_state: Any) -> Any:
