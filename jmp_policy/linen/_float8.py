@@ -18,7 +18,8 @@ from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import WHY_TABLES_WIDE, Float8Multiply, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._einsum import computed, equation_of
-from ._fields import is_parameter_wrapper, written
+from ._fields import written
+from ._frame import CURRENT
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "dot_general": lax.dot_general,
@@ -55,6 +56,24 @@ def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[.
             return next_fun(*args, **kwargs)
 
     return multiplying
+
+
+def sparing_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module that rewrites the variables of others, of which it passes on the state of float8 layers.
+
+    Args:
+      module: a bound `nn.WeightNorm` or `nn.SpectralNorm`, whatever policy holds for it itself.
+      next_fun: what to call for the method.
+    """
+    if not _has_state(CURRENT.value.policy):
+        return next_fun
+    fields = {name: _sparing_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
+
+    def rewriting(*args: Any, **kwargs: Any) -> Any:
+        with written(module, fields):
+            return next_fun(*args, **kwargs)
+
+    return rewriting
 
 
 def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layout: Layout) -> str:
@@ -96,8 +115,6 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
         shared = module.variable_broadcast
         shared = (shared,) if isinstance(shared, str) else shared
         return {"variable_broadcast": (*shared, OVERWRITE)} if isinstance(shared, tuple | list) else {}
-    if is_parameter_wrapper(module):
-        return {name: _sparing_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
     name = _operation(module)
     if name is None:
         return {}

@@ -22,7 +22,7 @@ from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_
 from ..quant._weight import Unquantized, fake_quantized
 from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
-from ._float8 import float8_layer, float8_method
+from ._float8 import float8_layer, float8_method, sparing_state
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -43,6 +43,8 @@ def quantized_method(
       format: that of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
+    if is_parameter_wrapper(module):
+        next_fun = sparing_state(module, next_fun)
     if isinstance(format, Float8):
         return float8_method(module, method, format, next_fun)
     if format is None:
