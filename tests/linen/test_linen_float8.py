@@ -184,7 +184,7 @@ CURRENT_FORMAT = CURRENT.partition("_from_")[0]
         (jmp.with_policy(Body(jmp.with_policy(nn.Dense(16), DELAYED)), PLAIN), {"head": FLOAT8}, ["head"]),
         (Body(jmp.with_policy(nn.Dense(16), DELAYED)), {"head": FLOAT8}, ["head"]),
     ],
-    ids=["a rule", "two recipes", "a rule inside of a norm", "two policies", "a policy inside", "a policy inside of no other"],
+    ids=["a rule", "two recipes", "a rule in a norm", "two policies", "a policy inside", "a policy inside of none"],
 )
 def test_each_layer_has_the_format_of_its_own_policy(model, quantization, states):
     rows = jmp.explain(model, X).rows
