@@ -83,7 +83,8 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
 def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
     """As `scaled_by_history`, and the memory of the next step, with this array in it."""
     used, made = _scales(name, memory, format)
-    history, is_finite = _recorded(x, jnp.maximum(_numbers(memory.amax_history), 0.0))
+    history = jnp.maximum(_numbers(memory.amax_history), 0.0)
+    history, is_finite = _recorded(lax.stop_gradient(x), lax.stop_gradient(history))
     after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
     return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 

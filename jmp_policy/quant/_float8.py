@@ -1,6 +1,7 @@
 """Numbers in 8-bit floating point, e4m3 and e5m2, and the scales by which they fit."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,7 @@ def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, mar
     return jnp.maximum(1 / select(usable, _largest(dtype, margin) / amax, 1 / otherwise), _TINY)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x / scale` in an 8-bit format, clipped to its largest number: beyond 448 a cast to e4m3 is nan.
 
@@ -71,10 +73,22 @@ def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
       scale: float32, a scalar or broadcastable to `x`.
       dtype: e4m3 or e5m2.
 
+    Raises:
+      TypeError: it is differentiated, as a product is whose derivative is differentiated once more.
+
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.1 (saturation).
     """
     limit = _largest(dtype)
     return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
+
+
+@saturated.defjvp
+def _refused(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+    """JAX would cast the tangents too, to 8 bits and without a scale: they would be nan, or a third of them lost."""
+    raise TypeError(
+        "A product in 8-bit floating point has a first derivative, and no second one. For example, give layers that "
+        "are differentiated twice the policy 'mixed_bfloat16'."
+    )
 
 
 def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.Array:

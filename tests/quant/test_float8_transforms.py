@@ -177,6 +177,17 @@ def test_forward_mode_is_refused_by_jax():
 
 
 @pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
+@pytest.mark.parametrize("second", [jax.grad, jax.jacfwd], ids=["reverse", "forward"])
+def test_second_derivatives_are_refused(second, format):
+    """Tangents that are cast to 8 bits without a scale would be nan for some losses, and a third wrong for others."""
+    x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3) if format == FORMAT else None
+    loss = lambda w: jnp.sum(TWO_AXES(x, w, quantization=format, state=state) ** 2)
+    penalty = lambda w: jnp.sum(jax.grad(loss)(w) ** 2)
+    with pytest.raises(TypeError, match=r"^A product in 8-bit floating point has a first derivative, and no second"):
+        jax.eval_shape(second(penalty), w)
+
+
+@pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns", "out"),
     [
