@@ -98,7 +98,8 @@ def storable(given: Policy | PolicyMap, out: Any) -> Any:
     """What a model returned with its variables, whose state is numbers again."""
     if not _has_state(given) or not has_state(out):
         return out
-    plain = lambda leaf: as_float32(leaf) if is_by_max(leaf) else leaf
+    # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
+    plain = lambda leaf: lax.stop_gradient(as_float32(leaf)) if is_by_max(leaf) else leaf
     return map_state(plain, out, otherwise=lambda leaf: leaf)
 
 

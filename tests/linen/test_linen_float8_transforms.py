@@ -226,6 +226,16 @@ def test_what_a_model_returns_of_its_state_is_float32():
     assert mutable == initial == lazy == expected
 
 
+def test_what_a_model_returns_of_its_state_has_no_derivative():
+    model = jmp.with_policy(Net(), POLICY)
+
+    def pulled_back(variables):  # as Flax's tables count the operations of a backward pass
+        out, pull_back = jax.vjp(functools.partial(model.apply, mutable=True), variables, X)
+        return pull_back(out)[0]
+
+    assert jax.eval_shape(pulled_back, VARIABLES) == jax.eval_shape(lambda: VARIABLES)
+
+
 def test_tables_and_captures_of_flax_have_the_state_beside_the_parameters():
     model = jmp.with_policy(Net(), POLICY)
     assert "output_grad_amax_history" in model.tabulate(jax.random.key(0), X, console_kwargs={"width": 200})
