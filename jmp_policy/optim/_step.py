@@ -51,7 +51,8 @@ def step(
         stays as it is.
       opt_state: the state of `tx`.
       params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
-        gradient, and is hidden from `tx`.
+        gradient, and `tx` sees zeros for it; inside of `loss_scaled` and `skip_nonfinite` it sees nothing, which
+        optimizers that remember distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
       **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes.
 
     Returns:
