@@ -3,13 +3,15 @@
 import dataclasses
 
 from ._float8_recipe import DelayedScaling, Recipe, parse_recipe
-from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
+from ._format_fields import check_count, check_flag, spelled_options
 
 MULTIPLE = 16
 """What the sizes of a product are multiples of on hardware that multiplies 8-bit floating point."""
 
 ODD_ROWS = f"the number of its rows is no multiple of {MULTIPLE}"
 """Why a product stays in the compute dtype whose other sizes are fit for 8 bits."""
+
+_MIN_SIZE = 2**14
 
 
 # An own __init__, since a recipe may be given as its string and is a recipe ever after.
@@ -26,7 +28,9 @@ class Float8:
       amax_history_length: over how many steps a delayed scale looks back.
       margin: scales leave a factor of `2**margin` of room below the largest number of the format.
       weight_grad: whether the gradient of the weight is computed in 8 bits too, else in the compute dtype.
-      min_size: the number of elements below which a weight is left in the compute dtype, as for `Int8`.
+      min_size: the number of elements below which a weight is left in the compute dtype. The casts around a product
+        cost as its operands grow and what they save as their product does, so that small layers lose time, and
+        precision for nothing. Where yours begin to gain depends on the device, and is usually at larger ones still.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.
@@ -50,7 +54,7 @@ class Float8:
         amax_history_length: int = 1024,
         margin: int = 0,
         weight_grad: bool = True,
-        min_size: int = DEFAULT_MIN_SIZE,
+        min_size: int = _MIN_SIZE,
     ) -> None:
         vars(self).update(
             recipe=parse_recipe(recipe),

@@ -31,7 +31,7 @@ def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int
 def why_left_wide(size: int, format: Float8, *lengths: int) -> str | None:
     """Why products with a weight stay in the compute dtype, by its size and the lengths that matter to hardware.
 
-    >>> why_left_wide(4096, Float8(), 64, 64), why_left_wide(6400, Float8(), 64, 100)
+    >>> why_left_wide(16384, Float8(), 128, 128), why_left_wide(25600, Float8(), 256, 100)
     (None, 'the length 100 is no multiple of 16')
     """
     if size < format.min_size or size == 0:
