@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
     parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
-    parser.add_argument("--policy", help="such as mixed_bfloat16 (default: what the doctor recommends)")
+    parser.add_argument("--policy", help="such as float8_from_mixed_bfloat16 (default: what the doctor recommends)")
     parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
     parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
     parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")
