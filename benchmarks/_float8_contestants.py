@@ -42,8 +42,8 @@ def with_qwix(by_channel: bool, made: type[linen.Module]) -> linen.Module:
 
 
 def ours(recipe: str, made: type[linen.Module]) -> linen.Module:
-    """With jmp_policy."""
-    return jmp.with_policy(made(), f"float8(recipe={recipe})_from_mixed_bfloat16")
+    """With jmp_policy, small layers as well, as the others."""
+    return jmp.with_policy(made(), f"float8(recipe={recipe},min_size=0)_from_mixed_bfloat16")
 
 
 BFLOAT16 = "bfloat16"

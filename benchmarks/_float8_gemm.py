@@ -21,7 +21,7 @@ def products(size: int, *, trains: bool) -> Calls:
     left, right, cotangent = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
     made: Calls = {}
     for name in (BFLOAT16, *OURS):
-        format = None if name == BFLOAT16 else f"float8(recipe={name})"
+        format = None if name == BFLOAT16 else f"float8(recipe={name},min_size=0)"
         state = quant.float8_state(format) if name == "delayed" else None
         operands = (left, right, state)
         made[name] = (_trained(format), (cotangent, *operands)) if trains else (_product(format), operands)
