@@ -11,7 +11,7 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 
     It stands for `quant.Float8(DelayedScaling(delay=2), amax_history_length)`: as in Keras, a step applies the scale
     that the step before stored. `jmp_policy.get_policy("float8_from_mixed_bfloat16")` acts a step sooner. Unlike
-    Keras, layers of fewer than 4096 weights stay in the compute dtype.
+    in Keras, layers that gain nothing stay in the compute dtype: those of fewer than 16384 weights, say.
 
     Args:
       mode: `"float8"`.
