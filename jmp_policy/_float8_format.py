@@ -20,17 +20,18 @@ class Float8:
     """Training in 8 bits: products of e4m3 in the forward pass, and of e5m2 with e4m3 in the backward pass.
 
     Weights stay in the parameter dtype, and optimizers see nothing of the format: the operands of each product are
-    scaled into the range of 8 bits and rounded on the way in. Casts saturate. Products too small to gain stay in the
-    compute dtype.
+    scaled into the range of 8 bits and rounded on the way in. Casts saturate. Products of lengths that are no multiples
+    of 16, or too small to gain, stay in the compute dtype; `jmp_policy.explain` says which. There is a reverse-mode
+    derivative, and neither a forward-mode nor a second one.
 
     Args:
       recipe: where the scales come from: a `DelayedScaling`, a `CurrentScaling`, or the string of one.
       amax_history_length: over how many steps a delayed scale looks back.
       margin: scales leave a factor of `2**margin` of room below the largest number of the format.
       weight_grad: whether the gradient of the weight is computed in 8 bits too, else in the compute dtype.
-      min_size: the number of elements below which a weight is left in the compute dtype. The casts around a product
-        cost as its operands grow and what they save as their product does, so that small layers lose time, and
-        precision for nothing. Where yours begin to gain depends on the device, and is usually at larger ones still.
+      min_size: the number of elements below which a weight is left in the compute dtype. The time of the
+        casts grows with the operands, and what they save with the product, so that small layers lose time, and
+        precision for nothing. From which size on yours gain depends on the device, and is usually larger still.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.

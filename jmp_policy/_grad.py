@@ -45,7 +45,8 @@ def value_and_grad(
       `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
 
     Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one.
+      ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
+        of `jax.jit`, or in a branch for each example of `jax.vmap`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 

@@ -15,7 +15,8 @@ class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for optimizers under `optim.loss_scaled` or `optim.skip_nonfinite`.
 
     On a skipped step, `step` does not advance and whatever else is handed over (batch statistics, say) stays what it
-    was. The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
+    was. With float8 layers `params` is `{"params": ..., "_overwrite_with_gradient": ...}`, as in Flax's own class.
+    The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
 
     >>> tx = optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
     >>> state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)

@@ -29,7 +29,10 @@ def value_and_grad(
     As `jmp_policy.value_and_grad`, on top of `flax.nnx.value_and_grad`. Where the step is one that will be skipped,
     because a gradient is not finite, batch statistics and other state that the function wrote into the modules it
     differentiates stay as they were; RNG states and intermediates are kept. With a bare `NoOpLossScale`, which skips
-    nothing, this is `flax.nnx.value_and_grad`.
+    nothing, and without float8 layers this is `flax.nnx.value_and_grad`.
+
+    Float8 layers with state are differentiated with respect to that too, whose gradient is the next state: what to hand
+    to `jmp_policy.nnx.Optimizer`. A `DiffState` names it itself, `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
@@ -43,7 +46,8 @@ def value_and_grad(
       `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
 
     Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one.
+      ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
+        of `jax.jit`, or in a branch for each example of `jax.vmap`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 

@@ -49,7 +49,8 @@ def dot_general(
       floating `rhs`.
 
     Raises:
-      TypeError: `lhs`, or an `rhs` to quantize, is not floating.
+      TypeError: `lhs`, or an `rhs` to quantize, is not floating; or the derivative of a product in float8 is
+        differentiated.
       ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
         another one; or a state is missing, or given to a recipe that has none.
 
@@ -72,7 +73,7 @@ def einsum(
     quantization: Any = None,
     state: State | None = None,
 ) -> jax.Array:
-    """`jax.numpy.einsum` of two operands, of which the second is a quantized weight.
+    """`jax.numpy.einsum` of two operands, of which the second is a quantized weight, or which is computed in float8.
 
     Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
 
@@ -93,10 +94,10 @@ def conv_general_dilated(
     state: State | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` whose filter is a quantized weight.
+    """`jax.lax.conv_general_dilated` whose filter is a quantized weight, or which rounds its operands to float8.
 
     With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. With
-    `Float8` the numbers of 8 bits are multiplied in the compute dtype. Other arguments, result and errors are as of
+    `Float8` the numbers of 8 bits are multiplied in bfloat16 or float32. Other arguments, result and errors are as of
     JAX's operation and of `dot_general`.
 
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
