@@ -47,7 +47,6 @@ def assert_same(ours, expected):
         np.testing.assert_array_equal(ours[name], expected[name], err_msg=name, strict=True)
 
 
-
 def trained(model, steps=1):
     """A model after steps that change nothing but its state."""
     optimizer = jmp.nnx.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)

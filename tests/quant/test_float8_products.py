@@ -119,8 +119,6 @@ def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(case, form
     check((CASES | IMAGES)[case], FORMATS[format], dtype)
 
 
-
-
 @pytest.mark.parametrize(
     ("operand", "axis", "result", "along"),
     [(0, 0, 0, 0), (0, 1, 2, 0), (1, 1, 0, 1), (1, 0, 1, 1), (2, 0, 1, 0), (2, 1, 2, 1)],
