@@ -12,6 +12,8 @@ ODD_ROWS = f"the number of its rows is no multiple of {MULTIPLE}"
 """Why a product stays in the compute dtype whose other sizes are fit for 8 bits."""
 
 _MIN_SIZE = 2**14
+"""With smaller layers in 8 bits too, the demo's GPT had 1.3 % more validation loss than in bfloat16, and 0.4 %
+without them: means of two recipes, each with two seeds."""
 
 
 # An own __init__, since a recipe may be given as its string and is a recipe ever after.

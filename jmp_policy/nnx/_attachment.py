@@ -190,7 +190,7 @@ class Attachment:
         if state is not None:
             setattr(new, OVERWRITE, nnx.data(state))  # past vars: nnx keeps account of the attributes there are
         elif OVERWRITE in vars(module):
-            vars(new)[OVERWRITE] = None
+            vars(new)[OVERWRITE] = None  # to be deleted, and so taken off that account
             delattr(new, OVERWRITE)
         return new
 
