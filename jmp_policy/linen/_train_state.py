@@ -38,7 +38,7 @@ class TrainState(train_state.TrainState):
         """
         if OVERWRITE in grads:
             trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
-            params = {"params": trained} | self._next_state(grads, opt_state)
+            params = {**self.params, "params": trained} | self._next_state(grads, opt_state)
         else:
             params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
         if not has_scaled_state(opt_state):

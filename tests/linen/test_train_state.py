@@ -103,6 +103,13 @@ def test_collection_that_gradients_overwrite_is_overwritten_on_good_steps_only()
     jax.tree.map(np.testing.assert_array_equal, bad.params, good.params)
 
 
+def test_collections_beside_the_overwritten_one_stay_as_they_are():
+    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.zeros(1)}, "cache": jnp.ones(3)}
+    state = jmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    stepped = jax.eval_shape(lambda state: state.apply_gradients(grads=params), state)
+    assert jax.tree.structure(stepped.params) == jax.tree.structure(params)
+
+
 def test_train_step_is_traced_once():
     """Flax starts from the Python int 0: a step counter of another type afterwards would mean compiling twice."""
     traces = []
