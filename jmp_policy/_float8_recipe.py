@@ -40,6 +40,12 @@ class DelayedScaling:
     An operand is then read once: it need not be measured before it is scaled. A number that outgrows the scale of its
     step becomes the largest one of the format.
 
+    The state is trained beside the parameters, under `jax.jit`: its gradient is its next value, and what is not
+    differentiated learns no scale. In linen it is the collection `_overwrite_with_gradient` that `model.init` returns
+    beside `"params"`; give both to `value_and_grad`, `tx.init` and `optim.step`, or to `linen.TrainState` as `params`.
+    `nn.scan` and `nn.vmap` hand it on where their `variable_axes` name it. In nnx it is `nnx.Float8State`, which
+    `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` see to.
+
     Args:
       amax: `"max"`, the largest of the history, which spikes do not surprise twice; or `"most_recent"`.
       delay: how many steps after an amax was seen it acts. 1 makes the scale from the history as it is used, as Flax
@@ -53,6 +59,16 @@ class DelayedScaling:
 
     >>> str(DelayedScaling()), str(DelayedScaling("most_recent", delay=2))
     ('delayed', 'delayed/most_recent/2')
+
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(128), "float8/2_from_mixed_bfloat16")
+    >>> x, tx = jnp.full((16, 128), 3.0), jmp.optim.skip_nonfinite(optax.sgd(0.1))
+    >>> variables = model.init(jax.random.key(0), x)
+    >>> loss_fn = lambda variables: jnp.mean(model.apply(variables, x).astype(jnp.float32))
+    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
+    >>> variables, opt_state, loss = train_step(variables, tx.init(variables))
+    >>> variables["_overwrite_with_gradient"]["input_amax_history"].tolist()
+    [3.0, 0.0]
     """
 
     amax: str = "max"

@@ -164,9 +164,9 @@ def _state(module: nn.Module, format: Float8) -> State:
     Raises:
       ValueError: there is none, and it cannot be made.
     """
+    assert module.scope is not None
     state: State = {}
     for name, initial in jax.eval_shape(functools.partial(new_state, format)).items():
-        assert module.scope is not None
         if not module.scope.has_variable(OVERWRITE, name) and not module.is_mutable_collection(OVERWRITE):
             raise ValueError(_no_state(module, format))
         make = jnp.ones if name.endswith("scale") else jnp.zeros
@@ -180,5 +180,5 @@ def _no_state(module: nn.Module, format: Float8) -> str:
         f"variables are without the collection {OVERWRITE!r}, or it is inside of a transform that does not hand it on. "
         f"For example: variables = model.init(key, x) | {{'params': params}}; or nn.scan(Layer, variable_axes="
         f"{{'params': 0, {OVERWRITE!r}: 0}}, ...); or the policy 'float8(recipe=current)_from_mixed_bfloat16', which "
-        "has none."
+        "has none. State is to be differentiated beside the parameters, for its gradient is the next state."
     )
