@@ -43,8 +43,9 @@ class DelayedScaling:
     The state is trained beside the parameters, under `jax.jit`: its gradient is its next value, and what is not
     differentiated learns no scale. In linen it is the collection `_overwrite_with_gradient` that `model.init` returns
     beside `"params"`; give both to `value_and_grad`, `tx.init` and `optim.step`, or to `linen.TrainState` as `params`.
-    `nn.scan` and `nn.vmap` hand it on where their `variable_axes` name it. In nnx it is `nnx.Float8State`, which
-    `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` see to.
+    The `update` of plain optax would take it for a parameter. `nn.scan` and `nn.vmap` hand it on where their
+    `variable_axes` name it. In nnx it is `nnx.Float8State`, which `jmp_policy.nnx.value_and_grad` and
+    `jmp_policy.nnx.Optimizer` see to.
 
     Args:
       amax: `"max"`, the largest of the history, which spikes do not surprise twice; or `"most_recent"`.
