@@ -30,8 +30,9 @@ class Float8State(nnx.Variable):
 
     A dictionary of them is an attribute of the layer, `_overwrite_with_gradient`. They are no `nnx.Param`s:
     `jmp_policy.nnx.value_and_grad` differentiates with respect to them beside the parameters, their gradients are
-    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model. `flax.nnx.Optimizer` leaves them as
-    they are, so that nothing is learned of how large numbers are, and takes them for parameters if its `wrt` says so.
+    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model. `flax.nnx.value_and_grad` and
+    `flax.nnx.Optimizer` leave them as they are, so that nothing is learned of how large numbers are, and take them for
+    parameters where a `wrt` says so.
 
     A policy that is attached again finds them there; one whose histories have another length makes new ones, and one
     that keeps no state takes them away. In the bridges to linen they are the collection of the same name.
