@@ -39,7 +39,7 @@ class Float8State(nnx.Variable):
 
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")
-    >>> state = nnx.state(model, Float8State)["_overwrite_with_gradient"]
+    >>> state = nnx.state(model, jmp.nnx.Float8State)["_overwrite_with_gradient"]
     >>> sorted(state)[:2], state["input_amax_history"].shape
     (['input_amax_history', 'input_scale'], (16,))
     """
