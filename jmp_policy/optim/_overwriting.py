@@ -1,5 +1,6 @@
 """Updating parameters with float8 state among them: optimizers never see it, and its gradient takes its place."""
 
+import functools
 from typing import Any
 
 import jax
@@ -49,10 +50,10 @@ def next_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> 
 
 
 def _is_first(opt_state: PyTree) -> Any:
-    """Whether no microbatch of the step was taken before."""
+    """Whether no microbatch of the step was taken before; a step ends where all groups of parameters take theirs."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
     found = [node.mini_step == 0 for node in nodes if _is_multi_steps(node)]
-    return found[0] if len(found) == 1 else True
+    return functools.reduce(jnp.logical_and, found) if found else True
 
 
 def _is_multi_steps(node: Any) -> bool:

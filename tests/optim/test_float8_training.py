@@ -69,6 +69,16 @@ def test_each_step_of_multisteps_is_remembered_once(accumulated):
         same(variables[STATE], expected)
 
 
+def test_microbatches_leave_the_state_of_one_big_batch_where_each_group_of_parameters_has_its_multisteps():
+    labels = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, tree)
+    groups = {name: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation() for name in ("used", "idle")}
+    tx = jmp.optim.skip_nonfinite(optax.partition(groups, labels))
+    step, state, variables = train_step(tx), tx.init(VARIABLES), VARIABLES
+    for batch in BATCHES[:2]:
+        variables, state = step(variables, state, batch)
+    same(variables[STATE], state_after(VARIABLES, joined(*BATCHES[:2])))
+
+
 @pytest.mark.parametrize("quantization", [
     "float8/1(recipe=delayed/most_recent,min_size=0)",
     "float8/4(recipe=delayed/2,min_size=0)",
