@@ -13,6 +13,7 @@ WINDOWS = np.random.default_rng(0).integers(97, 101, (4, MODEL.context + 1)).ast
 # Flax's norms and optax's Adam promote by themselves.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
+FLOAT8 = "float8/4(min_size=0)_from_mixed_bfloat16"
 
 
 def make(api: str, policy: str, **wishes):
@@ -36,8 +37,11 @@ def test_a_few_steps_lower_the_loss(api, policy):
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_restored_state_goes_on_bit_exactly(api):
-    straight, resumed = make(api, "float32"), make(api, "float32", seed=1)
+    straight, resumed = make(api, FLOAT8), make(api, FLOAT8, seed=1)
     straight.step(WINDOWS)
+    leaves = jax.tree_util.tree_leaves_with_path(straight.state)
+    seen = [leaf for path, leaf in leaves if "amax_history" in jax.tree_util.keystr(path)]
+    assert seen and all(history[0] > 0 and history[1] == 0 for history in map(np.array, seen))
     resumed.state = jax.tree.map(lambda leaf: np.array(leaf), straight.state)
     assert straight.step(WINDOWS) == resumed.step(WINDOWS)
     jax.tree.map(np.testing.assert_array_equal, straight.state, resumed.state)
