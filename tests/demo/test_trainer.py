@@ -41,7 +41,8 @@ def test_a_restored_state_goes_on_bit_exactly(api):
     straight.step(WINDOWS)
     leaves = jax.tree_util.tree_leaves_with_path(straight.state)
     seen = [leaf for path, leaf in leaves if "amax_history" in jax.tree_util.keystr(path)]
-    assert seen and all(history[0] > 0 and history[1] == 0 for history in map(np.array, seen))
+    assert seen
+    assert all(history[0] > 0 and history[1] == 0 for history in map(np.array, seen))
     resumed.state = jax.tree.map(lambda leaf: np.array(leaf), straight.state)
     assert straight.step(WINDOWS) == resumed.step(WINDOWS)
     jax.tree.map(np.testing.assert_array_equal, straight.state, resumed.state)
