@@ -20,12 +20,7 @@ from ..quant._layout import Layout
 from ._einsum import computed, equation_of
 from ._fields import written
 from ._frame import CURRENT
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "dot_general": lax.dot_general,
-    "conv_general_dilated": lax.conv_general_dilated,
-}
-"""The fields of Flax's layers that hold the function they multiply with, and their defaults."""
+from ._multiplying import OPERATIONS, open_operation
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
@@ -80,7 +75,7 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
     """What becomes of the products with the weight of a bound module, as `Row.quantization` says it."""
     if isinstance(module, nn.Embed):
         return f"left: {WHY_TABLES_WIDE}"
-    name = "einsum" if isinstance(module, nn.Einsum) else _operation(module)
+    name = "einsum" if isinstance(module, nn.Einsum) else open_operation(module)
     if name is None:
         return "left: it multiplies by a function of its own"
     groups = getattr(module, "feature_group_count", 1)
@@ -116,10 +111,10 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
         shared = module.variable_broadcast
         shared = (shared,) if isinstance(shared, str) else shared
         return {"variable_broadcast": (*shared, OVERWRITE)} if isinstance(shared, tuple | list) else {}
-    name = _operation(module)
+    name = open_operation(module)
     if name is None:
         return {}
-    return {name: Float8Multiply(_OPERATIONS[name], name, format, functools.partial(_state, module, format))}
+    return {name: Float8Multiply(OPERATIONS[name], name, format, functools.partial(_state, module, format))}
 
 
 def _sparing_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,20 +137,6 @@ def _einsum(
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     multiply = Float8Multiply(jnp.einsum, "einsum", format, functools.partial(_state, module, format))
     return computed(module, equation, inputs, kernel, module.promote_dtype, multiply)
-
-
-def _operation(module: nn.Module) -> str | None:
-    """The field of a layer that multiplies, if its author left that at its default."""
-    name = next((name for name in _OPERATIONS if hasattr(type(module), f"{name}_cls")), None)
-    if name is None or not getattr(module, "shared_weights", True):
-        return None
-    left_alone = all(_is_default(module, field) for field in (name, f"{name}_cls"))
-    return name if left_alone else None
-
-
-def _is_default(module: nn.Module, name: str) -> bool:
-    value = getattr(module, name, None)
-    return value is None or isinstance(value, Float8Multiply) or value is getattr(type(module), name, None)
 
 
 def _state(module: nn.Module, format: Float8) -> State:

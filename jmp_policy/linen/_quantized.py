@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
-from jax import lax
 
 from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
@@ -23,6 +22,7 @@ from ..quant._weight import Unquantized, fake_quantized
 from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
 from ._float8 import float8_layer, float8_method, sparing_state
+from ._multiplying import OPERATIONS, is_default, open_operation, operation_field
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -116,11 +116,11 @@ def _weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
 
 def _why_no_integers(module: nn.Module) -> str | None:
     """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
-    field = _operation_field(type(module))
+    field = operation_field(type(module))
     if field is None and not isinstance(module, nn.Einsum | nn.Embed):
         return "its code is no layer of Flax's"
     names = ("promote_dtype", *(() if field is None else (field, f"{field}_cls")))
-    written_name = next((name for name in names if not _is_default(module, name)), None)
+    written_name = next((name for name in names if not is_default(module, name)), None)
     if written_name is not None:
         return f"its author wrote {written_name}"
     return "its weight is rewritten before it is used" if field is not None and _operation(module) is None else None
@@ -176,31 +176,15 @@ def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     promote: Any = module.promote_dtype  # type: ignore[attr-defined]
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, operation: getattr(module, operation)}
-    own = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}[operation]
     ours = Promote(format, promote, as_tuple=False, where=_where(module, "kernel"))
-    return {"promote_dtype": ours, operation: Multiply(own, operation)}
+    return {"promote_dtype": ours, operation: Multiply(OPERATIONS[operation], operation)}
 
 
 def _operation(module: nn.Module) -> str | None:
     """The field of a layer that multiplies, if its author left that and the promotion at their defaults."""
-    operation = _operation_field(type(module))
-    if operation is None or not _is_default(module, "promote_dtype"):
-        return None
-    if getattr(module, "mask", None) is not None or not getattr(module, "shared_weights", True):
-        return None  # the weight is rewritten before it is used, or is one for each place
-    return operation if all(_is_default(module, name) for name in (operation, f"{operation}_cls")) else None
-
-
-@functools.cache
-def _operation_field(kind: type[nn.Module]) -> str | None:
-    if not hasattr(kind, "promote_dtype"):
-        return None
-    return next((name for name in ("dot_general", "conv_general_dilated") if hasattr(kind, f"{name}_cls")), None)
-
-
-def _is_default(module: nn.Module, name: str) -> bool:
-    value = getattr(module, name, None)
-    return value is None or isinstance(value, Promote | Multiply) or value is getattr(type(module), name, None)
+    if not is_default(module, "promote_dtype") or getattr(module, "mask", None) is not None:
+        return None  # with a mask the weight is rewritten before it is used
+    return open_operation(module)
 
 
 def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:
@@ -228,7 +212,7 @@ def _is_flax_embedding(module: nn.Module) -> bool:
     """Whether all code that uses a table is Flax's; a subclass of the user's may have methods that want numbers."""
     modules = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
     is_flax = isinstance(module, nn.Embed) and all(base.__module__.startswith("flax.") for base in modules)
-    return is_flax and _is_default(module, "promote_dtype")
+    return is_flax and is_default(module, "promote_dtype")
 
 
 def _einsum(
@@ -236,7 +220,7 @@ def _einsum(
 ) -> Any:
     """`nn.Einsum.__call__`, whose product is no field."""
     equation = equation_of(module, einsum_str)
-    if equation is None or not _is_default(module, "promote_dtype"):
+    if equation is None or not is_default(module, "promote_dtype"):
         return own(inputs, einsum_str)
     layout = kernel_layout(tuple(module.shape), bias_shape(module, equation, inputs))
     if why_left(tuple(module.shape), layout, format):
@@ -271,7 +255,7 @@ def _table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized |
     """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
     assert module.scope is not None
     stored = meta.unbox(module.scope.get_variable("params", "embedding"))
-    if stored is None or not _is_default(module, "promote_dtype"):
+    if stored is None or not is_default(module, "promote_dtype"):
         return None
     table = weight_of(stored, format, table_layout(stored.shape), _where(module, "embedding"))
     return table if isinstance(table, QuantizedArray | Unquantized) else None
