@@ -59,7 +59,7 @@ def state_after(variables: Any, batch: Any, quantization: str = FORMAT) -> Any:
     return fresh | {"idle": variables[STATE]["idle"]}
 
 
-def same(tree: Any, expected: Any) -> None:
+def assert_same(tree: Any, expected: Any) -> None:
     """Asserts that two trees are the same in every bit but the sign of zero."""
     jax.tree.map(np.testing.assert_array_equal, tree, expected)
 

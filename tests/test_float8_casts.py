@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import freeze
-from float8_problem import STATE, batch_of, compiled, loss_fn, same, variables_of
+from float8_problem import STATE, assert_same, batch_of, compiled, loss_fn, variables_of
 
 import jmp_policy as jmp
 from jmp_policy._tree import floating_leaves
@@ -48,5 +48,5 @@ def test_a_function_with_a_policy_trains_state_that_is_the_same_in_every_bit():
     half = jmp.with_policy(loss_fn, "params=float32,compute=bfloat16,output=float32")
     seen = lambda v: loss_fn(POLICY.cast_to_compute(v), jmp.cast_floating(batch, "bfloat16"))
     ours, expected = compiled(lambda v: [jax.grad(f)(v)[STATE] for f in (lambda v: half(v, batch), seen)])(VARIABLES)
-    same(ours, expected)
+    assert_same(ours, expected)
     assert dtypes_of({STATE: ours})[0] == {np.dtype(np.float32)}

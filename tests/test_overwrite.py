@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_problem import STATE, batch_of, compiled, joined, loss_fn, same, stacked, state_after, variables_of
+from float8_problem import STATE, assert_same, batch_of, compiled, joined, loss_fn, stacked, state_after, variables_of
 from jax import lax
 
 import jmp_policy as jmp
@@ -26,17 +26,17 @@ def gradient(scale, batch=FIRST):
 @pytest.fixture(scope="module")
 def unscaled():
     grads = gradient(jmp.NoOpLossScale())
-    same({**grads[STATE], "idle": VARIABLES[STATE]["idle"]}, state_after(VARIABLES, FIRST))
+    assert_same({**grads[STATE], "idle": VARIABLES[STATE]["idle"]}, state_after(VARIABLES, FIRST))
     return grads
 
 
 @pytest.mark.parametrize("exponent", [0, 10, 15])
 def test_gradients_and_state_are_those_without_a_loss_scale(unscaled, exponent):
-    same(gradient(jmp.DynamicLossScale(2.0**exponent)), unscaled)
+    assert_same(gradient(jmp.DynamicLossScale(2.0**exponent)), unscaled)
 
 
 def test_a_static_loss_scale_is_no_other_than_a_dynamic_one(unscaled):
-    same(gradient(SCALE), unscaled)
+    assert_same(gradient(SCALE), unscaled)
 
 
 def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leaves_the_forward_pass_alone(unscaled):
@@ -46,7 +46,7 @@ def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leave
 
 
 def test_the_gradient_of_state_that_was_not_used_is_zero(unscaled):
-    same(unscaled[STATE]["idle"], ZEROS)
+    assert_same(unscaled[STATE]["idle"], ZEROS)
 
 
 def reused(v):
@@ -73,13 +73,13 @@ def used_twice():
 @pytest.mark.parametrize("way", TWICE)
 def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(used_twice, way):
     expected = state_after(VARIABLES, joined(FIRST, SECOND))
-    same(used_twice[way][STATE], expected | {"idle": ZEROS})
+    assert_same(used_twice[way][STATE], expected | {"idle": ZEROS})
 
 
 def test_a_branch_that_was_not_taken_has_no_state():
     untaken = lambda v: lax.cond(jnp.sum(FIRST["x"]) < jnp.inf, lambda v: 0.0, lambda v: loss_fn(v, FIRST), v)
     grads = compiled(jmp.grad(untaken, loss_scale=SCALE))(VARIABLES)
-    same(grads, jax.tree.map(jnp.zeros_like, VARIABLES))
+    assert_same(grads, jax.tree.map(jnp.zeros_like, VARIABLES))
 
 
 def minimized(loss):
@@ -134,7 +134,7 @@ def test_the_members_of_an_ensemble_have_a_state_each():
         member = jax.tree.map(lambda x, i=i: x[i], variables)
         expected = state_after(member, batch) | {"idle": ZEROS}
         for grads in (inside, outside):
-            same(jax.tree.map(lambda x, i=i: x[i], grads[STATE]), expected)
+            assert_same(jax.tree.map(lambda x, i=i: x[i], grads[STATE]), expected)
 
 
 def test_an_infinite_amax_never_enters_the_state():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from float8_problem import STATE, compiled, same
+from float8_problem import STATE, assert_same, compiled
 from half_parameter_registry import METHODS
 from optimizer_registry import OPTIMIZERS, WAYS, bits, grads_of, params_of
 
@@ -107,9 +107,9 @@ def steps():
 @pytest.mark.parametrize("name", ZEROED)
 def test_optimizer_of_optax_trains_as_without_state(steps, name):
     both, alone = (params[name] for params in steps)
-    same(without_state(both), getattr(alone, "fast", alone))
+    assert_same(without_state(both), getattr(alone, "fast", alone))
     for tree in both if name == "lookahead" else [both]:
-        same(tree["model"][STATE], NEW)
+        assert_same(tree["model"][STATE], NEW)
 
 
 @pytest.mark.parametrize("name", ["loss_scaled", "skip_nonfinite"])
@@ -139,7 +139,7 @@ def test_skipped_step_keeps_every_bit_of_state(way):
     params = with_state(params_of())
     grads = with_state(grads_of(0, jnp.inf), NEW)
     new_params, state = step(grads, tx.init(params), params)
-    same(new_params, params)
+    assert_same(new_params, params)
     assert int(state.skipped_steps) == 1
 
 
@@ -150,8 +150,9 @@ def test_amax_that_is_not_finite_neither_enters_the_state_nor_skips_a_step(way, 
     tx, step = compiled_step(way)
     params = with_state(params_of())
     new_params, state = step(with_state(grads_of(0), with_first(NEW, bad)), tx.init(params), params)
-    layer = new_params["model"][STATE]["layer"]
-    same(layer, {"input_scale": NEW["layer"]["input_scale"], "input_amax_history": OLD["layer"]["input_amax_history"]})
+    new, old = NEW["layer"], OLD["layer"]
+    expected = {"input_scale": new["input_scale"], "input_amax_history": old["input_amax_history"]}
+    assert_same(new_params["model"][STATE]["layer"], expected)
     assert bool(state.grads_finite)
     assert bool((new_params["model"]["params"]["w"] != params["model"]["params"]["w"]).any())
 
@@ -161,7 +162,7 @@ def test_layer_that_did_not_run_keeps_its_state(way):
     tx, step = compiled_step(way)
     params = with_state(params_of())
     new_params, _ = step(with_state(grads_of(0), jax.tree.map(jnp.zeros_like, NEW)), tx.init(params), params)
-    same(new_params["model"][STATE], OLD)
+    assert_same(new_params["model"][STATE], OLD)
 
 
 def test_update_gives_what_makes_state_the_next_one():
@@ -186,4 +187,4 @@ def test_figures_of_a_wrapped_optimizer_are_those_without_state():
         _, state = step(grads, tx.init(tree), tree)
         jmp.optim.check(state)
         figures.append((jmp.metrics(state), jmp.get_loss_scale(state)))
-    same(*figures)
+    assert_same(*figures)

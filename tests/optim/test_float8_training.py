@@ -7,7 +7,18 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from float8_problem import FORMAT, STATE, batch_of, compiled, joined, loss_fn, same, stacked, state_after, variables_of
+from float8_problem import (
+    FORMAT,
+    STATE,
+    assert_same,
+    batch_of,
+    compiled,
+    joined,
+    loss_fn,
+    stacked,
+    state_after,
+    variables_of,
+)
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -56,7 +67,7 @@ def test_microbatches_of_multisteps_leave_the_state_of_one_big_batch(accumulated
     (state, step), variables = accumulated[every], VARIABLES
     for batch in microbatches:
         variables, state = step(variables, state, batch)
-    same(variables[STATE], state_after(VARIABLES, joined(*good)))
+    assert_same(variables[STATE], state_after(VARIABLES, joined(*good)))
     assert int(state.skipped_steps) == len(microbatches) - len(good)
 
 
@@ -66,7 +77,7 @@ def test_each_step_of_multisteps_is_remembered_once(accumulated):
         expected = state_after(variables, joined(*good))
         for batch in good:
             variables, state = step(variables, state, batch)
-        same(variables[STATE], expected)
+        assert_same(variables[STATE], expected)
 
 
 def test_microbatches_leave_the_state_of_one_big_batch_where_each_group_of_parameters_has_its_multisteps():
@@ -76,7 +87,7 @@ def test_microbatches_leave_the_state_of_one_big_batch_where_each_group_of_param
     step, state, variables = train_step(tx), tx.init(VARIABLES), VARIABLES
     for batch in BATCHES[:2]:
         variables, state = step(variables, state, batch)
-    same(variables[STATE], state_after(VARIABLES, joined(*BATCHES[:2])))
+    assert_same(variables[STATE], state_after(VARIABLES, joined(*BATCHES[:2])))
 
 
 @pytest.mark.parametrize("quantization", [
@@ -89,7 +100,7 @@ def test_microbatches_leave_the_state_of_one_big_batch_in_every_recipe(quantizat
     step, state, new = train_step(tx, quantization), tx.init(variables), variables
     for batch in BATCHES[:2]:
         new, state = step(new, state, batch)
-    same(new[STATE], state_after(variables, joined(*BATCHES[:2]), quantization))
+    assert_same(new[STATE], state_after(variables, joined(*BATCHES[:2]), quantization))
 
 
 def gradient(variables, batch):
@@ -134,7 +145,7 @@ def put_together():
 @pytest.mark.parametrize("way", ACCUMULATED | AVERAGED)
 def test_gradients_that_are_put_together_have_the_state_of_one_big_batch(put_together, way):
     big = compiled(gradient)(VARIABLES, joined(*BATCHES))
-    same(put_together[way][STATE], big[STATE])
+    assert_same(put_together[way][STATE], big[STATE])
     parts = len(BATCHES) if way in AVERAGED else 1
     mean = big["params"]["used"] / parts
     np.testing.assert_allclose(put_together[way]["params"]["used"], mean, rtol=1e-5, atol=1e-5)
@@ -168,9 +179,9 @@ def whole_steps():
 @pytest.mark.parametrize("way", ["by hand", "minimize", "TrainState"])
 def test_good_steps_overwrite_state_and_skipped_ones_keep_every_bit(whole_steps, way):
     first, second, third = (jax.tree.map(lambda x, i=i: x[i], whole_steps[way]) for i in range(3))
-    same(first[STATE], state_after(VARIABLES, BATCHES[0]))
-    same(second, first)
-    same(third[STATE], state_after(first, BATCHES[1]))
+    assert_same(first[STATE], state_after(VARIABLES, BATCHES[0]))
+    assert_same(second, first)
+    assert_same(third[STATE], state_after(first, BATCHES[1]))
     assert bool((first["params"]["used"] != VARIABLES["params"]["used"]).any())
 
 
@@ -192,8 +203,8 @@ def test_step_is_traced_once_and_its_arguments_can_be_donated():
 def test_variables_and_optimizer_state_are_saved_and_restored(tmp_path):
     tx = jmp.optim.loss_scaled(optax.adamw(0.1), SCALE)
     tree = {"variables": VARIABLES, "opt_state": tx.init(VARIABLES)}
-    same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, tree), serialization.to_bytes(tree)), tree)
+    assert_same(serialization.from_bytes(jax.tree.map(jnp.zeros_like, tree), serialization.to_bytes(tree)), tree)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", tree)
         checkpointer.wait_until_finished()
-        same(checkpointer.restore(tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
+        assert_same(checkpointer.restore(tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
