@@ -33,7 +33,7 @@ class Float8:
       weight_grad: whether the gradient of the weight is computed in 8 bits too, else in the compute dtype.
       min_size: the number of elements below which a weight is left in the compute dtype. The time of the
         casts grows with the operands, and what they save with the product, so that small layers lose time, and
-        precision for nothing. From which size on yours gain depends on the device, and is usually larger still.
+        precision for nothing. From which size on yours gain depends on the device.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.
