@@ -92,8 +92,8 @@ def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
         if not _is_state(path):
             return old
         later = old if _name_of_leaf(path).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
-        largest = jnp.max(new, axis=-1, keepdims=True)
-        ran = (largest > 0) & (largest < jnp.inf)
+        is_finite, is_used = jnp.isfinite(new), new > 0
+        ran = is_finite.all(-1, keepdims=True) & is_used.any(-1, keepdims=True)
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
 
     return jax.tree_util.tree_map_with_path(next_leaf, old, new)

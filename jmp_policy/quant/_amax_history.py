@@ -10,7 +10,8 @@ from jax.custom_batching import custom_vmap
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
 from .._overwrite import as_float32, is_by_max, like_state
-from ._float8 import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
+from ._amax import amax_of
+from ._float8 import E4M3, E5M2, Scaled, saturated, scale_of, select
 from ._varying import maximum_over, varying_axes
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}

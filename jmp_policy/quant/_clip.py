@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._integers import Quantized, asymmetric, bounds, peak, symmetric
+from ._amax import amax_of
+from ._integers import Quantized, asymmetric, bounds, symmetric
 
 Clip = Any
 """`"absmax"`, `"mse"`, or a percentile: a number in (0, 100]."""
@@ -26,7 +27,7 @@ def clipped_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
     Raises:
       ValueError: `clip` is none of these.
     """
-    whole = peak(x, axes)
+    whole = amax_of(x, axes)
     match checked(clip):
         case "absmax":
             return whole

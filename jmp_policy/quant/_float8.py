@@ -29,12 +29,6 @@ class Scaled(NamedTuple):
     scale: jax.Array
 
 
-def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """The largest magnitude, float32: a scalar, or over some axes, which stay with length 1."""
-    least = None if x.size else 0
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=axes is not None, initial=least).astype(jnp.float32)
-
-
 def current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
     """The scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
 

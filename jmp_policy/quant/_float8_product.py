@@ -10,9 +10,10 @@ import numpy as np
 
 from .._float8_format import Float8
 from .._float8_recipe import CurrentScaling, DelayedScaling
+from ._amax import amax_of
 from ._amax_history import DTYPES, Memory, State, memory_of, scaled_and_recorded, scaled_by_history, state_of
 from ._bilinear import Bilinear
-from ._float8 import Scaled, amax_of, current_scale, saturated
+from ._float8 import Scaled, current_scale, saturated
 from ._float8_sizes import why_wide
 from ._transposed import multiply, of_left, of_right, pulled_left, pulled_right
 from ._varying import varying_axes, varying_over

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._amax import amax_of
 from ._clip import Clip
-from ._integers import peak, symmetric
+from ._integers import symmetric
 
 # Magnitudes are counted by the upper half of their float32 bits, sign excepted: by exponent and 7 bits of the mantissa.
 # The bins are less than 1 % wide at any magnitude, so that no range has to be known before the first batch, or to be
@@ -51,7 +52,7 @@ class InputStatistics:
             if not np.isfinite(top):
                 raise ValueError(
                     f"The inputs of the layer {self._path!r} are not all finite, which no clip can mend. "
-                    "first_nonfinite tells where that begins; leave such batches out."
+                    "Leave such batches out. For example: [x for x in batches if np.isfinite(x).all()]."
                 )
             self._counts += np.asarray(counts)
             self._peak = max(self._peak, top)
@@ -99,13 +100,13 @@ def _clips(powers: np.ndarray | int) -> np.ndarray:
 def _measured(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitudes = jnp.abs(x.astype(jnp.float32)).ravel()
     bins = lax.bitcast_convert_type(magnitudes, jnp.uint32) >> _SHIFT
-    return jnp.max(magnitudes), jnp.zeros(_BINS, jnp.int32).at[bins].add(1)
+    return amax_of(magnitudes), jnp.zeros(_BINS, jnp.int32).at[bins].add(1)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _saved_by(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> jax.Array:
     """How much less the square error of rounding to 8 bits is with each clip than without, as products round."""
-    amax = peak(x, axes)
+    amax = amax_of(x, axes)
     wide = x.astype(jnp.float32)
 
     def error(clip: jax.Array) -> jax.Array:

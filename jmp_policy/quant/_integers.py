@@ -23,11 +23,6 @@ class Quantized(NamedTuple):
     zero_point: jax.Array | None = None
 
 
-def peak(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest magnitude over some axes, which stay with length 1; float32, not finite where a number is not."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
-
-
 def symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     """The nearest of 255 multiples of `amax / 127`, ties to even.
 
@@ -52,9 +47,11 @@ def symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
 
 
 def bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest number over some axes, and zero; float32, not finite where a number is not."""
+    """The least and the greatest number over some axes, and zero; float32, infinite where a number is not finite."""
     x = x.astype(jnp.float32)
-    low, high = (reduce(x, axis=axes, keepdims=True) for reduce in (jnp.min, jnp.max))
+    is_nan = jnp.isnan(x)  # on CPUs a float32 `min` or `max` of some thousand numbers loses a nan, but no infinity
+    low = jnp.min(lax.select(is_nan, lax.full_like(x, -jnp.inf), x), axis=axes, keepdims=True)
+    high = jnp.max(lax.select(is_nan, lax.full_like(x, jnp.inf), x), axis=axes, keepdims=True)
     return jnp.minimum(low, 0), jnp.maximum(high, 0)
 
 

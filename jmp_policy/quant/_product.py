@@ -10,10 +10,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._formats import Int8
+from ._amax import amax_of
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._calibration import observe_input
-from ._integers import Quantized, peak, symmetric
+from ._integers import Quantized, symmetric
 from ._weight import Unquantized, Weight, fake_quantized
 
 
@@ -67,9 +68,11 @@ def _joins_groups(operation: Bilinear) -> bool:
 def _rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
     summed, clip = operation.summed(operation.left), weight.input_clip
     observe_input(left, summed)
-    amax = peak(left, summed)
-    # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
-    return symmetric(left, amax if clip is None else jnp.minimum(amax, jnp.min(clip)))
+    amax = amax_of(left, summed)
+    if clip is not None:  # an infinity is not clipped, for that would hide it
+        # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
+        amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)
+    return symmetric(left, amax)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -105,16 +105,20 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+LARGE = 4100
+"""The length of a large leaf: from some 4,096 numbers on, XLA:CPU reduces them in another way, which can lose a nan."""
+
+
 def params_of(dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Parameters with a negative zero, which a skipped step must not turn into a positive one, and a `None`."""
+    """A small and a large leaf with negative zeros, which a skipped step must keep as they are, and a `None`."""
     w = jnp.array([[1.0, -0.0, 2.0], [-1.5, 0.0, 0.25]], dtype)
-    return {"w": w, "b": jnp.array([-0.0, 0.5, -3.0], dtype), "frozen": None}
+    return {"w": w, "b": jnp.resize(jnp.array([-0.0, 0.5, -3.0], dtype), LARGE), "frozen": None}
 
 
 def grads_of(seed: int, bad: float | None = None, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Random gradients, with one number of `b` replaced by `bad`."""
     rng = np.random.default_rng(seed)
-    w, b = rng.normal(size=(2, 3)), rng.normal(size=3)
+    w, b = rng.normal(size=(2, 3)), rng.choice([-1.0, 1.0], LARGE) * rng.uniform(0.1, 2.0, LARGE)
     if bad is not None:
         b[1] = bad
     return {"w": jnp.asarray(w, dtype), "b": jnp.asarray(b, dtype), "frozen": None}

@@ -8,7 +8,7 @@ import optax
 import pytest
 from half_parameter_registry import METHODS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from optimizer_registry import bits, grads_of, types
+from optimizer_registry import LARGE, bits, grads_of, types
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -20,7 +20,7 @@ MEMORY = {"masters": "master", "split": "remainder", "kahan": "compensation", "s
 
 def params_of_both_kinds():
     half = jnp.bfloat16([[1.0, -0.0, 2.0], [-1.5, 0.0, 0.25]])
-    return {"w": half, "b": jnp.float32([0.5, -1.0, 3.0]), "frozen": None}
+    return {"w": half, "b": jnp.resize(jnp.float32([0.5, -1.0, 3.0]), LARGE), "frozen": None}
 
 
 def fresh():

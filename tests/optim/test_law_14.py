@@ -10,16 +10,17 @@ import optax
 import pytest
 from hypothesis import given, settings, strategies as st
 from optax import contrib
-from optimizer_registry import OPTIMIZERS, WAYS, bits, params_of, types
+from optimizer_registry import LARGE, OPTIMIZERS, WAYS, bits, params_of, types
 
 import jmp_policy as jmp
 
 pytestmark = pytest.mark.slow
 
+TALL = jnp.resize(jnp.array([2.0, -0.0]), (LARGE, 1))
 TREES = (
     params_of(),
-    {"w": jnp.array([[1.0, -0.0], [2.0, 3.0], [-1.5, 0.5]]), "b": jnp.bfloat16([-0.0, 0.5])},
-    {"layers": [{"w": jnp.float16([[0.5, -0.0, 1.0]])}, {"w": jnp.array([[2.0], [-0.0]])}], "b": jnp.float16([3.0])},
+    {"w": jnp.array([[1.0, -0.0], [2.0, 3.0], [-1.5, 0.5]]), "b": jnp.resize(jnp.bfloat16([-0.0, 0.5]), LARGE)},
+    {"layers": [{"w": jnp.float16([[0.5, -0.0, 1.0]])}, {"w": TALL}], "b": jnp.float16([3.0])},
 )
 TREE_OF = {"galore": 1, "mechanize": 0, "selective_transform": 0, "sophia": 0}  # no `None`; or one dtype; others any
 OF_EXAMPLES = ("differentially_private_aggregate",)  # gradients have an axis of examples

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizer_registry import params_of
 
 import jmp_policy as jmp
 
@@ -23,6 +22,7 @@ SCALES = {
     "hysteresis": jmp.DynamicLossScale(2.0**15, period=20, hysteresis=3),
     "consecutive hysteresis": jmp.DynamicLossScale(2.0**15, period=20, hysteresis=2, consecutive_hysteresis=True),
 }
+PARAMS = {"w": jnp.array([[1.0, -0.0, 2.0], [-1.5, 0.0, 0.25]]), "b": jnp.array([-0.0, 0.5, -3.0]), "frozen": None}
 CEILING_IN_REACH = ("short period", "narrow bounds", "consecutive hysteresis")
 
 
@@ -74,7 +74,7 @@ def histories():
         seen = {name: _observed_step(tx, carries[name], grads) for name, tx in txs.items()}
         return {name: carry for name, (carry, _) in seen.items()}, {name: row for name, (_, row) in seen.items()}
 
-    start = {name: (params_of(), tx.init(params_of())) for name, tx in txs.items()}
+    start = {name: (PARAMS, tx.init(PARAMS)) for name, tx in txs.items()}
     with jax.numpy_dtype_promotion("standard"):
         _, seen = jax.jit(functools.partial(jax.lax.scan, body))(start, _gradients())
     return jax.tree.map(np.asarray, seen)

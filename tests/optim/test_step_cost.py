@@ -1,7 +1,8 @@
 """What skipping costs, in bytes and temporaries of the compiled step: figures that do not depend on the machine's load.
 
-In multiples of the parameter bytes. Ten for AdamW alone, one more to read the gradients once for the check. An
-unfused check (`isfinite(x).all()`), selecting instead of branching, or updates that leave the branch would show here.
+In multiples of the parameter bytes. Ten for AdamW alone; one more to read the gradients once for the check, and a half
+to write and read a byte for each number, which is what XLA:CPU makes of a check that loses no nan. Selecting instead of
+branching, or updates that leave the branch, would show here.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jmp_policy as jmp
 SHAPES = {"w": (200, 250), "b": (50_000,)}
 PARAM_BYTES = 4 * 100_000
 INNER = optax.adamw(1e-3)
-EXPECTED = {"alone": (10, 0), "step": (11, 0), "update": (14, 1)}
+EXPECTED = {"alone": (10, 0), "step": (11.5, 0.25), "update": (14.5, 1)}
 
 
 def _compiled(tx, way):

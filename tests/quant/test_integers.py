@@ -8,7 +8,8 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._integers import asymmetric, bounds, packed, peak, symmetric, unpacked
+from jmp_policy.quant._amax import amax_of
+from jmp_policy.quant._integers import asymmetric, bounds, packed, symmetric, unpacked
 
 LENGTH, BLOCK = 33, 11
 FORMATS = ("int8", f"int4/{BLOCK}")
@@ -136,9 +137,9 @@ def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
 
 def test_range_and_peak_are_float32_and_keep_their_axes():
     x = jnp.array([[1, -3], [2, -4]], jnp.float16)
-    assert peak(x, (0,)).tolist() == [[2, 4]]
+    assert amax_of(x, (0,)).tolist() == [[2, 4]]
     assert [bound.tolist() for bound in bounds(x, (0,))] == [[[0, -4]], [[2, 0]]]
-    assert {array.dtype for array in (peak(x, (1,)), *bounds(x, (1,)))} == {jnp.dtype("float32")}
+    assert {array.dtype for array in (amax_of(x, (1,)), *bounds(x, (1,)))} == {jnp.dtype("float32")}
 
 
 def test_one_element_and_one_of_each_channel_are_their_own_scale():
