@@ -4,8 +4,8 @@ Run from the root of the repository:
 
     python -m benchmarks.finite_check [--json PATH]
 
-Each is compiled for a million numbers, and asked about one bad number of three, in four places, alone and behind what XLA
-fuses into it: a relu, through which a nan passes, and a product of large numbers that overflows.
+Each is compiled for a million numbers, and asked about one bad number of three, in four places, alone and behind what
+XLA fuses into it: a relu, through which a nan passes, and a product of large numbers that overflows.
 """
 
 import argparse
