@@ -7,6 +7,7 @@
 """
 
 from ..._loss_scale import LossScale as LossScale
+from . import dtype_policies as dtype_policies
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
 from ._global_policy import (
@@ -16,6 +17,7 @@ from ._global_policy import (
     set_global_policy as set_global_policy,
     set_policy as set_policy,
 )
+from ._int4_dtype_policy import Int4DTypePolicy as Int4DTypePolicy
 from ._legacy_policy import Policy as Policy
 from ._loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
 from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
