@@ -91,6 +91,10 @@ def test_get_finds_whatever_stands_for_a_policy():
     assert dtype_policies.get(None) is policies
 
 
+def test_a_dtype_whose_name_begins_like_a_quantization_is_a_dtype():
+    assert dtype_policies.get("float8_e4m3fn") == keras.DTypePolicy("float8_e4m3fn")
+
+
 def test_a_class_of_the_user_is_read_under_its_name():
     class Named(keras.DTypePolicy):
         pass
@@ -106,6 +110,9 @@ def test_a_class_of_the_user_is_read_under_its_name():
      r"^Cannot interpret `dtype` argument as a dtype policy\. Received: 123 of type .*For example: 'mixed_bfloat16'"),
     (lambda: dtype_policies.get("mixed_bfloat15"), ValueError, r"^Cannot convert 'mixed_bfloat15' to a mixed prec"),
     (lambda: dtype_policies.get("int8_from_"), ValueError, r"^Cannot convert '' to a mixed precision DTypePolicy\."),
+    (lambda: dtype_policies.get("int8"), ValueError,
+     r"^Cannot convert `policy` into a valid pair of mode and source name\. Received: 'int8'\. For example: 'int8_fr"),
+    (lambda: keras.set_dtype_policy("float8_form_bfloat16"), ValueError, r"^Cannot convert `policy` into a valid pair"),
     (lambda: dtype_policies.get("gptq/4/128_from_float32"), ValueError,
      r"^Invalid quantization mode\. Expected one of \('int8', .* Received: mode=gptq/4/128 Unknown quantization "),
     (lambda: dtype_policies.serialize("float32"), TypeError,

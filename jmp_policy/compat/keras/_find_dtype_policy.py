@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..._formats import Float8
+from ..._formats import KINDS, Float8
 from ..._get_policy import get_policy, is_policy_spec
 from ..._policy import FROM, Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy, default_jmp_policy
@@ -54,7 +54,7 @@ def dtype_policy_named(name: str | None) -> DTypePolicy:
     if name is None:
         return dtype_policy_like(default_jmp_policy())
     if not isinstance(name, str) or FROM not in name.lower():
-        return DTypePolicy(name)
+        return _unquantized(name)
     at = name.lower().index(FROM)
     mode, source_name = name[:at], name[at + len(FROM) :]
     if mode.strip().lower() == FLOAT8:
@@ -81,6 +81,18 @@ def dtype_policy_like(policy: JmpPolicy) -> DTypePolicy:
     # The bare name is Keras's, whose scales act a step later than ours.
     mode = str(format) if str(format) != FLOAT8 else f"{FLOAT8}(recipe=delayed)"
     return _quantized(mode, source_name)
+
+
+def _unquantized(name: str) -> DTypePolicy:
+    try:
+        return DTypePolicy(name)
+    except ValueError:
+        if not name.strip().lower().startswith(KINDS):
+            raise
+    raise ValueError(
+        f"Cannot convert `policy` into a valid pair of mode and source name. Received: {name!r}. "
+        "For example: 'int8_from_mixed_bfloat16'."
+    )
 
 
 def _quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
