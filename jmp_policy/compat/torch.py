@@ -6,9 +6,9 @@ PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but number
 |-----------------------|--------------------------------------------|-------------------------------------------------|
 | bounds of the scale   | none: it can reach 0 and 2**127            | 1 and 2**24, or the saved scale beyond them     |
 | factors such as 1.1   | are float64                                | are float32: 1.2e-7 of the scale in each change |
-| a count past its goal | grows no more, until the next overflow     | is complete, and grows                          |
-| goals above 2**31     | are never reached                          | are 2**31 - 1                                   |
-| scales, goals of 0    | are taken, and so are backoff factors of 0 | are errors                                      |
+| a count past its end  | grows no more, until the next overflow     | is complete, and grows                          |
+| intervals over 2**31  | are never reached                          | are 2**31 - 1                                   |
+| zeros                 | are taken as scale, backoff or interval    | are errors                                      |
 | a new scale           | starts at 2**16                            | starts at 2**15                                 |
 
 | of the training       | in torch                                   | here                                            |

@@ -52,13 +52,13 @@ def factors_are_float32():
     assert 0 < abs(adjusted(factors, *finite) / exact - 1) < 100 * 1.2e-7
 
 
-@checks.holds("a count past its goal")
-def a_count_that_is_past_its_goal_is_complete():
+@checks.holds("a count past its end")
+def a_count_that_is_past_its_interval_is_complete():
     assert adjusted({"growth_interval": 3, "_growth_tracker": 9}, True) == 2.0**17
 
 
-@checks.holds("goals above 2**31")
-def a_goal_that_never_comes_is_the_last_that_can_be_counted():
+@checks.holds("intervals over 2**31")
+def an_interval_that_never_ends_is_the_longest_that_can_be_counted():
     scale = loss_scale_from_state_dict(STATE_DICT | {"growth_interval": 10**12, "_growth_tracker": 7})
     assert grad_scaler_state_dict(scale.adjust(jnp.array(True))) == STATE_DICT | {
         "growth_interval": 2**31 - 1,
@@ -66,7 +66,7 @@ def a_goal_that_never_comes_is_the_last_that_can_be_counted():
     }
 
 
-@checks.holds("scales, goals of 0")
+@checks.holds("zeros")
 def what_would_stand_still_is_an_error():
     for key in ("scale", "backoff_factor", "growth_interval"):
         with pytest.raises(ValueError, match=rf"^'{key}' must be "):

@@ -48,6 +48,7 @@ are not among them, nor do they take these policies; Keras's files take them, by
 | overwriting by gradient  | `variable.overwrite_with_gradient`           | state under `"_overwrite_with_gradient"`  |
 """
 
+from ..._loss_scale import LossScale as LossScale
 from . import dtype_policies as dtype_policies
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
