@@ -22,6 +22,16 @@ def test_the_optimizer_has_the_defaults_of_keras():
     assert _scale_of(initial_scale=8, dynamic=False) == jmp.StaticLossScale(8.0)
 
 
+@pytest.mark.parametrize("config", [
+    {"initial_scale": 8.0, "dynamic": True, "dynamic_growth_steps": 3},
+    {"initial_scale": 8.0, "dynamic": False, "dynamic_growth_steps": None},
+])  # fmt: skip
+def test_what_tf_keras_saves_of_its_optimizer_are_our_arguments(config):
+    scale = _scale_of(**config)
+    assert float(scale.loss_scale) == 8.0
+    assert getattr(scale, "period", None) == config["dynamic_growth_steps"]
+
+
 @pytest.mark.parametrize("number", [128, 2**15, np.int32(128), np.float32(128), 128.0, jnp.float32(128)], ids=repr)
 def test_an_initial_scale_is_any_number_and_needs_no_warning_of_its_dtype(number):
     scale = _scale_of(number).loss_scale

@@ -36,8 +36,13 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
         size = read_block_size(mode)
         if size is None:
             raise ValueError(f"Invalid mode for Int4DTypePolicy: {mode!r}. For example: 'int4/128', or 'int4/-1'.")
-        self.block_size = size
         super().__init__(f"{INT4}/{size}", source_name)
+        self._block_size = size
+
+    @property
+    def block_size(self) -> int:
+        """How many weights share a scale; -1 for all of an output channel."""
+        return self._block_size
 
     @property
     def mode(self) -> str:
