@@ -183,7 +183,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
          r"^'x' in 'int4/x' in policy 'int4/x_from_f32' is no number, and neither true nor false\. .*'int4/128\(min"),
         ("int4/0_from_f32",
          r"^In 'int4/0' in policy 'int4/0_from_f32': block_size must be at least 1, got 0\. For example: Int4\(block"),
-        ("int4/-2_from_f32", r"^In 'int4/-2' in policy 'int4/-2_from_f32': block_size must be at least 1, got -2\. For"),
+        ("int4/-2_from_f32", r"^In 'int4/-2' in policy 'int4/-2_from_f32': block_size must be at least 1, got -2\. Fo"),
         ("float8/x_from_f32", r"^'x' in 'float8/x' in policy 'float8/x_from_f32' is no number, .*'float8\(min_size=0"),
         ("float8/0_from_f32",
          r"^In 'float8/0' in policy 'float8/0_from_f32': amax_history_length must be at least 1, got 0\. For exam"),
