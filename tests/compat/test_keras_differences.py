@@ -49,6 +49,14 @@ def the_global_policy_reaches_what_with_policy_is_applied_to():
     assert jmp.with_policy(identity)(jnp.ones(2)).dtype == jnp.bfloat16
 
 
+@checks.holds("layers")
+def a_layer_of_flax_takes_a_policy():
+    nn = pytest.importorskip("flax.linen")
+    layer = jmp.with_policy(nn.Dense(2), keras.DTypePolicy("mixed_bfloat16"))
+    x = jnp.ones((1, 3))
+    assert jax.eval_shape(lambda: layer.init_with_output(jax.random.key(0), x)[0]).dtype == jnp.bfloat16
+
+
 @checks.holds("changing a policy")
 def policies_are_immutable_and_maps_are_not():
     policy = keras.DTypePolicy("float32")

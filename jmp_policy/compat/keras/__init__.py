@@ -5,12 +5,13 @@
 (<DTypePolicy "mixed_bfloat16">, 'mixed_bfloat16')
 >>> set_dtype_policy("float32")
 
-They are Keras's in name, attributes, errors and files, and differ in what follows. Keras's own layers and optimizers
-are not among them, nor do they take these policies; Keras's files take them, by `dtype_policies.serialize`.
+They are Keras's in name, attributes, errors and files, which `dtype_policies.serialize` writes and `deserialize` reads.
+They differ in what follows.
 
 | of policies              | in Keras                                     | here                                      |
 |--------------------------|----------------------------------------------|-------------------------------------------|
 | the global policy        | every layer made from then on has it         | what `with_policy` is applied to has it   |
+| layers                   | Keras's take a policy as `dtype`             | Flax's, by `with_policy`; Keras's do not  |
 | changing a policy        | possible; it has no hash                     | impossible, but for maps; it has a hash   |
 | `"uint8"`, `"int32"`     | policies                                     | errors: integers are never cast           |
 | `"p=f32,c=bf16,o=f32"`   | an error                                     | a policy, as for `jmp_policy.get_policy`  |
