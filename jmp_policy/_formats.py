@@ -53,6 +53,10 @@ class Int8:
         return "int8" + spelled_options(self, "activations", "min_size")
 
 
+PER_CHANNEL = -1
+"""The block size of `Int4` that stands for one block per output channel, as in Keras."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Int4:
     """Weights in 4 bits, asymmetric, a scale and a zero point per block of inputs of an output channel.
@@ -63,7 +67,7 @@ class Int4:
 
     Args:
       block_size: how many weights, along the axes that are summed over, share a scale. It divides their number; a
-        weight with fewer has one block.
+        weight with fewer has one block, and so has every output channel where it is -1.
       min_size: as for `Int8`.
       table_bits: 8 or 4, for the tables of embeddings.
 
@@ -72,8 +76,8 @@ class Int4:
 
     Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
 
-    >>> str(Int4()), str(Int4(block_size=64))
-    ('int4/128', 'int4/64')
+    >>> str(Int4()), str(Int4(block_size=64)), str(Int4(block_size=-1))
+    ('int4/128', 'int4/64', 'int4/-1')
     """
 
     block_size: int = 128
@@ -81,7 +85,8 @@ class Int4:
     table_bits: int = 8
 
     def __post_init__(self) -> None:
-        check_count(self, "block_size", 1)
+        if self.block_size != PER_CHANNEL:
+            check_count(self, "block_size", 1)
         check_count(self, "min_size", 0)
         if type(self.table_bits) is not int or self.table_bits not in (4, 8):
             raise ValueError(f"table_bits is 8 or 4, got {self.table_bits!r}. For example: Int4(table_bits=4).")

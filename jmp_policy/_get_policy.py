@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._default import DEFAULT
+from ._default import read_default, read_origin, set_default, temporarily_set_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._policy import Policy
 from ._policy_map import PolicyMap
 
 PolicySpec = Any
-"""A policy, a map, a dtype, a string, the config of a policy or map, `None`, or an object with `__jmp_policy__()`."""
+"""A policy, a map, a dtype, a string, the config of a policy or map, `None`, or an object with `__jmp_policy__()`.
+
+Such an object may be more than its policy, as one that carries a name and a loss scale is. With a `__jmp_key__()`,
+which is hashable and tells it apart, it is what `default_origin` returns while it is the default policy.
+"""
 
 
 def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
@@ -85,7 +89,17 @@ def default_policy() -> Policy | PolicyMap:
     >>> default_policy().name
     'float32'
     """
-    return DEFAULT.value
+    return read_default()
+
+
+def default_origin() -> Any:
+    """The object with a `__jmp_key__()` that the default policy was made from; `None` if it was made from no such one.
+
+    >>> with use_policy("mixed_bfloat16"):
+    ...     default_origin() is None
+    True
+    """
+    return read_origin()
 
 
 def set_default_policy(spec: PolicySpec) -> None:
@@ -96,7 +110,7 @@ def set_default_policy(spec: PolicySpec) -> None:
 
     >>> set_default_policy("float32")
     """
-    DEFAULT.set_global(get_policy(spec))
+    set_default(get_policy(spec), spec)
 
 
 def use_policy(spec: PolicySpec) -> Any:
@@ -109,4 +123,4 @@ def use_policy(spec: PolicySpec) -> Any:
     ...     default_policy().name
     'mixed_bfloat16'
     """
-    return DEFAULT(get_policy(spec))
+    return temporarily_set_default(get_policy(spec), spec)

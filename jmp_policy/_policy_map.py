@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ._default import DEFAULT
+from ._default import read_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
@@ -119,7 +119,7 @@ class PolicyMap:
         >>> type(PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
-        default = self.default or DEFAULT.value
+        default = self.default or read_default()
         scales = [spec.loss_scale() for spec in (default, *(rule.policy for rule in self.rules))]
         return next((s for s in scales if isinstance(s, DynamicLossScale)), NoOpLossScale())
 
@@ -186,7 +186,7 @@ class PolicyMap:
         return PolicyMap(_pairs(self.rules), default)
 
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
-        default = self.default or DEFAULT.value
+        default = self.default or read_default()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
 
     def __repr__(self) -> str:

@@ -1,6 +1,23 @@
 """The numbers of PyTorch's gradient scaler: with them, a run moves from torch to JAX or back and keeps its loss scale.
 
-PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but numbers.
+PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but numbers. What a user of it finds different:
+
+| of the numbers        | in torch                                   | here                                            |
+|-----------------------|--------------------------------------------|-------------------------------------------------|
+| bounds of the scale   | none: it can reach 0 and 2**127            | 1 and 2**24, or the saved scale beyond them     |
+| factors such as 1.1   | are float64                                | are float32: 1.2e-7 of the scale in each change |
+| a count past its end  | grows no more, until the next overflow     | is complete, and grows                          |
+| intervals over 2**31  | are never reached                          | are 2**31 - 1                                   |
+| zeros                 | are taken as scale, backoff or interval    | are errors                                      |
+| a new scale           | starts at 2**16                            | starts at 2**15                                 |
+
+| of the training       | in torch                                   | here                                            |
+|-----------------------|--------------------------------------------|-------------------------------------------------|
+| what is counted       | calls of `update()`, once a step           | microbatches, if `loss_scaled(MultiSteps(...))` |
+| several optimizers    | share a scale, and skip alone              | have a scale each: `loss_scaled` of one         |
+| a skipped step        | is one to `scheduler.step()`               | is none to a schedule of optax                  |
+| `unscale_` to clip    | comes before what reads gradients          | is not needed: gradients are true               |
+| float16 gradients     | of float16 parameters are an error         | are unscaled in float32                         |
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +43,7 @@ _ENTRIES = {
     "growth_interval": _Entry(lambda x: x >= 1 and x.is_integer(), "a whole number of at least one"),
     "_growth_tracker": _Entry(lambda x: x >= 0 and x.is_integer(), "a whole number of at least zero"),
 }
+_LONGEST_INTERVAL = 2**31 - 1  # the count is int32, in torch as well, and a longer one never comes
 _EXAMPLE = {
     "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0
 }  # fmt: skip
@@ -35,9 +53,8 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     """Makes the loss scale that goes on where a `torch.amp.GradScaler` stopped.
 
     It moves as torch's does from there on: it grows on the `growth_interval`-th finite step in a row, of which
-    `_growth_tracker` are over, and backs off on every step that is not finite. What torch does not have are our floor
-    of 1 and ceiling of 2**24; a saved scale that lies beyond one moves it there. Where the interval was set below a
-    count that had passed it already, torch's scale stands still until the next overflow, and ours grows.
+    `_growth_tracker` are over, and backs off on every step that is not finite. The table above says what differs: our
+    floor and ceiling, which a saved scale that lies beyond one moves there, above all.
 
     Args:
       state_dict: what `GradScaler.state_dict()` returns, empty for a scaler that was not enabled. The values are
@@ -67,7 +84,7 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     return DynamicLossScale(
         scale,
         int(numbers["_growth_tracker"]),
-        int(numbers["growth_interval"]),
+        min(int(numbers["growth_interval"]), _LONGEST_INTERVAL),
         numbers["growth_factor"],
         min(1.0, scale),
         backoff_factor=numbers["backoff_factor"],

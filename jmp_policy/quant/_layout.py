@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import Int4, Integers
+from .._formats import PER_CHANNEL, Int4, Integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +123,12 @@ def block_length(layout: Layout, quantization: Int4, where: str = "") -> int:
 
     Raises:
       ValueError: the blocks do not divide what is summed over.
+
+    >>> [block_length(kernel_layout((512, 8)), Int4(block_size)) for block_size in (128, 1024, -1)]
+    [128, 512, 512]
     """
     block, length = quantization.block_size, layout.length
-    if length <= block:
+    if block == PER_CHANNEL or length <= block:
         return length
     if length % block:
         fitting = max(n for n in range(1, block + 1) if length % n == 0)

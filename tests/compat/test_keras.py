@@ -4,10 +4,8 @@ import copy
 import json
 import pickle
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmp_policy as jmp
@@ -244,29 +242,3 @@ def test_a_global_map_with_types_as_keys_has_no_name_in_keras():
         keras.dtype_policy()
     with jmp.use_policy(jmp.PolicyMap({"head": "float16"}, "float32")):
         assert keras.dtype_policy() == keras.DTypePolicyMap("float32", {"head": "float16"})
-
-
-def test_the_optimizer_has_the_defaults_of_keras():
-    state = keras.LossScaleOptimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)})
-    assert (float(state.loss_scale.loss_scale), state.loss_scale.period, state.loss_scale.factor) == (2.0**15, 2000, 2)
-    state = keras.LossScaleOptimizer(optax.sgd(0.1), 8.0, 3).init({"w": jnp.ones(2)})
-    assert (float(state.loss_scale.loss_scale), state.loss_scale.period) == (8.0, 3)
-    state = keras.LossScaleOptimizer(optax.sgd(0.1), initial_scale=8, dynamic=False).init({"w": jnp.ones(2)})
-    assert jmp.get_loss_scale(state) == jmp.StaticLossScale(8.0)
-
-
-def test_an_overflow_halves_the_scale_and_changes_no_parameter():
-    tx = keras.LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), 8.0)
-    params = {"w": jnp.ones(2)}
-    after, state = jax.jit(lambda g, s, p: jmp.optim.step(tx, g, s, p))(
-        {"w": jnp.array([jnp.inf, 1])}, tx.init(params), params
-    )
-    assert after["w"].tolist() == [1, 1]
-    assert float(state.loss_scale.loss_scale) == 4.0
-
-
-def test_the_scale_has_a_floor_where_that_of_keras_reaches_zero():
-    scale = jmp.get_loss_scale(keras.LossScaleOptimizer(optax.sgd(0.1)).init({}))
-    for _ in range(20):
-        scale = scale.adjust(False)
-    assert float(scale.loss_scale) == 1.0

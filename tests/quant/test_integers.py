@@ -147,3 +147,12 @@ def test_one_element_and_one_of_each_channel_are_their_own_scale():
         np.testing.assert_allclose(quantized(jnp.array([-0.3]), format).dequantize(), [-0.3], rtol=2**-21)
         rows = quantized(jnp.array([[0.3, -5]]), format)
         np.testing.assert_allclose(rows.dequantize(), [[0.3, -5]], rtol=2**-21)
+
+
+def test_int4_per_output_channel_is_one_block_however_long():
+    weight = jnp.asarray(reference.fresh(LENGTH * 8, 4))
+    whole, block = (quantized(weight, f"int4/{size}") for size in (-1, LENGTH * 8))
+    assert whole.scale.shape == whole.zero_point.shape == block.scale.shape
+    assert whole.scale.size == 4
+    for name in ("values", "scale", "zero_point"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(block, name))

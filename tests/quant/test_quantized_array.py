@@ -27,7 +27,7 @@ def weights(dtype="float32"):
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.integers(0, 3),
     st.integers(1, 3),
-    st.sampled_from(["int8", "int4/2", "int4/1000"]),
+    st.sampled_from(["int8", "int4/2", "int4/1000", "int4/-1"]),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 @settings(max_examples=15, deadline=None)

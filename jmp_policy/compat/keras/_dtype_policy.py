@@ -1,5 +1,6 @@
 """Keras's dtype policy: a name, and the compute and variable dtype that it stands for."""
 
+from collections.abc import Hashable
 from typing import Any
 
 from ..._get_policy import default_policy
@@ -69,6 +70,9 @@ class DTypePolicy:
 
     def __jmp_policy__(self) -> Any:
         return self._policy
+
+    def __jmp_key__(self) -> Hashable:
+        return type(self), repr(self.get_config())
 
     def __eq__(self, other: object) -> bool:
         return _family(self) is _family(other) and self.get_config() == other.get_config()  # type: ignore[attr-defined]

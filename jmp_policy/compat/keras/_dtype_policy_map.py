@@ -1,22 +1,13 @@
 """Keras's mutable map from layer paths to dtype policies."""
 
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from ..._get_policy import get_policy, is_policy_spec
-from ..._policy import Policy as JmpPolicy
 from ..._policy_map import PolicyMap
-from ._dtype_policy import DTypePolicy, FloatDTypePolicy
-from ._find_dtype_policy import dtype_policy_like, dtype_policy_named
-from ._legacy_policy import Policy
-from ._quantized_dtype_policy import QuantizedDTypePolicy
-from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy
-
-_CLASSES = {
-    kind.__name__: kind
-    for kind in (DTypePolicy, FloatDTypePolicy, Policy, QuantizedDTypePolicy, QuantizedFloat8DTypePolicy)
-}
+from ._dtype_policy import DTypePolicy
+from ._find_dtype_policy import dtype_policy_named, dtype_policy_of
+from ._serialize import serialize_policy
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):
@@ -54,7 +45,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
             )
         if isinstance(default_policy, DTypePolicyMap):  # maps do not nest
             default_policy = default_policy._default
-        self._default = None if default_policy is None else dtype_policy_of(default_policy)
+        self._default = None if default_policy is None else _policy_of(default_policy)
         self._policies: dict[str, DTypePolicy] = {}
         self.update(policy_map or {})
 
@@ -102,7 +93,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
             )
         if not isinstance(key, str):
             raise TypeError(f"A key of a DTypePolicyMap is a path or a pattern, got {key!r}. For example: 'head'.")
-        value = dtype_policy_of(policy)
+        value = _policy_of(policy)
         PolicyMap({key: value.__jmp_policy__()})  # which raises for a bad pattern, now and not at the first lookup
         self._policies[key] = value
 
@@ -121,9 +112,16 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     def get_config(self) -> dict[str, Any]:
         """The map as dictionaries and strings; nothing in the map is changed."""
         return {
-            "default_policy": None if self._default is None else _serialized(self._default),
-            "policy_map": {key: _serialized(policy) for key, policy in self._policies.items()},
+            "default_policy": None if self._default is None else serialize_policy(self._default),
+            "policy_map": {key: serialize_policy(policy) for key, policy in self._policies.items()},
         }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> Any:
+        """The map that `get_config` described; `custom_objects` are further classes of its policies, by name."""
+        policies = {key: _policy_of(spec, custom_objects) for key, spec in config["policy_map"].items()}
+        default = config["default_policy"]
+        return cls(None if default is None else _policy_of(default, custom_objects), policies)
 
     def __jmp_policy__(self) -> PolicyMap:
         rules = [(key, policy.__jmp_policy__()) for key, policy in self._policies.items()]
@@ -141,29 +139,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return f"<DTypePolicyMap default_policy={default}, mapping={mapping}>"
 
 
-def dtype_policy_of(spec: Any) -> DTypePolicy:
-    """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
-
-    Raises:
-      ValueError: `spec` is none of these.
-    """
-    if isinstance(spec, DTypePolicy) and not isinstance(spec, DTypePolicyMap):
-        return spec
-    if isinstance(spec, dict) and spec.get("class_name") in _CLASSES:
-        return _CLASSES[spec["class_name"]].from_config(spec["config"])
-    if spec is None or isinstance(spec, str):
-        return dtype_policy_named(spec)
-    policy = get_policy(spec) if is_policy_spec(spec) else None
-    if not isinstance(policy, JmpPolicy):
-        raise ValueError(
-            f"Cannot interpret the assigned value as a dtype policy. Received: {spec!r} of type {type(spec)}. "
-            "For example: 'mixed_bfloat16'."
-        )
-    return dtype_policy_like(policy)
-
-
-def _serialized(policy: DTypePolicy) -> dict[str, Any]:
-    return {"class_name": type(policy).__name__, "config": policy.get_config()}
+def _policy_of(spec: Any, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
+    return dtype_policy_of(spec, "the assigned value", custom_objects)
 
 
 def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:

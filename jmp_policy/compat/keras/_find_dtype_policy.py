@@ -1,10 +1,44 @@
-"""Keras's dtype policy of a name, or of a policy of ours: of whichever class it has in Keras."""
+"""Keras's dtype policy of whatever stands for one: of whichever class it has in Keras."""
 
-from ..._formats import Float8
+from collections.abc import Mapping
+from typing import Any
+
+from ..._formats import KINDS, Float8
+from ..._get_policy import get_policy, is_policy_spec
 from ..._policy import FROM, Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy, default_jmp_policy
+from ._int4_dtype_policy import Int4DTypePolicy, read_block_size
 from ._quantized_dtype_policy import FLOAT8, QuantizedDTypePolicy
 from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy
+from ._serialize import deserialize_policy
+
+
+def dtype_policy_of(
+    spec: Any, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
+) -> DTypePolicy:
+    """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
+
+    Args:
+      spec: what stands for a policy; a map does not.
+      what: what the error message calls the place that it stands in.
+      custom_objects: further classes of serialized policies, by name.
+
+    Raises:
+      ValueError: `spec` is none of these.
+    """
+    if isinstance(spec, DTypePolicy) and isinstance(spec.__jmp_policy__(), JmpPolicy):
+        return spec
+    if isinstance(spec, dict) and "class_name" in spec:
+        return deserialize_policy(spec, custom_objects)
+    if spec is None or isinstance(spec, str):
+        return dtype_policy_named(spec)
+    policy = get_policy(spec) if is_policy_spec(spec) else None
+    if not isinstance(policy, JmpPolicy):
+        raise ValueError(
+            f"Cannot interpret {what} as a dtype policy. Received: {spec!r} of type {type(spec)}. "
+            "For example: 'mixed_bfloat16'."
+        )
+    return dtype_policy_like(policy)
 
 
 def dtype_policy_named(name: str | None) -> DTypePolicy:
@@ -15,17 +49,17 @@ def dtype_policy_named(name: str | None) -> DTypePolicy:
       ValueError: `name` is the name of no policy.
 
     >>> dtype_policy_named("int4/64_from_bfloat16"), dtype_policy_named("float8_from_bfloat16")
-    (<QuantizedDTypePolicy "int4/64_from_bfloat16">, <QuantizedFloat8DTypePolicy "float8_from_bfloat16">)
+    (<Int4DTypePolicy "int4/64_from_bfloat16">, <QuantizedFloat8DTypePolicy "float8_from_bfloat16">)
     """
     if name is None:
         return dtype_policy_like(default_jmp_policy())
     if not isinstance(name, str) or FROM not in name.lower():
-        return DTypePolicy(name)
+        return _unquantized(name)
     at = name.lower().index(FROM)
     mode, source_name = name[:at], name[at + len(FROM) :]
     if mode.strip().lower() == FLOAT8:
         return QuantizedFloat8DTypePolicy(FLOAT8, source_name)
-    return QuantizedDTypePolicy(mode, source_name)
+    return _quantized(mode, source_name)
 
 
 def dtype_policy_like(policy: JmpPolicy) -> DTypePolicy:
@@ -46,4 +80,21 @@ def dtype_policy_like(policy: JmpPolicy) -> DTypePolicy:
             return like_keras
     # The bare name is Keras's, whose scales act a step later than ours.
     mode = str(format) if str(format) != FLOAT8 else f"{FLOAT8}(recipe=delayed)"
-    return QuantizedDTypePolicy(mode, source_name)
+    return _quantized(mode, source_name)
+
+
+def _unquantized(name: str) -> DTypePolicy:
+    try:
+        return DTypePolicy(name)
+    except ValueError:
+        if not name.strip().lower().startswith(KINDS):
+            raise
+    raise ValueError(
+        f"Cannot convert `policy` into a valid pair of mode and source name. Received: {name!r}. "
+        "For example: 'int8_from_mixed_bfloat16'."
+    )
+
+
+def _quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
+    kind = QuantizedDTypePolicy if read_block_size(mode) is None else Int4DTypePolicy
+    return kind(mode, source_name)

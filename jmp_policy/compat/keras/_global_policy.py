@@ -1,19 +1,18 @@
 """Keras's global policy: our default policy, under Keras's names."""
 
-from ..._get_policy import default_policy, get_policy, set_default_policy
+from ..._get_policy import default_origin, default_policy, set_default_policy
 from ..._policy import Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
 from ._find_dtype_policy import dtype_policy_like, dtype_policy_named
 from ._legacy_policy import Policy
 
-# The object that was set last, for its name, class and loss scale, what it stood for, and the default policy that it
-# made. It is the answer only as long as both are still so: a map is mutable, and the default can be set elsewhere.
-_given: list[tuple[DTypePolicy, object, object]] = []
-
 
 def dtype_policy() -> DTypePolicy:
     """The global policy: `jmp_policy.default_policy()` as a dtype policy, or a map.
+
+    It is the very object that was set, here or by `jmp_policy.use_policy`, with its name, class and loss scale; a map
+    that was changed since then is not, for the default policy is the map as it was.
 
     Raises:
       ValueError: the default policy is a `PolicyMap` with types as keys, or quantizes to int8 what computes in float16,
@@ -22,10 +21,9 @@ def dtype_policy() -> DTypePolicy:
     >>> dtype_policy()
     <DTypePolicy "float32">
     """
-    current = default_policy()
-    for policy, stood_for, made in _given:
-        if made == current and policy.__jmp_policy__() == stood_for:
-            return policy
+    current, origin = default_policy(), default_origin()
+    if isinstance(origin, DTypePolicy):
+        return origin
     if isinstance(current, JmpPolicy):
         return dtype_policy_like(current)
     policies = DTypePolicyMap(current.default)
@@ -59,9 +57,7 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
             "Invalid `policy` argument. Expected the string name of a policy (such as 'mixed_float16') or a "
             f"`DTypePolicy` instance. Received: policy={policy} (of type {type(policy)})"
         )
-    frozen = get_policy(policy)
-    set_default_policy(frozen)
-    _given[:] = [(policy, policy.__jmp_policy__(), frozen)]
+    set_default_policy(policy)
 
 
 def set_policy(policy: DTypePolicy | str | None) -> None:

@@ -1,15 +1,12 @@
 """The policy of `tf.keras.mixed_precision.experimental`, which carried a loss scale."""
 
-import numbers
 from typing import Any
 
-import jax
-
-from ..._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from ..._loss_scale import LossScale
 from ._dtype_policy import DTypePolicy
+from ._loss_scale import read_loss_scale, write_loss_scale
 
 _ALIASES = {"infer_float32_vars": "infer_with_float32_vars", "float32_with_float32_vars": "float32"}
-_SCALES = {kind.__name__: kind for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale)}
 
 
 class Policy(DTypePolicy):
@@ -18,9 +15,10 @@ class Policy(DTypePolicy):
     Args:
       name: as of `DTypePolicy`, and `"infer"` (both dtypes are those of the first input),
         `"infer_with_float32_vars"` or `"infer_float32_vars"` (the compute dtype is), `"<dtype>_with_float32_vars"`.
-      loss_scale: `"dynamic"`, a number for a constant scale, a `LossScale`, or `None` for no scaling. The default,
-        `"auto"`, is dynamic for `"mixed_float16"` and `None` for any other name, as in Keras; prefer
-        `jmp_policy.Policy.loss_scale`, which asks for the compute dtype.
+      loss_scale: `"dynamic"`, a number for a constant scale, a `LossScale` or the config of one, TensorFlow's
+        `DynamicLossScale` and `FixedLossScale` among them, or `None` for no scaling. The default, `"auto"`, is dynamic
+        for `"mixed_float16"` and `None` for any other name, as in Keras; prefer `jmp_policy.Policy.loss_scale`, which
+        asks for the compute dtype.
 
     Raises:
       TypeError: `name` is no string.
@@ -40,7 +38,7 @@ class Policy(DTypePolicy):
         self._is_default = isinstance(loss_scale, str) and loss_scale == "auto"
         if self._is_default:
             loss_scale = "dynamic" if self.name == "mixed_float16" else None
-        self._loss_scale = _loss_scale(loss_scale)
+        self._loss_scale = read_loss_scale(loss_scale)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -68,30 +66,7 @@ class Policy(DTypePolicy):
     def get_config(self) -> dict[str, Any]:
         """As of `DTypePolicy`, with the loss scale where it is not the default one."""
         config = super().get_config()
-        return config if self._is_default else config | {"loss_scale": _loss_scale_config(self._loss_scale)}
+        return config if self._is_default else config | {"loss_scale": write_loss_scale(self._loss_scale)}
 
     def __repr__(self) -> str:
         return f'<Policy "{self.name}", loss_scale={self.loss_scale}>'
-
-
-def _loss_scale(spec: Any) -> LossScale | None:
-    if spec is None or isinstance(spec, LossScale):
-        return spec
-    if isinstance(spec, str) and spec == "dynamic":
-        return DynamicLossScale()
-    if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
-        return StaticLossScale(float(spec))
-    if isinstance(spec, dict) and spec.get("class_name") in _SCALES:
-        return _SCALES[spec["class_name"]](**spec["config"])
-    raise ValueError(
-        f"Could not interpret loss scale identifier: {spec!r}. It is 'dynamic', a number, a LossScale or None, for "
-        "example Policy('mixed_float16', loss_scale='dynamic')."
-    )
-
-
-def _loss_scale_config(scale: LossScale | None) -> dict[str, Any] | None:
-    if scale is None:
-        return None
-    plain = {name: x.item() if isinstance(x, jax.Array) else x for name, x in vars(scale).items()}
-    arguments = {name: value for name, value in plain.items() if not name.startswith("_")}
-    return {"class_name": type(scale).__name__, "config": arguments}

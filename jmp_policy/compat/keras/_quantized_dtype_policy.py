@@ -19,8 +19,9 @@ class QuantizedDTypePolicy(DTypePolicy):
     Immutable and hashable, unlike Keras's. `jmp_policy.get_policy`, `with_policy` and `quant.quantize` take it as is.
 
     Args:
-      mode: `"int8"`, `"int4"`, `"int4/64"`, `"float8"`, or another string that names a quantization. A bare
-        `"float8"` is Keras's, as `QuantizedFloat8DTypePolicy` has it.
+      mode: `"int8"`, `"int4"`, `"float8"`, or another string that names a quantization. A bare `"float8"` is Keras's,
+        as `QuantizedFloat8DTypePolicy` has it; a bare `"int4"` is ours, in blocks of 128; `"int4/64"` has a class of
+        its own in Keras, `Int4DTypePolicy`.
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
@@ -28,7 +29,7 @@ class QuantizedDTypePolicy(DTypePolicy):
       ValueError: `mode` is no quantization mode; `source_name` is the name of no policy, or of a quantized one; or the
         mode is int8 and the compute dtype float16, which Keras refuses (`jmp_policy.get_policy` does not).
 
-    Source: `keras.dtype_policies.QuantizedDTypePolicy` and `Int4DTypePolicy` of Keras 3.
+    Source: `keras.dtype_policies.QuantizedDTypePolicy` of Keras 3.
 
     >>> policy = QuantizedDTypePolicy("int8", "mixed_bfloat16")
     >>> policy, policy.quantization_mode, policy.compute_dtype, policy.variable_dtype

@@ -1,0 +1,81 @@
+"""`keras.dtype_policies`: the classes of dtype policies, and how one is found, written and read.
+
+>>> get("int8_from_mixed_bfloat16"), get(jnp.bfloat16)
+(<QuantizedDTypePolicy "int8_from_mixed_bfloat16">, <DTypePolicy "bfloat16">)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
+from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
+from ._find_dtype_policy import dtype_policy_of
+from ._global_policy import dtype_policy
+from ._int4_dtype_policy import Int4DTypePolicy as Int4DTypePolicy
+from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
+from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy
+from ._serialize import deserialize_policy, serialize_policy
+
+
+def get(identifier: Any) -> DTypePolicy:
+    """Finds the dtype policy that something stands for.
+
+    Args:
+      identifier: a dtype policy or map, which is returned as it is; the name of a policy; a dtype; a policy of
+        `jmp_policy`; what `serialize` made; or `None` for the global policy.
+
+    Raises:
+      ValueError: `identifier` is none of these.
+
+    Source: `keras.dtype_policies.get` of Keras 3.
+
+    >>> get({"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}})
+    <DTypePolicy "mixed_bfloat16">
+    """
+    if identifier is None:
+        return dtype_policy()
+    if isinstance(identifier, DTypePolicyMap):
+        return identifier
+    if isinstance(identifier, dict) and "class_name" in identifier:
+        return deserialize(identifier)
+    return dtype_policy_of(identifier)
+
+
+def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
+    """Writes a dtype policy or map as Keras's files have it: a dictionary for JSON, which Keras 3 reads, too.
+
+    Keras reads the names that it knows; those of ours that it does not, such as `"p=f32,c=bf16,o=f32"` or
+    `"int8(activations=false)_from_bfloat16"`, are an error there.
+
+    Raises:
+      TypeError: `dtype_policy` is none.
+
+    Source: `keras.dtype_policies.serialize` of Keras 3.
+
+    >>> serialize(Int4DTypePolicy("int4/64", "bfloat16"))["config"]
+    {'mode': 'int4/64', 'source_name': 'bfloat16'}
+    """
+    if not isinstance(dtype_policy, DTypePolicy):
+        raise TypeError(f"Expected a dtype policy, got {dtype_policy!r}. For example: DTypePolicy('mixed_bfloat16').")
+    return serialize_policy(dtype_policy)
+
+
+def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
+    """Reads the dtype policy or map that `serialize` wrote, here, in Keras 3, or in TensorFlow 2.
+
+    Args:
+      config: a dictionary with the `class_name` and `config` of a policy.
+      custom_objects: further classes, by name.
+
+    Raises:
+      ValueError: `config` is no such dictionary, or of a class that does not exist here, as those of Keras for `gptq`,
+        `awq` and `ternary` do not.
+
+    Source: `keras.dtype_policies.deserialize` of Keras 3.
+
+    >>> deserialize(serialize(DTypePolicyMap("float32", {"head": "bfloat16"})))["head"]
+    <DTypePolicy "bfloat16">
+    """
+    if isinstance(config, dict) and config.get("class_name") == DTypePolicyMap.__name__ and "config" in config:
+        return DTypePolicyMap.from_config(config["config"], custom_objects)
+    return deserialize_policy(config, custom_objects)

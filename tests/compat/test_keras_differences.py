@@ -1,0 +1,247 @@
+"""Every difference from Keras is a row of the table in the docstring, and every row is held by a check here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from differences import Checks, rows_of
+
+import jmp_policy as jmp
+from jmp_policy.compat import keras
+from jmp_policy.compat.keras import dtype_policies
+
+checks = Checks()
+
+
+@pytest.fixture(autouse=True)
+def restored_default():
+    before = jmp.default_policy()
+    yield
+    jmp.set_default_policy(before)
+
+
+def test_every_difference_has_a_check_and_every_check_its_difference():
+    assert rows_of(keras) == list(checks)
+
+
+@pytest.mark.parametrize("row", rows_of(keras))
+def test_it_is_as_the_table_says(row):
+    checks[row]()
+
+
+def scale_of(*args, **kwargs):
+    return keras.LossScaleOptimizer(optax.sgd(0.1), *args, **kwargs).init({"w": jnp.ones(2)}).loss_scale
+
+
+def _weight(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def identity(x):
+    return x
+
+
+@checks.holds("the global policy")
+def the_global_policy_reaches_what_with_policy_is_applied_to():
+    keras.set_dtype_policy("mixed_bfloat16")
+    assert identity(jnp.ones(2)).dtype == jnp.float32
+    assert jmp.with_policy(identity)(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+@checks.holds("layers")
+def a_layer_of_flax_takes_a_policy():
+    nn = pytest.importorskip("flax.linen")
+    layer = jmp.with_policy(nn.Dense(2), keras.DTypePolicy("mixed_bfloat16"))
+    x = jnp.ones((1, 3))
+    assert jax.eval_shape(lambda: layer.init_with_output(jax.random.key(0), x)[0]).dtype == jnp.bfloat16
+
+
+@checks.holds("changing a policy")
+def policies_are_immutable_and_maps_are_not():
+    policy = keras.DTypePolicy("float32")
+    with pytest.raises(AttributeError):
+        policy.name = "float16"
+    assert hash(policy) == hash(keras.DTypePolicy("float32"))
+    policies = keras.DTypePolicyMap()
+    policies["a"] = "float16"
+    with pytest.raises(TypeError):
+        hash(policies)
+
+
+@checks.holds('`"uint8"`, `"int32"`')
+def policies_are_of_floating_dtypes():
+    for name in ("uint8", "int32"):
+        with pytest.raises(ValueError, match=rf"^Cannot convert '{name}' to a mixed precision DTypePolicy\."):
+            keras.DTypePolicy(name)
+
+
+@checks.holds('`"p=f32,c=bf16,o=f32"`')
+def our_names_are_names_too():
+    assert keras.DTypePolicy("p=f32,c=bf16,o=f32").compute_dtype == "bfloat16"
+
+
+@checks.holds("`convert_input`")
+def numpy_stays_numpy():
+    converted = keras.DTypePolicy("float16").convert_input(np.ones(2, np.float32), autocast=True, dtype="float16")
+    assert isinstance(converted, np.ndarray)
+    assert converted.dtype == np.float16
+
+
+@checks.holds("private names")
+def there_are_no_private_names():
+    assert not hasattr(dtype_policies, "_get_quantized_dtype_policy_by_str")
+    assert dtype_policies.get("int8_from_float32").name == "int8_from_float32"
+
+
+@checks.holds("TensorFlow's `Policy`")
+def the_loss_scale_of_a_saved_policy_is_kept():
+    saved = {"class_name": "PolicyV1", "config": {"name": "mixed_float16", "loss_scale": None}}
+    assert dtype_policies.deserialize(saved).loss_scale is None
+
+
+@checks.holds('a rule for `"block"`')
+def a_frozen_rule_covers_what_is_inside():
+    policies = keras.DTypePolicyMap("float32", {"block": "bfloat16"})
+    assert policies["block/dense"].name == "float32"
+    assert jmp.get_policy(policies)["block/dense"].name == "bfloat16"
+
+
+@checks.holds("the dictionary given")
+def the_dictionary_is_copied():
+    given = {"a": "float16"}
+    keras.DTypePolicyMap("float32", given)["b"] = "float16"
+    assert given == {"a": "float16"}
+
+
+@checks.holds("a map as the default")
+def a_map_stands_for_its_default():
+    assert keras.DTypePolicyMap(keras.DTypePolicyMap("float16")).default_policy == keras.DTypePolicy("float16")
+
+
+@checks.holds("a bad name as a value")
+def a_bad_name_has_its_own_error():
+    with pytest.raises(ValueError, match=r"^Cannot convert 'flaot16' to a mixed precision DTypePolicy\."):
+        keras.DTypePolicyMap()["a"] = "flaot16"
+
+
+@checks.holds("`get_config`, no default")
+def a_map_without_a_default_keeps_the_names_of_its_policies():
+    policies = keras.DTypePolicyMap()
+    policies["a"] = "mixed_bfloat16"
+    policies["b"] = "int8_from_mixed_bfloat16"
+    config = policies.get_config()
+    assert [policy.name for policy in policies.values()] == ["mixed_bfloat16", "int8_from_mixed_bfloat16"]
+    keras.set_dtype_policy("float16")
+    assert keras.DTypePolicyMap.from_config(config) == policies
+
+
+@checks.holds('`"int4"`')
+def int4_is_blocks_of_128():
+    policy = keras.QuantizedDTypePolicy("int4", "float32")
+    assert jmp.get_policy(policy) is jmp.get_policy(keras.Int4DTypePolicy("int4/128", "float32"))
+    assert jmp.get_policy(keras.Int4DTypePolicy("int4/-1", "float32")) is not jmp.get_policy(policy)
+
+
+@checks.holds('`"int4/-1"`')
+def a_channel_has_a_zero_point():
+    weight = jnp.linspace(1, 2, 512, dtype=jnp.float32).reshape(256, 2)
+    array = jmp.quant.quantize_array(weight, "int4/-1")
+    assert array.zero_point.tolist() == [[[0, 0]]]  # of numbers that are all positive
+    np.testing.assert_allclose(array.dequantize(), weight, atol=2 / 15 / 2)  # a symmetric scale spends half on none
+
+
+@checks.holds('`"int4/100"` of 256')
+def blocks_divide():
+    with pytest.raises(ValueError, match=r"^Blocks of 100 do not divide the 256 inputs .* The largest that do are of "):
+        jmp.quant.quantize({"kernel": _weight((256, 64))}, keras.Int4DTypePolicy("int4/100", "float32"))
+
+
+@checks.holds('`"int4"` embeddings', "small layers")
+def tables_have_8_bits_and_small_layers_stay():
+    shapes = {"embed": {"embedding": (64, 64)}, "small": {"kernel": (8, 8)}}
+    params = jax.tree.map(_weight, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
+    made = jmp.quant.quantize(params, keras.QuantizedDTypePolicy("int4", "float32"))
+    assert made["embed"]["embedding"].values.dtype == jnp.int8
+    assert made["small"]["kernel"] is params["small"]["kernel"]
+    made = jmp.quant.quantize(params, keras.QuantizedDTypePolicy("int4/64(table_bits=4,min_size=0)", "float32"))
+    assert made["embed"]["embedding"].values.dtype == jnp.uint8
+    assert isinstance(made["small"]["kernel"], jmp.quant.QuantizedArray)
+
+
+@checks.holds("`amax_history_length`")
+def a_history_has_a_positive_length():
+    for length, error in [(0, ValueError), (-1, ValueError), (True, TypeError)]:
+        with pytest.raises(error, match=r"^`amax_history_length` must be "):
+            keras.QuantizedFloat8DTypePolicy("float8", "float32", length)
+
+
+@checks.holds("`gptq`, `awq`, `ternary`")
+def other_quantizations_are_errors_by_name_and_in_files():
+    for mode in ("gptq/4/128", "awq/4/128", "ternary"):
+        with pytest.raises(ValueError, match=rf"^Invalid quantization mode\. .* Received: mode={mode} Unknown quant"):
+            dtype_policies.get(f"{mode}_from_float32")
+        saved = {"class_name": f"{mode.partition('/')[0].upper()}DTypePolicy", "config": {"mode": mode}}
+        with pytest.raises(ValueError, match=r"^Unknown class of dtype policies in "):
+            dtype_policies.deserialize(saved)
+    assert not {"GPTQConfig", "AWQConfig", "GPTQDTypePolicy", "AWQDTypePolicy"} & set(dir(dtype_policies))
+
+
+@checks.holds("`LossScaleOptimizer`")
+def the_optimizer_is_an_optax_transformation():
+    tx = keras.LossScaleOptimizer(optax.sgd(0.1))
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert isinstance(tx.init({"w": jnp.ones(2)}).loss_scale, jmp.DynamicLossScale)
+
+
+@checks.holds("its other arguments")
+def other_arguments_are_those_of_the_inner_optimizer():
+    for name in ("name", "clipnorm", "weight_decay", "gradient_accumulation_steps"):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):
+            keras.LossScaleOptimizer(optax.sgd(0.1), **{name: None})
+
+
+@checks.holds("`dynamic=False`")
+def a_constant_scale_is_a_scale():
+    assert scale_of(8.0, dynamic=False) == jmp.StaticLossScale(8.0)
+
+
+@checks.holds("the second argument")
+def a_bool_is_no_scale():
+    with pytest.raises(TypeError, match=r"^`initial_scale` must be a number, got True"):
+        scale_of(True)
+
+
+@checks.holds("bounds of the scale")
+def the_scale_has_a_floor_and_a_ceiling():
+    scale = scale_of(2.0)
+    for _ in range(3):
+        scale = scale.adjust(jnp.array(False))
+    assert float(scale.loss_scale) == 1.0
+    assert float(scale_of(2.0**24, 1).adjust(jnp.array(True)).loss_scale) == 2.0**24
+
+
+@checks.holds("a skipped step")
+def a_skipped_step_is_not_counted():
+    tx = keras.LossScaleOptimizer(optax.sgd(lambda count: jnp.exp2(-count.astype(jnp.float32))))
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    for gradient in (1.0, jnp.inf, 1.0):
+        params, state = jmp.optim.step(tx, {"w": jnp.full(2, gradient)}, state, params)
+    assert optax.tree_utils.tree_get(state, "count") == 2
+    assert params["w"].tolist() == [1 - 1 - 0.5] * 2
+
+
+@checks.holds("the scaled loss")
+def a_loss_is_scaled_in_float32():
+    assert scale_of(2.0**15).scale(jnp.float16(2)).item() == 2.0**16
+
+
+@checks.holds("overwriting by gradient")
+def state_under_its_key_becomes_its_gradient():
+    tx = keras.LossScaleOptimizer(optax.sgd(0.1))
+    params = {"params": jnp.ones(2), "_overwrite_with_gradient": jnp.ones(2)}
+    gradients = jax.tree.map(lambda x: 3 * x, params)
+    after, _ = jmp.optim.step(tx, gradients, tx.init(params), params)
+    assert after["_overwrite_with_gradient"].tolist() == [3, 3]
+    np.testing.assert_allclose(after["params"], 0.7, rtol=1e-6)
