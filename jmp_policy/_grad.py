@@ -29,7 +29,8 @@ def value_and_grad(
     this is `jax.value_and_grad`.
 
     Where float8 layers have state among what is differentiated, its gradient is the next state: that of true gradients,
-    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too.
+    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too. It is known by its names, as
+    `quant.float8_state` gives them.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -46,7 +47,7 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`.
+        of `jax.jit`, or in a branch for each example of `jax.vmap`; or part of such a state stands alone.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
