@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ._messages import warn_user
+from ._messages import quote, warn_user
 
 SMALLEST = 2.0**-126
 """The smallest normal number of float32: what is below, XLA may flush to zero, and gradients with it."""
@@ -158,4 +158,4 @@ def _check_normal(number: float, name: str, value: Any, example: str) -> None:
 
 def _check(holds: Any, name: str, value: Any, must_be: str, example: str) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {must_be}, got {value!r}. For example: {name}={example}.")
+        raise ValueError(f"{name} must be {must_be}, got {quote(value)}. For example: {name}={example}.")
