@@ -53,6 +53,11 @@ class LossScale(Uncast):
         del grads_finite
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Comes back from a pickle, in a process where no loss scale may have been made."""
+        vars(self).update(state)
+        register_with_flax()
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,9 @@ class NoOpLossScale(LossScale):
 
     def __post_init__(self) -> None:
         register_with_flax()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()  # with nothing to set, a pickle would go past __setstate__
 
     @property
     def loss_scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -263,6 +271,7 @@ class DynamicLossScale(LossScale):
         """The loss scale of these settings and arrays, whatever stands in for the arrays."""
         new = object.__new__(cls)
         new._assign(settings, leaves)
+        register_with_flax()
         return new
 
 

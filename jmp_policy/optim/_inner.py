@@ -55,7 +55,8 @@ def with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
 
     def like(old_leaf: Any, new_leaf: Any) -> Any:
         dtype = getattr(old_leaf, "dtype", None)
-        same = dtype is None or getattr(new_leaf, "dtype", None) == dtype
-        return new_leaf if same else lax.convert_element_type(new_leaf, dtype)
+        if dtype is None or getattr(new_leaf, "dtype", None) == dtype:
+            return new_leaf
+        return lax.convert_element_type(new_leaf, dtype)
 
     return jax.tree.map(like, old, new)
