@@ -123,6 +123,10 @@ class DynamicLossScale(LossScale):
     count anew. The arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`) are the leaves of the
     pytree; everything else is static and survives every tree operation.
 
+    Flax's `DynamicScale` has other defaults, and grows after one finite step more than its `growth_interval`. As it
+    does `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's
+    `GradScaler` begins at 2**16, too, and has neither floor nor ceiling.
+
     Args:
       loss_scale: the scale to start from. Outside of floor and ceiling it starts at the nearer one, with a warning.
       counter: finite steps in a row since the scale last changed.

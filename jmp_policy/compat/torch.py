@@ -37,7 +37,9 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     It moves as torch's does from there on: it grows on the `growth_interval`-th finite step in a row, of which
     `_growth_tracker` are over, and backs off on every step that is not finite. What torch does not have are our floor
     of 1 and ceiling of 2**24; a saved scale that lies beyond one moves it there. Where the interval was set below a
-    count that had passed it already, torch's scale stands still until the next overflow, and ours grows.
+    count that had passed it already, torch's scale stands still until the next overflow, and ours grows. Where
+    gradients are accumulated, torch counts steps, and `loss_scaled(MultiSteps(tx, k))` microbatches: multiply
+    `growth_interval` and `_growth_tracker` by k.
 
     Args:
       state_dict: what `GradScaler.state_dict()` returns, empty for a scaler that was not enabled. The values are
