@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from ._messages import quote
+
 DTypeLike = Any
 """A dtype name, an `np.dtype`, or a scalar type of numpy, jax or ml_dtypes."""
+
+_LONGEST_WORD = 100  # which is compared with names that exist, in a time that grows with it
 
 _ALIASES = {
     "full": "float32",
@@ -94,7 +98,8 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     "Did you mean 'bfloat16'?"
     """
     choices = list(choices)
-    near = difflib.get_close_matches(str(word).strip().lower(), choices, 1)
+    text = str(word).strip().lower()
+    near = difflib.get_close_matches(text, choices, 1) if len(text) <= _LONGEST_WORD else []
     return f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(map(repr, choices))}."
 
 
@@ -128,7 +133,7 @@ def _name_of(spec: DTypeLike) -> str | None:
 
 
 def _unknown_dtype(spec: DTypeLike, where: str, example: str) -> str:
-    return f"Unknown dtype {spec!r}{where}. {did_you_mean(spec, dtype_names())} For example: {example}."
+    return f"Unknown dtype {quote(spec)}{where}. {did_you_mean(spec, dtype_names())} For example: {example}."
 
 
 _JAX_SCALAR_TYPE = type(jnp.float32)

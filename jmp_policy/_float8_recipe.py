@@ -5,6 +5,7 @@ from typing import Any
 
 from ._dtypes import did_you_mean
 from ._format_fields import check_word
+from ._messages import quote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,5 +117,5 @@ def parse_recipe(spec: Any) -> Recipe:
     text = "/".join(word.strip() for word in spec.lower().split("/")) if isinstance(spec, str) else ""
     recipe = _RECIPES.get(text, _LONGER.get(text))
     if recipe is None:
-        raise ValueError(f"Unknown recipe {spec!r}. {did_you_mean(spec, _RECIPES)} For example: 'current/row'.")
+        raise ValueError(f"Unknown recipe {quote(spec)}. {did_you_mean(spec, _RECIPES)} For example: 'current/row'.")
     return recipe

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ._dtypes import did_you_mean
+from ._messages import quote
 
 DEFAULT_MIN_SIZE = 4096
 """The number of elements below which a product takes less time than the conversions around it."""
@@ -18,7 +19,7 @@ def check_count(format: Any, name: str, least: int, *, such_as: int = 128) -> No
     value = getattr(format, name)
     example = f"For example: {type(format).__name__}({name}={such_as})."
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}. {example}")
+        raise TypeError(f"{name} must be an int, got {quote(value)}. {example}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
 
@@ -31,7 +32,7 @@ def check_flag(format: Any, name: str) -> None:
     """
     value = getattr(format, name)
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is True or False, got {value!r}. For example: {type(format).__name__}().")
+        raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(format).__name__}().")
 
 
 def check_word(format: Any, name: str, known: tuple[str, ...]) -> None:
@@ -43,7 +44,7 @@ def check_word(format: Any, name: str, known: tuple[str, ...]) -> None:
     value = getattr(format, name)
     if not isinstance(value, str) or value not in known:
         example = f"For example: {type(format).__name__}({name}={known[-1]!r})."
-        raise ValueError(f"Unknown {name} {value!r}. {did_you_mean(value, known)} {example}")
+        raise ValueError(f"Unknown {name} {quote(value)}. {did_you_mean(value, known)} {example}")
 
 
 def spelled_options(format: Any, *names: str) -> str:

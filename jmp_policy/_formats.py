@@ -8,6 +8,7 @@ from ._dtypes import did_you_mean
 from ._float8_format import Float8 as Float8
 from ._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
+from ._messages import quote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,20 +148,20 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
     if found is None or found["kind"] not in _KINDS:
         remedy = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
-        raise ValueError(f"Unknown quantization {spec!r}{where}. {remedy} For example: 'int8'.")
-    kind, place = found["kind"], f" in {spec!r}{where}"
+        raise ValueError(f"Unknown quantization {quote(spec)}{where}. {remedy} For example: 'int8'.")
+    kind, place = found["kind"], f" in {quote(spec)}{where}"
     pairs = [] if found["slash"] is None else [(_slash_field(kind, found["slash"], place), found["slash"])]
     options = (found["options"] or "").strip()
     pairs += [_option(kind, piece, place) for piece in options.split(",") if options]
     given: dict[str, Any] = {}
     for name, value in pairs:
         if name in given:
-            raise ValueError(f"{name!r} is given twice{place}. For example: {_example(kind)}.")
+            raise ValueError(f"{quote(name)} is given twice{place}. For example: {_example(kind)}.")
         given[name] = value if name in _WORDS else _value(value, kind, place)
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"In {spec!r}{where}: {error}") from None
+        raise ValueError(f"In {quote(spec)}{where}: {error}") from None
 
 
 def _slash_field(kind: str, slash: str, place: str) -> str:
@@ -176,7 +177,7 @@ def _option(kind: str, piece: str, place: str) -> tuple[str, str]:
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     if name not in known:
         raise ValueError(
-            f"{name!r} is no option of {kind}{place}. {did_you_mean(name, known)} For example: {_example(kind)}."
+            f"{quote(name)} is no option of {kind}{place}. {did_you_mean(name, known)} For example: {_example(kind)}."
         )
     return name, value
 
@@ -190,7 +191,7 @@ def _value(text: str, kind: str, place: str) -> int | bool:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"{text!r}{place} is no number, and neither true nor false. For example: {_example(kind)}."
+            f"{quote(text)}{place} is no number, and neither true nor false. For example: {_example(kind)}."
         ) from None
 
 

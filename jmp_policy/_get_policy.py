@@ -6,6 +6,7 @@ from typing import Any
 from ._default import read_default, read_origin, set_default, temporarily_set_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
+from ._messages import quote
 from ._policy import Policy
 from ._policy_map import PolicyMap
 
@@ -50,10 +51,17 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
     if isinstance(spec, str):
         return parse_policy(spec)
     if hasattr(spec, "__jmp_policy__"):
-        return get_policy(spec.__jmp_policy__())
+        return get_policy(_ask(spec))
     if isinstance(spec, Mapping):
         return get_policy(_from_config(spec))
     return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
+
+
+def _ask(spec: Any) -> PolicySpec:
+    answer = spec.__jmp_policy__()
+    if answer is spec:
+        raise ValueError(f"__jmp_policy__() of {quote(spec)} returns the object itself. For example: 'mixed_bfloat16'.")
+    return answer
 
 
 def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
@@ -62,7 +70,7 @@ def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
     if "param_dtype" in config:
         return Policy.from_config(config)
     raise ValueError(
-        f"{config!r} is no config of a policy or map. For rules by path or type: PolicyMap({{'head': 'float32'}})."
+        f"{quote(config)} is no config of a policy or map. For rules by path or type: PolicyMap({{'head': 'float32'}})."
     )
 
 

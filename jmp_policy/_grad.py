@@ -1,7 +1,6 @@
 """Gradients under a loss scale: the true loss and true gradients, whatever the scale."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale
+from ._messages import warn_user
 from ._overwrite import by_max, has_state, map_state, reuse_explained, unless_unused
 from ._scaled_state import get_loss_scale
 from ._tree import PyTree
@@ -29,12 +29,13 @@ def value_and_grad(
     this is `jax.value_and_grad`.
 
     Where float8 layers have state among what is differentiated, its gradient is the next state: that of true gradients,
-    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too.
+    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too. It is known by its names, as
+    `quant.float8_state` gives them.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
-        float32: the cotangent of a half-precision loss is half itself, and overflows at 65504 in float16; a
-        warning says so while tracing.
+        float32: a half-precision loss is rounded to 8 significant bits (bfloat16) or 11, and its cotangent is half
+        itself, which overflows at 65504 in float16; a warning says so while tracing.
       argnums: which positional arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data; it is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
@@ -46,7 +47,7 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`.
+        of `jax.jit`, or in a branch for each example of `jax.vmap`; or part of such a state stands alone.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -93,6 +94,7 @@ def scaled_value_and_grad(
         def plain_value_and_grad(*args: Any, **kwargs: Any) -> Any:
             with reuse_explained():
                 out, grads = plain(*args, **kwargs)
+            warn_of_half(out[0] if has_aux else out, scale)
             return out, _true(grads, scale)
 
         return plain_value_and_grad
@@ -103,6 +105,7 @@ def scaled_value_and_grad(
     def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
         with reuse_explained():
             (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
+        warn_of_half(loss, scale)
         return (loss, *aux) if has_aux else loss, _true(grads, scale)
 
     return true_value_and_grad
@@ -130,11 +133,23 @@ def with_scaled_loss(fun: Callable[..., Any], has_aux: bool, scale: LossScale) -
         if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # of which JAX takes both
             return out  # and JAX says what is wrong
         loss, *aux = out if has_aux else (out,)
-        if not isinstance(scale, NoOpLossScale):
-            _warn_of_half(loss)
         return scale.scale(loss), (loss, *aux)
 
     return scaled
+
+
+def warn_of_half(loss: Any, scale: LossScale) -> None:
+    """Warns of a loss that is half precision; called past JAX, while the user's line is not far."""
+    dtype = getattr(loss, "dtype", None)
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        return
+    bits = jnp.finfo(dtype).nmant + 1
+    harm = f"each of {bits} significant bits" if isinstance(scale, NoOpLossScale) else "the loss scale"
+    warn_user(
+        f"The loss is {dtype}, and so is its cotangent, {harm}: compute the loss in float32, for example "
+        "loss_fn = lambda logits: cross_entropy(logits.astype(jnp.float32), labels), or give the model a policy whose "
+        f"output is float32, for example 'params=float32,compute={dtype},output=float32'."
+    )
 
 
 def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -154,13 +169,3 @@ def _true(grads: PyTree, scale: LossScale) -> PyTree:
     if not has_state(grads):
         return true
     return map_state(lambda state, _: unless_unused(state), grads, true, otherwise=lambda _, grad: grad)
-
-
-def _warn_of_half(loss: Any) -> None:
-    dtype = getattr(loss, "dtype", None)
-    if dtype in (jnp.float16, jnp.bfloat16):
-        warnings.warn(
-            f"The loss is {dtype}, and so is its cotangent, the loss scale: compute the loss in float32, for example "
-            "loss_fn = lambda logits: cross_entropy(logits.astype(jnp.float32), labels).",
-            stacklevel=3,
-        )

@@ -21,6 +21,7 @@ import numpy as np
 
 from ._dtypes import did_you_mean, dtype_names, parse_dtype
 from ._formats import KINDS, parse_quantization
+from ._messages import quote
 from ._policy import FROM, Policy
 
 EXAMPLE = "params=float32,compute=bfloat16,output=float32"
@@ -63,7 +64,7 @@ def parse_policy(text: str) -> Policy:
     kind = _KIND.match(name)
     if kind:
         example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
-        _fail(f"{name!r} says nothing of the dtypes around it", text, example)
+        _fail(f"{quote(name)} says nothing of the dtypes around it", text, example)
     if "=" in name:
         return _parse_fields(text)
     if name in _NAMED:
@@ -78,13 +79,16 @@ def parse_policy(text: str) -> Policy:
 
 
 def _quantized(format: str, source: str, text: str) -> Policy:
+    where = f" in policy {quote(text)}"
+    nested = _QUANTIZED.match(source)
+    if nested:  # not read by parse_policy, which would call itself as often as a string repeats itself
+        parse_quantization(nested["format"], where=where)
+        _fail(f"{quote(source.strip())} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
     try:
         plain = parse_policy(source)
     except ValueError as error:
-        raise ValueError(f"In policy {text!r}: {error}") from None
-    if plain.quantization is not None:
-        _fail(f"{source.strip()!r} is quantized already", text, "For example: 'int8_from_mixed_bfloat16'.")
-    return plain.replace(quantization=parse_quantization(format, where=f" in policy {text!r}"))
+        raise ValueError(f"In policy {quote(text)}: {error}") from None
+    return plain.replace(quantization=parse_quantization(format, where=where))
 
 
 def _parse_fields(text: str) -> Policy:
@@ -93,12 +97,12 @@ def _parse_fields(text: str) -> Policy:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         field = _FIELDS.get(key.lower())
         if not equals:
-            _fail(f"{part.strip()!r} is no 'key=value'", text, f"For example: {EXAMPLE!r}.")
+            _fail(f"{quote(part.strip())} is no 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
             remedy = did_you_mean(key, ("params", "compute", "output", "precision"))
-            _fail(f"Unknown key {key!r} in {part.strip()!r}", text, f"{remedy} For example: {EXAMPLE!r}.")
+            _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{remedy} For example: {EXAMPLE!r}.")
         if field in given:
-            _fail(f"{part.strip()!r} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
+            _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
         given[field] = value if field == "precision" else _dtype_or_none(value, part, text)
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
@@ -109,7 +113,7 @@ def _parse_fields(text: str) -> Policy:
 def _dtype_or_none(value: str, part: str, text: str) -> np.dtype | None:
     if value.lower() == "none":
         return None
-    return parse_dtype(value, where=f" in {part.strip()!r} of policy {text!r}", example=repr(EXAMPLE))
+    return parse_dtype(value, where=f" in {quote(part.strip())} of policy {quote(text)}", example=repr(EXAMPLE))
 
 
 def _half(name: str, text: str) -> np.dtype:
@@ -117,12 +121,12 @@ def _half(name: str, text: str) -> np.dtype:
     half = name.removeprefix(_MIXED)
     dtype = parse_dtype(half) if half in dtype_names() else None
     if dtype is None or dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
-        _fail(f"{half!r} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
+        _fail(f"{quote(half)} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
     return dtype
 
 
 def _dtype(name: str, text: str) -> np.dtype:
-    return parse_dtype(name, where=f" in policy {text!r}", example=repr(EXAMPLE))
+    return parse_dtype(name, where=f" in policy {quote(text)}", example=repr(EXAMPLE))
 
 
 def _precision(name: str | None, text: str) -> str | None:
@@ -131,7 +135,7 @@ def _precision(name: str | None, text: str) -> str | None:
     try:
         return Policy(None, None, None, precision=name).precision
     except ValueError as error:
-        raise ValueError(f"In policy {text!r}: {error}") from None
+        raise ValueError(f"In policy {quote(text)}: {error}") from None
 
 
 def _whole(name: str, text: str) -> np.dtype:
@@ -141,8 +145,8 @@ def _whole(name: str, text: str) -> np.dtype:
     except ValueError:
         quantized = [f"{kind}{FROM}mixed_bfloat16" for kind in KINDS]
         remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16", *quantized])
-        raise ValueError(f"Unknown dtype or policy {text!r}. {remedy} For example: {EXAMPLE!r}.") from None
+        raise ValueError(f"Unknown dtype or policy {quote(text)}. {remedy} For example: {EXAMPLE!r}.") from None
 
 
 def _fail(what: str, text: str, remedy: str) -> NoReturn:
-    raise ValueError(f"{what} in policy {text!r}. {remedy}")
+    raise ValueError(f"{what} in policy {quote(text)}. {remedy}")

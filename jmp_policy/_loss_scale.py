@@ -1,10 +1,8 @@
 """Loss scales: immutable, jit-friendly values that keep small float16 gradients above zero."""
 
 import dataclasses
-import math
 import operator
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +12,15 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import at_least_float32
+from ._scale_settings import (
+    NEVER,
+    check_constant,
+    check_scalar,
+    check_scale,
+    check_settings,
+    clamp,
+    warn_if_not_floating,
+)
 from ._tree import Uncast, is_floating
 
 T = TypeVar("T")
@@ -46,6 +53,11 @@ class LossScale(Uncast):
         del grads_finite
         return self
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Comes back from a pickle, in a process where no loss scale may have been made."""
+        vars(self).update(state)
+        register_with_flax()
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +71,9 @@ class NoOpLossScale(LossScale):
 
     def __post_init__(self) -> None:
         register_with_flax()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()  # with nothing to set, a pickle would go past __setstate__
 
     @property
     def loss_scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,10 +95,11 @@ class StaticLossScale(LossScale):
     """Scales by a constant; a pytree without leaves.
 
     Args:
-      loss_scale: the constant, a positive number; a power of two makes scaling exact.
+      loss_scale: the constant, a positive number; a power of two makes scaling exact. Zero, which DeepMind's `jmp`
+        takes, makes every gradient 0 / 0; a warning says so.
 
     Raises:
-      ValueError: `loss_scale` is not positive and finite.
+      ValueError: `loss_scale` is no positive normal number of float32.
 
     >>> StaticLossScale(1024.0).scale(jnp.float16(100))
     Array(102400., dtype=float32)
@@ -92,9 +108,8 @@ class StaticLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        value = float(self.loss_scale) if _may_scale(self.loss_scale) else self.loss_scale
-        _check(_may_scale(value), "loss_scale", value, "a positive number", "2.0**15")
-        object.__setattr__(self, "loss_scale", value)
+        number = check_constant(self.loss_scale)
+        object.__setattr__(self, "loss_scale", float(self.loss_scale) if number is None else number)
         register_with_flax()
 
 
@@ -108,12 +123,17 @@ class DynamicLossScale(LossScale):
     count anew. The arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`) are the leaves of the
     pytree; everything else is static and survives every tree operation.
 
+    Flax's `DynamicScale` has other defaults, and grows after one finite step more than its `growth_interval`. As it
+    does `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's
+    `GradScaler` begins at 2**16, too, and has neither floor nor ceiling.
+
     Args:
-      loss_scale: the scale to start from.
+      loss_scale: the scale to start from. Outside of floor and ceiling it starts at the nearer one, with a warning.
       counter: finite steps in a row since the scale last changed.
       period: how many finite steps in a row make the scale grow.
       factor: what it grows by.
-      min_loss_scale: the floor. Reaching it means that the model, not the scale, makes the infinities.
+      min_loss_scale: the floor. Reaching it means that the model, not the scale, makes the infinities. Zero, which
+        DeepMind's `jmp` takes, is taken as 2**-126, with a warning: by a scale of zero nothing can be divided.
       backoff_factor: what a non-finite step multiplies the scale by; `1 / factor` if not given.
       max_loss_scale: the ceiling of growth.
       hysteresis: the number of overflows it takes to lower the scale; the ones before only skip their step. Above
@@ -164,26 +184,30 @@ class DynamicLossScale(LossScale):
         credits: Any = None,
     ):
         register_with_flax()
-        _warn_if_not_floating(loss_scale, "loss_scale")
-        _warn_if_not_floating(min_loss_scale, "min_loss_scale")
-        _check(_may_scale(loss_scale), "loss_scale", loss_scale, "a positive number", "2.0**15")
-        _check(factor > 1, "factor", factor, "greater than one", "2")
-        settings = {
-            "period": int(period) if isinstance(period, np.integer) else period,
-            "factor": float(factor),
-            "min_loss_scale": float(min_loss_scale),
-            "backoff_factor": float(1 / factor if backoff_factor is None else backoff_factor),
-            "max_loss_scale": float(max_loss_scale),
-            "hysteresis": hysteresis,
-            "consecutive_hysteresis": bool(consecutive_hysteresis),
-        }
-        _check_settings(settings)
-        if hysteresis == 1:
+        warn_if_not_floating(loss_scale, "loss_scale")
+        warn_if_not_floating(min_loss_scale, "min_loss_scale")
+        start = check_scale(loss_scale)
+        settings = check_settings(period, factor, min_loss_scale, backoff_factor, max_loss_scale, hysteresis)
+        settings["consecutive_hysteresis"] = bool(consecutive_hysteresis)
+        for name, value in (("counter", counter), ("credits", credits)):
+            check_scalar(value, name)
+        if settings["hysteresis"] == 1:
             credits = None
         elif credits is None:
-            credits = hysteresis - 1
-        leaves = (_scalar(loss_scale, jnp.float32), _scalar(counter, jnp.int32), _scalar(credits, jnp.int32))
+            credits = settings["hysteresis"] - 1
+        bounds = settings["min_loss_scale"], settings["max_loss_scale"]
+        loss_scale = clamp(_scalar(loss_scale, jnp.float32), start, *bounds)
+        leaves = (loss_scale, _scalar(counter, jnp.int32), _scalar(credits, jnp.int32))
         self._assign(tuple(settings.items()), leaves)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether settings and numbers are equal; the numbers must be known, not traced."""
+        if not isinstance(other, DynamicLossScale):
+            return NotImplemented
+        return self._settings == other._settings and all(map(_is_same, self.tree_flatten()[0], other.tree_flatten()[0]))
+
+    def __hash__(self) -> int:
+        return hash(self._settings)
 
     def unscale(self, tree: T) -> T:
         """Divides the floating and complex numbers of a tree by the scale; half-precision ones become float32.
@@ -209,7 +233,7 @@ class DynamicLossScale(LossScale):
             raise ValueError(
                 f"Expected boolean scalar for grads_finite, got {jax.typeof(finite)}. For example: all_finite(grads)."
             )
-        complete = self.counter >= self.period - 1
+        complete = self.counter >= min(self.period, NEVER) - 1
         credits, overdrawn = self._next_credits(finite, complete)
         loss_scale = jnp.where(finite, self._grown(complete), self._lowered(overdrawn))
         counter = jnp.where(finite & ~complete, self.counter + 1, 0)
@@ -251,6 +275,7 @@ class DynamicLossScale(LossScale):
         """The loss scale of these settings and arrays, whatever stands in for the arrays."""
         new = object.__new__(cls)
         new._assign(settings, leaves)
+        register_with_flax()
         return new
 
 
@@ -296,33 +321,16 @@ def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
     return jax.tree.map(apply, tree)
 
 
-def _may_scale(value: Any) -> bool:
-    """Whether a value can be a scale, as far as can be told: the number in an array is on a device, or traced."""
-    return 0 < value < math.inf if isinstance(value, int | float) else hasattr(value, "shape") or type(value) is object
-
-
 def _scalar(value: Any, dtype: Any) -> Any:
     """A strong-typed array of a number, and anything else as it is."""
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     return jnp.asarray(value, dtype=dtype) if isinstance(value, numbers) else value
 
 
-def _warn_if_not_floating(value: Any, name: str) -> None:
-    dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    period, backoff, hysteresis = (settings[name] for name in ("period", "backoff_factor", "hysteresis"))
-    floor, ceiling = settings["min_loss_scale"], settings["max_loss_scale"]
-    _check(isinstance(period, int) and period >= 1, "period", period, "a positive int", "2000")
-    _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
-    _check(0 < floor < math.inf, "min_loss_scale", floor, "a positive number", "1.0")
-    _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
-    _check(isinstance(hysteresis, int) and hysteresis >= 1, "hysteresis", hysteresis, "a positive int", "2")
-
-
-def _check(holds: Any, name: str, value: Any, must_be: str, example: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {must_be}, got {value!r}. For example: {name}={example}.")
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    arrays = np.ndarray | jax.Array
+    if isinstance(one, arrays) and isinstance(other, arrays):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)

@@ -1,11 +1,13 @@
 """State whose gradient is its next value: the scales and histories of float8 layers, among parameters.
 
-It stands under a name of Flax's, in a collection of linen's or an attribute of nnx's, and is known by that name in any
-tree: of variables, gradients or optimizer states.
+In any tree, of variables, gradients or optimizer states, it is known by its names. Flax keeps it under a name of its
+own, in a collection of linen's or an attribute of nnx's. Elsewhere, the names of all that one product has tell.
 """
 
 import contextlib
 import importlib
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,22 +15,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._tree import OVERWRITE as OVERWRITE, PyTree
+from ._tree import OVERWRITE as OVERWRITE, STATE_OF_PRODUCT, PyTree
 
 _OUTPUT_GRAD = "output_grad_"
 """What the names of leaves begin with that tell of gradients, and so grow with the loss scale."""
+_HISTORY = "amax_history"
 
 
 def has_state(tree: PyTree) -> bool:
     """Whether a tree holds such state."""
-    return any(_is_state(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return any(name_state(tree))
+
+
+def name_state(tree: PyTree) -> list[str]:
+    """Of each leaf the name that it has as state, or `""`."""
+    texts = [_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if not any(OVERWRITE in text or _HISTORY in text for text in texts):  # as in most trees, and this is quick
+        return [""] * len(texts)
+    paths, siblings = [_words(text) for text in texts], defaultdict(set)
+    for *place, name in paths:
+        siblings[*place].add(name)
+    is_product = {place: names >= STATE_OF_PRODUCT for place, names in siblings.items()}
+    is_state = [OVERWRITE in path or (path[-1] in STATE_OF_PRODUCT and is_product[*path[:-1]]) for path in paths]
+    return [path[-1] if state else "" for path, state in zip(paths, is_state, strict=True)]
 
 
 def map_state(fun: Callable[..., Any], tree: PyTree, *rest: PyTree, otherwise: Callable[..., Any]) -> PyTree:
     """`jax.tree.map` of `fun` for leaves of such state, and of `otherwise` for all others."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: (fun if _is_state(path) else otherwise)(*leaves), tree, *rest
-    )
+    return _map_named(lambda name, *leaves: (fun if name else otherwise)(*leaves), tree, *rest)
+
+
+def _map_named(fun: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`jax.tree.map` of a function that is also given the name of a leaf of state, and of any other leaf `""`."""
+    leaves, structure = jax.tree.flatten(tree)
+    rows = zip(name_state(tree), leaves, *map(structure.flatten_up_to, rest), strict=True)
+    return structure.unflatten([fun(*row) for row in rows])
 
 
 def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
@@ -41,14 +62,23 @@ def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
       tree: a tree of arrays, in which state is float32.
       loss_scale: what the loss is multiplied by, a scalar. What a float8 layer sees in its backward pass is
         multiplied by it too.
+
+    Raises:
+      ValueError: a leaf is an amax history by its name, and without the other state of its product.
     """
-    if not has_state(tree):
-        return tree
+    _check_complete(tree)
+    return _map_named(lambda name, leaf: leaf_by_max(name, leaf, loss_scale) if name else leaf, tree)
 
-    def prepared(path: Any, leaf: Any) -> Any:
-        return leaf_by_max(_name_of_leaf(path), leaf, loss_scale) if _is_state(path) else leaf
 
-    return jax.tree_util.tree_map_with_path(prepared, tree)
+def _check_complete(tree: PyTree) -> None:
+    for name, (path, _) in zip(name_state(tree), jax.tree_util.tree_leaves_with_path(tree), strict=True):
+        text = _text(path)
+        if not name and _HISTORY in text and _words(text)[-1] in STATE_OF_PRODUCT:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is the amax history of a float8 layer by its name, and would be "
+                "differentiated as a parameter: it stands without the rest of its layer's state. Keep that together, "
+                "for example: params = {'w': w, 'state': jmp.quant.float8_state('float8')}."
+            )
 
 
 def leaf_by_max(name: str, leaf: Any, loss_scale: Any) -> jax.Array:
@@ -88,15 +118,15 @@ def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
         of the first.
     """
 
-    def next_leaf(path: Any, old: Any, new: Any) -> Any:
-        if not _is_state(path):
+    def next_leaf(name: str, old: Any, new: Any) -> Any:
+        if not name:
             return old
-        later = old if _name_of_leaf(path).endswith("scale") else _with_newest(old, jnp.maximum(old, new))
+        later = old if name.endswith("scale") else _with_newest(old, jnp.maximum(old, new))
         is_finite, is_used = jnp.isfinite(new), new > 0
         ran = is_finite.all(-1, keepdims=True) & is_used.any(-1, keepdims=True)
         return jnp.where(ran, new if is_first is True else jnp.where(is_first, new, later), old)
 
-    return jax.tree_util.tree_map_with_path(next_leaf, old, new)
+    return _map_named(next_leaf, old, new)
 
 
 def unless_unused(state: jax.Array) -> jax.Array:
@@ -133,17 +163,14 @@ def _with_newest(history: jax.Array, other: jax.Array) -> jax.Array:
     return history.at[..., 0].set(other[..., 0])
 
 
-def _is_state(path: Any) -> bool:
-    return any(_name(key) == OVERWRITE for key in path)
+def _words(text: str) -> list[str]:
+    """The names along a path, those within a key too, as a flattened tree has them; `[""]` of a leaf alone."""
+    return re.findall(r"\w+", text) or [""]
 
 
-def _name_of_leaf(path: Any) -> str:
-    """What a leaf is called: an nnx Variable that holds it comes after its name."""
-    return next(name for name in map(_name, reversed(path)) if name != "value")
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "name", "")))
+def _text(path: Any) -> str:
+    names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
+    return "/".join(names).removesuffix("/value")  # of an nnx Variable, which comes after its name
 
 
 def _max_dtype() -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from ._dtypes import DTypeLike, did_you_mean, parse_dtype
 from ._formats import Quantization, parse_quantization
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from ._messages import quote
 from ._tree import cast_floating, first_floating_dtype
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class Policy:
         for name in fields:
             if name not in _FIELDS:
                 raise ValueError(
-                    f"Unknown field {name!r} of a Policy. {did_you_mean(name, _FIELDS)} "
+                    f"Unknown field {quote(name)} of a Policy. {did_you_mean(name, _FIELDS)} "
                     "For example: policy.replace(output_dtype='float32')."
                 )
         return Policy(**self._fields() | fields)
@@ -214,5 +215,5 @@ def _precision_name(precision: Any) -> str | None:
         if name.lower() == spelling.lower():
             return spelling
     raise ValueError(
-        f"Unknown precision {precision!r}. {did_you_mean(name, known)} For example: precision='highest'."
+        f"Unknown precision {quote(precision)}. {did_you_mean(name, known)} For example: precision='highest'."
     )

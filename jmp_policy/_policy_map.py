@@ -14,6 +14,7 @@ from ._default import read_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from ._messages import quote
 from ._policy import Policy
 
 Key = str | type
@@ -169,7 +170,7 @@ class PolicyMap:
             raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_config_example()}")
         for rule in config["rules"]:
             if not isinstance(rule, list | tuple) or len(rule) != 2:
-                raise ValueError(f"The rule {rule!r} of a PolicyMap's config is no pair. {_config_example()}")
+                raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is no pair. {_config_example()}")
         rules = [(_key_from_config(key), Policy.from_config(policy)) for key, policy in config["rules"]]
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
@@ -209,16 +210,16 @@ def _rule(pair: tuple[Key, Spec], position: int) -> Rule:
     try:
         key, spec = pair
     except (TypeError, ValueError):
-        raise TypeError(f"{pair!r}, {where}, is no pair. For example: ('head', 'float32').") from None
+        raise TypeError(f"{quote(pair)}, {where}, is no pair. For example: ('head', 'float32').") from None
     if isinstance(key, str):
         try:
             re.compile(key)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"The key {key!r}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
+                f"The key {quote(key)}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
             ) from None
     elif not isinstance(key, type):
-        raise TypeError(f"The key {key!r}, {where}, is neither a pattern nor a module type. For example: 'head'.")
+        raise TypeError(f"The key {quote(key)}, {where}, is neither a pattern nor a module type. For example: 'head'.")
     return Rule(key, _policy(spec, f"for key {_spelled(key)}, {where}"))
 
 
@@ -227,7 +228,7 @@ def _policy(spec: Spec, where: str) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
-        raise ValueError(f"{spec!r} {where} is no policy of one module. For example: 'mixed_bfloat16'.")
+        raise ValueError(f"{quote(spec)} {where} is no policy of one module. For example: 'mixed_bfloat16'.")
     try:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:
@@ -270,7 +271,7 @@ def _config_example() -> str:
 
 def _key_from_config(config: Mapping[str, str]) -> Key:
     if not isinstance(config, Mapping) or not config.keys() & {"path", "type"}:
-        wrong = f"The key {config!r} of a PolicyMap's config has neither 'path' nor 'type'."
+        wrong = f"The key {quote(config)} of a PolicyMap's config has neither 'path' nor 'type'."
         raise ValueError(f"{wrong} {_config_example()}")
     if "path" in config:
         return config["path"]
@@ -280,5 +281,5 @@ def _key_from_config(config: Mapping[str, str]) -> Key:
         for attribute in name.split("."):
             found = getattr(found, attribute)
     except (ImportError, AttributeError, ValueError, TypeError):
-        raise ValueError(f"The module type {config['type']!r} of a PolicyMap's config cannot be found.") from None
+        raise ValueError(f"The module type {quote(config['type'])} of a PolicyMap's config cannot be found.") from None
     return found

@@ -33,8 +33,16 @@ _NOT_OUTSIDE_IN_A_STEP = {
 }
 
 
-class LossScaledState(NamedTuple):
-    """The state of `optim.loss_scaled`.
+class _Fields(NamedTuple):
+    inner_state: Any
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+class LossScaledState(_Fields):
+    """The state of `optim.loss_scaled`, a `NamedTuple`.
 
     Attributes:
       inner_state: the state of the wrapped transformation.
@@ -48,11 +56,15 @@ class LossScaledState(NamedTuple):
     (True, 0)
     """
 
-    inner_state: Any
-    loss_scale: LossScale
-    grads_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
+    __slots__ = ()
+
+    @property
+    def loss_scale(self) -> LossScale:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The loss scale of the next step."""
+        # Flax's serialization reads a state by its fields, and may have been loaded after the state was made, or the
+        # state in another process than it was made in: here it learns of loss scales before it meets one.
+        register_with_flax()
+        return self[1]
 
 
 def get_loss_scale(state: PyTree) -> LossScale:

@@ -18,6 +18,11 @@ PyTree = Any
 OVERWRITE = "_overwrite_with_gradient"
 """The key of float8 state in a mapping, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`; no cast may touch it."""
 
+STATE_OF_PRODUCT = frozenset(
+    f"{operand}_{kind}" for operand in ("input", "kernel", "output_grad") for kind in ("scale", "amax_history")
+)
+"""The names of the state of one product in float8: a mapping with all of them holds state, wherever it stands."""
+
 
 class Uncast:
     """Base of pytrees whose arrays no cast may touch: loss scales, and quantized storage."""
@@ -182,7 +187,7 @@ def _whole(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
 
 
 def _is_uncast(node: object) -> bool:
-    return isinstance(node, Uncast) or (_is_mapping(type(node)) and OVERWRITE in node)  # type: ignore[operator]
+    return isinstance(node, Uncast) or (_is_mapping(type(node)) and _holds_state(node))
 
 
 @functools.cache
@@ -190,15 +195,24 @@ def _is_mapping(kind: type) -> bool:
     return issubclass(kind, Mapping)
 
 
+def _holds_state(mapping: Any) -> bool:
+    return OVERWRITE in mapping or _holds_product(mapping)
+
+
+def _holds_product(mapping: Any) -> bool:
+    return all(name in mapping for name in STATE_OF_PRODUCT)
+
+
 def _is_holder(node: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
     """Whether a mapping that a cast takes as a whole is one only for the float8 state in it."""
-    return OVERWRITE in node and not (is_leaf is not None and is_leaf(node))
+    return _holds_state(node) and not (is_leaf is not None and is_leaf(node))
 
 
 def _children(node: Any) -> tuple[list[tuple[bool, Any]], Any]:
     """The values of a mapping, each with whether it is float8 state, and the structure that they come back in."""
     children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    return [(getattr(key, "key", None) == OVERWRITE, child) for (key,), child in children], structure
+    names = {OVERWRITE, *STATE_OF_PRODUCT} if _holds_product(node) else {OVERWRITE}
+    return [(getattr(key, "key", None) in names, child) for (key,), child in children], structure
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:

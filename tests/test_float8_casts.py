@@ -9,7 +9,7 @@ from flax.core import freeze
 from float8_problem import STATE, assert_same, batch_of, compiled, loss_fn, variables_of
 
 import jmp_policy as jmp
-from jmp_policy._tree import floating_leaves
+from jmp_policy._tree import STATE_OF_PRODUCT, floating_leaves
 
 VARIABLES = variables_of()
 POLICY = jmp.get_policy("bfloat16")
@@ -19,13 +19,15 @@ TREES = {
     "one in others": {"model": [VARIABLES, None], "w": jnp.ones(2)},
     "a pure state of nnx": nnx.State({"layer": {"kernel": jnp.ones(2), STATE: VARIABLES[STATE]["used"]}}),
     "shapes": jax.eval_shape(lambda: VARIABLES),
+    "one under other names": {"fp8": VARIABLES[STATE], "w": jnp.ones(2)},
+    "one among parameters": [{"kernel": jnp.ones(2), **VARIABLES[STATE]["used"]}],
 }
 
 
 def dtypes_of(tree):
     """The dtypes of state, and those of everything else."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    is_state = lambda path: STATE in jax.tree_util.keystr(path)
+    is_state = lambda path: str(path[-1].key) in STATE_OF_PRODUCT
     return tuple({x.dtype for path, x in leaves if is_state(path) == wanted} for wanted in (True, False))
 
 

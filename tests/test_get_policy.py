@@ -154,3 +154,61 @@ def test_a_bad_default_is_refused_when_it_is_set(setter):
     with pytest.raises(ValueError, match=r"^Unknown dtype or policy 'nope'"):
         setter("nope")
     assert jmp.default_policy().name == "float32"
+
+
+class Endless:
+    def __jmp_policy__(self):
+        return self
+
+
+def test_a_policy_that_stands_for_itself_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match=r"^__jmp_policy__\(\) of <.*Endless object.* returns the object itself\."):
+        jmp.get_policy(Endless())
+
+
+@pytest.mark.parametrize("count", [2, 3, 2000])
+def test_a_policy_that_is_quantized_many_times_is_an_error_that_says_so(count):
+    text = "int8_from_" * count + "f32"
+    with pytest.raises(ValueError, match=r"^'int8_from_.*f32' is quantized already in policy 'int8_from_int8.*f32'\. "):
+        jmp.get_policy(text)
+
+
+LONG = "x" * 100_000
+LONG_SPECS = [
+    LONG, f"c={LONG}", f"{LONG}=f32", f"mixed_{LONG}", f"{LONG}_with_float32_vars", f"int8 {LONG}",
+    f"int8_from_{LONG}", f"{LONG}_from_bf16", f"int8({LONG}=1)_from_bf16", f"int8(min_size={LONG})_from_bf16",
+    f"float8(recipe={LONG})_from_bf16", f"c=f32,precision={LONG}", "c=f32," * 10_000, "int8_from_" * 10_000,
+    {LONG: 1}, [LONG], {"rules": [{LONG: "f32"}], "default": None},
+    {"rules": [[{"type": LONG}, "float32"]], "default": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", LONG_SPECS, ids=range(len(LONG_SPECS)))
+def test_an_error_does_not_repeat_a_long_input(spec):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        jmp.get_policy(spec)
+    assert " ... " in str(raised.value)
+    assert len(str(raised.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jmp.Policy(LONG, None, None),
+        lambda: jmp.Policy(None, None, None, precision=LONG),
+        lambda: jmp.Policy(None, None, None).replace(**{LONG: 1}),
+        lambda: jmp.PolicyMap({"head": LONG}),
+        lambda: jmp.PolicyMap({f"{LONG}(": "float32"}),
+        lambda: jmp.PolicyMap([LONG]),
+        lambda: jmp.quant.Int8(min_size=LONG),
+        lambda: jmp.quant.Int8(activations=LONG),
+        lambda: jmp.quant.Float8(recipe=LONG),
+        lambda: jmp.StaticLossScale(LONG),
+        lambda: jmp.DynamicLossScale(period=LONG),
+        lambda: jmp.cast_floating(1.0, LONG),
+    ],
+)
+def test_no_constructor_repeats_a_long_input_either(make):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        make()
+    assert len(str(raised.value)) < 1500

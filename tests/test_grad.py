@@ -1,11 +1,15 @@
 """Law 13: the loss as the user computed it, and gradients divided by the scale that multiplied them."""
 
+import inspect
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -108,19 +112,57 @@ def test_a_backward_pass_that_overflows_gives_non_finite_gradients_and_the_true_
     assert not jmp.all_finite(grads)
 
 
+def line_of(fun, text):
+    """The number of the line of a function that holds a text."""
+    lines, first = inspect.getsourcelines(fun)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+HALF_LOSSES = {
+    "eager": lambda f, w, scale: jmp.value_and_grad(f, loss_scale=scale)(w),
+    "jit": lambda f, w, scale: jax.jit(jmp.value_and_grad(f, loss_scale=scale))(w),
+    "step": lambda f, w, scale: jax.jit(lambda w: jmp.grad(f, loss_scale=scale)(w))(w),
+    "vmap": lambda f, w, scale: jax.vmap(jmp.grad(f, loss_scale=scale))(w[None]),
+    "scan": lambda f, w, scale: jax.lax.scan(lambda w, _: (jmp.grad(f, loss_scale=scale)(w).astype(w.dtype), 0), w, W),
+    "nnx": lambda f, w, scale: nnx.jit(jmp.nnx.grad(lambda m: f(m["w"][...]), loss_scale=scale))({"w": nnx.Param(w)}),
+    "minimize": lambda f, w, scale: minimized(f, w, scale),
+    "minimize in jit": lambda f, w, scale: jax.jit(lambda w: minimized(f, w, scale))(w),
+    "aux": lambda f, w, scale: jmp.grad(lambda w: (f(w), f(w)), has_aux=True, loss_scale=scale)(w),
+}
+
+
+def minimized(fun, w, scale):
+    tx = jmp.optim.loss_scaled(optax.set_to_zero(), scale)
+    return jmp.optim.minimize(fun, tx)(w, tx.init(w))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_half_loss_warns_while_tracing_and_says_what_to_do(dtype):
-    fun = jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.DynamicLossScale())
-    with pytest.warns(
-        UserWarning, match=rf"^The loss is {dtype}, and so is its cotangent, .* in float32, for example "
-    ):
-        loss, _ = jax.jit(fun)(jnp.ones(2, dtype))
-    assert loss.dtype == dtype  # as the user computed it
+@pytest.mark.parametrize("scale", [SCALES[0], SCALES[2]], ids=["no scale", "a scale"])
+@pytest.mark.parametrize("way", HALF_LOSSES)
+def test_a_half_loss_warns_once_at_the_users_line(way, scale, dtype):
+    with pytest.warns(UserWarning, match=f"^The loss is {dtype}, and so is its cotangent, ") as caught:
+        HALF_LOSSES[way](lambda w: jnp.sum(w.astype(dtype)), jnp.ones(2), scale)
+    (warning,) = caught
+    harm = {"float16": "each of 11", "bfloat16": "each of 8"}[dtype] if scale == SCALES[0] else "the loss scale"
+    assert re.match(
+        rf"The loss is {dtype}, and so is its cotangent, {harm}.*: compute the loss in float32, for example "
+        rf"loss_fn = .*, or give .* for example 'params=float32,compute={dtype},output=float32'\.$",
+        str(warning.message),
+    )
+    assert warning.filename == __file__
 
 
-def test_a_half_loss_does_not_warn_without_scaling():
-    loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w), loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16))
-    assert (loss.dtype, grads.dtype) == (jnp.float16, jnp.float16)  # and a warning is an error in these tests
+def test_the_line_is_that_of_the_call_in_a_training_step():
+    @jax.jit
+    def step(w):
+        return jmp.value_and_grad(jnp.sum, loss_scale=jmp.DynamicLossScale())(w)  # this line
+
+    with pytest.warns(UserWarning, match="^The loss is float16, ") as caught:
+        loss, _ = step(jnp.ones(2, jnp.float16))
+    (warning,) = caught
+    assert warning.lineno == line_of(test_the_line_is_that_of_the_call_in_a_training_step, "# this line")
+    assert loss.dtype == jnp.float16  # as the user computed it
+    step(jnp.ones(2, jnp.float16))  # is not traced again, so that it does not warn
 
 
 def test_aux_is_returned_untouched():

@@ -225,3 +225,20 @@ def test_haikus_mixed_precision_works_with_the_policy(jmp):
     assert params["probe"]["w"].dtype == jnp.float32
     assert set(dtypes) == {("float16", "float16")}
     assert out.dtype == jnp.float32
+
+
+@every_library
+def test_equal_dynamic_scales_are_equal(jmp):
+    scale = jmp.DynamicLossScale(jnp.ones([]), jnp.zeros([], jnp.int32), 2000, 2)
+    assert jax.tree.map(lambda x: x, scale) == scale
+    assert scale.adjust(jnp.array(True)) != scale
+
+
+@every_library
+@pytest.mark.filterwarnings("ignore:(min_)?loss_scale=0 ")  # which is a trap, and taken all the same
+def test_zeros_and_whole_floats_are_taken(jmp):
+    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
+    scale = jmp.DynamicLossScale(jnp.float32(10), jnp.int32(0), 5.0, 2.0, jnp.asarray(0.0))
+    for i in range(1, 100):
+        scale = scale.adjust(jnp.array(False))
+        assert (float(scale.loss_scale), int(scale.counter), scale.period) == (10 * 2.0**-i, 0, 5)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 import warnings
 
 import jax
@@ -57,6 +58,7 @@ class PythonModel:
 @settings(max_examples=60, deadline=None)
 def test_scale_follows_the_plain_python_model(steps, period, start, floor, ceiling, hysteresis, consecutive):
     ceiling = max(ceiling, floor)
+    start = min(max(start, floor), ceiling)
     model = PythonModel(start, period, 2.0, 0.5, floor, ceiling, hysteresis, consecutive)
     scale = jmp.DynamicLossScale(
         start, 0, period, 2, floor, max_loss_scale=ceiling, hysteresis=hysteresis, consecutive_hysteresis=consecutive
@@ -256,6 +258,9 @@ def test_all_three_are_loss_scales(scale):
     assert isinstance(scale, jmp.LossScale)
 
 
+NORMAL = r"a normal number of float32, from 2\.0\*\*-126 to 2\.0\*\*128"
+
+
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
@@ -265,14 +270,28 @@ def test_all_three_are_loss_scales(scale):
         ({"loss_scale": None}, r"^loss_scale must be a positive number, got None"),
         ({"period": 0}, r"^period must be a positive int, got 0\. For example: period=2000\.$"),
         ({"period": 2.5}, r"^period must be a positive int, got 2\.5"),
+        ({"period": math.inf}, r"^period must be a positive int, got inf"),
+        ({"period": "7"}, r"^period must be a positive int, got '7'"),
         ({"factor": 1}, r"^factor must be greater than one, got 1\. For example: factor=2\.$"),
         ({"factor": 0}, r"^factor must be greater than one, got 0"),
         ({"backoff_factor": 1.0}, r"^backoff_factor must be between zero and one, got 1\.0. For example: .*=0\.5\.$"),
         ({"backoff_factor": 0.0}, r"^backoff_factor must be between zero and one"),
-        ({"min_loss_scale": 0.0}, r"^min_loss_scale must be a positive number, got 0\.0. For example: .*=1\.0\.$"),
+        ({"min_loss_scale": -1.0}, r"^min_loss_scale must be a positive number, got -1\.0. For example: .*=1\.0\.$"),
         ({"min_loss_scale": math.nan}, r"^min_loss_scale must be a positive number, got nan"),
         ({"max_loss_scale": 0.5}, r"^max_loss_scale must be at least min_loss_scale=1\.0, got 0\.5. For example: "),
         ({"max_loss_scale": math.nan}, r"^max_loss_scale must be at least min_loss_scale"),
+        ({"loss_scale": np.float32(-1)}, r"^loss_scale must be a positive number, got np\.float32\(-1\.0\)"),
+        ({"loss_scale": jnp.float32(-1)}, r"^loss_scale must be a positive number, got Array\(-1"),
+        ({"loss_scale": 1e39}, rf"^loss_scale must be {NORMAL}, got 1e\+39\. For example: loss_scale=2\.0\*\*15"),
+        ({"loss_scale": 1e-46}, rf"^loss_scale must be {NORMAL}, got 1e-46"),
+        ({"loss_scale": jnp.float32(1e-40)}, rf"^loss_scale must be {NORMAL}, got Array"),
+        ({"loss_scale": jnp.ones(2)}, r"^loss_scale must be a scalar, got an array of shape \(2,\)"),
+        ({"counter": np.zeros(2, int)}, r"^counter must be a scalar, got an array of shape \(2,\)\. .*: counter=0\.$"),
+        ({"credits": jnp.ones(1), "hysteresis": 2}, r"^credits must be a scalar, got an array of shape \(1,\)"),
+        ({"min_loss_scale": 1e-40}, rf"^min_loss_scale must be {NORMAL}, got 1e-40\. For example: min_loss_scale=1"),
+        ({"min_loss_scale": 1e39, "max_loss_scale": math.inf}, rf"^min_loss_scale must be {NORMAL}"),
+        ({"min_loss_scale": np.ones(2)}, r"^min_loss_scale must be a scalar, got an array of shape \(2,\)"),
+        ({"hysteresis": 2.5}, r"^hysteresis must be a positive int, got 2\.5"),
         ({"hysteresis": 0}, r"^hysteresis must be a positive int, got 0\. For example: hysteresis=2\.$"),
     ],
 )
@@ -281,10 +300,112 @@ def test_bad_settings_are_errors(bad, text):
         jmp.DynamicLossScale(**bad)
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan, None, "2**15", np.float32(0)])
+@pytest.mark.parametrize("bad", [-1.0, math.inf, math.nan, None, "2**15", np.float32(-1), jnp.float32(-1), 10**400])
 def test_bad_static_scales_are_errors(bad):
     with pytest.raises(ValueError, match=r"^loss_scale must be a positive number, got .* loss_scale=2\.0\*\*15\.$"):
         jmp.StaticLossScale(bad)
+
+
+@pytest.mark.parametrize("bad", [1e39, 1e-46, 1e-40])
+def test_a_static_scale_that_float32_does_not_hold_is_an_error(bad):
+    with pytest.raises(ValueError, match=f"^loss_scale must be {NORMAL}, got 1e"):
+        jmp.StaticLossScale(bad)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0)])
+def test_a_static_scale_of_zero_is_taken_as_jmp_does_with_a_warning(zero):
+    with pytest.warns(UserWarning, match=r"^loss_scale=0 makes every gradient 0 / 0, .*: StaticLossScale\(2\.0"):
+        assert jmp.StaticLossScale(zero).loss_scale == 0
+
+
+def test_a_floor_of_zero_is_taken_as_the_smallest_normal_number_and_reached_safely():
+    with pytest.warns(UserWarning, match=r"^min_loss_scale=0 would let the loss scale become zero, .*=1\.0\.$"):
+        scale = jmp.DynamicLossScale(10.0, min_loss_scale=0.0)
+    scale = jax.jit(lambda scale: jax.lax.fori_loop(0, 200, lambda _, s: s.adjust(jnp.array(False)), scale))(scale)
+    assert float(scale.loss_scale) == scale.min_loss_scale == 2.0**-126
+    for unscale in (scale.unscale, jax.jit(scale.unscale)):
+        assert float(unscale(scale.scale(jnp.float32(3.0)))) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("start", "bound", "starts_at"),
+    [
+        (0.5, {}, 1.0),
+        (np.float32(0.5), {}, 1.0),
+        (jnp.float16(0.5), {"min_loss_scale": 0.75}, 0.75),
+        (2.0**16, {"max_loss_scale": 65504.0}, 65504.0),
+        (2.0**127, {}, 2.0**24),
+    ],
+    ids=str,
+)
+def test_a_scale_outside_its_bounds_starts_at_the_nearer_one_with_a_warning(start, bound, starts_at):
+    (name,) = bound or ["max_loss_scale" if start > 1 else "min_loss_scale"]
+    where = "below" if start < 1 else "above"
+    text = f"loss_scale={float(start)} is {where} {name}={starts_at}, where the scale starts instead. For example: Dyn"
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}"):
+        scale = jmp.DynamicLossScale(start, **bound)
+    assert float(scale.loss_scale) == starts_at
+    assert float(scale.adjust(jnp.array(False)).loss_scale) <= starts_at  # an overflow does not raise it
+    traced = jax.jit(lambda start: jmp.DynamicLossScale(start, **bound))(jnp.asarray(start))
+    assert float(traced.loss_scale) == starts_at
+
+
+@pytest.mark.parametrize("floor", [1.0, 0.37])
+@pytest.mark.parametrize("ceiling", [65504.0, 0.37, math.inf])
+def test_a_scale_at_its_bound_needs_no_warning(floor, ceiling):
+    ceiling = max(floor, ceiling)
+    for start in (floor, np.float32(floor), min(ceiling, LARGEST)):
+        assert jmp.DynamicLossScale(start, min_loss_scale=floor, max_loss_scale=ceiling)
+
+
+def test_a_scale_near_the_largest_number_unscales_alike_eagerly_and_under_jit():
+    scale = jmp.DynamicLossScale(2.0**127, max_loss_scale=2.0**127)
+    assert float(scale.unscale(jnp.float32(2.0**127))) == 1.0
+    assert float(jax.jit(lambda scale, x: scale.unscale(x))(scale, jnp.float32(2.0**127))) == 1.0
+
+
+def test_a_period_longer_than_int32_counts_never_ends():
+    scale = adjust(jmp.DynamicLossScale(8.0, counter=2**31 - 2, period=2**40), True)
+    assert (float(scale.loss_scale), int(scale.counter), scale.period) == (8.0, 2**31 - 1, 2**40)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.int32(3), np.float32(3)], ids=repr)
+def test_counts_are_whole_numbers_of_any_type(count):
+    scale = jmp.DynamicLossScale(period=count, hysteresis=count)
+    assert scale == jmp.DynamicLossScale(period=3, hysteresis=3)
+    assert {type(scale.period), type(scale.hysteresis)} == {int}
+
+
+def test_equal_dynamic_scales_compare_equal():
+    scale = jmp.DynamicLossScale(8.0, 1, 20)
+    same = jmp.DynamicLossScale(np.float16(8), jnp.int32(1), 20)
+    assert scale == same
+    assert hash(scale) == hash(same)
+    assert jax.tree.map(lambda x: x, scale) == scale
+    assert jax.tree.map(np.asarray, scale) == scale
+    assert adjust(scale, True) == scale.adjust(True)
+    for other in (scale.adjust(True), scale.adjust(False), jmp.DynamicLossScale(8.0, 1, 21), 8.0, None):
+        assert scale != other
+    assert jmp.DynamicLossScale(8.0, hysteresis=2) != jmp.DynamicLossScale(8.0, hysteresis=2, credits=0)
+
+
+def test_abstract_and_stacked_scales_compare_too():
+    scale = jmp.DynamicLossScale()
+    shapes = jax.eval_shape(lambda: scale)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), scale)
+    assert shapes == jax.eval_shape(lambda: scale)
+    assert stacked == jax.tree.map(jnp.copy, stacked)
+    assert stacked != scale
+    assert shapes != scale
+
+
+def test_a_traced_scale_is_equal_to_itself_and_else_an_error_of_jax():
+    def compare(one, other):
+        assert one == one
+        with pytest.raises(jax.errors.TracerBoolConversionError):
+            one == other  # noqa: B015
+
+    jax.eval_shape(compare, jmp.DynamicLossScale(), jmp.DynamicLossScale())
 
 
 @pytest.mark.parametrize("bad", [jnp.array([True]), 1.0, jnp.array(1)], ids=repr)

@@ -1,15 +1,20 @@
 """The gradient of float8 state is its next value: of true gradients, and the largest of all uses of a layer."""
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from float8_problem import STATE, assert_same, batch_of, compiled, joined, loss_fn, stacked, state_after, variables_of
 from jax import lax
 
 import jmp_policy as jmp
 from jmp_policy._overwrite import as_float32
+from jmp_policy._tree import STATE_OF_PRODUCT
 
 FIRST, SECOND = batch_of(1), batch_of(2)
 VARIABLES = variables_of()
@@ -95,9 +100,9 @@ def minimized(loss):
 def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(differentiate):
     use = jax.custom_vjp(lambda leaf: jnp.sum(as_float32(leaf)))
     use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (leaf,))
-    twice = lambda v: use(v[STATE]["input_scale"]) + use(v[STATE]["input_scale"])
+    twice = lambda v: use(v["fp8"]["input_scale"]) + use(v["fp8"]["input_scale"])
     with pytest.raises(ValueError, match=r"used twice outside of jax\.jit.*For example: loss, grads = jax\.jit"):
-        differentiate(twice)({STATE: ZEROS})
+        differentiate(twice)({"fp8": ZEROS})
 
 
 def test_a_branch_for_each_example_is_an_error_that_says_so():
@@ -142,3 +147,85 @@ def test_an_infinite_amax_never_enters_the_state():
     grads = gradient(SCALE, bad)
     assert jmp.all_finite(grads[STATE])
     assert not jmp.all_finite(grads["params"]["used"])
+
+
+class Model(NamedTuple):
+    params: Any
+    memory: Any
+
+
+NAMES = ("idle", "used")
+FLAT = {"tuples": None, "slashes": "/"}
+PLACES = {
+    "in a tree of its own names": (lambda v: {"w": v["params"], "fp8": v[STATE]},
+                                   lambda t: {"params": t["w"], STATE: t["fp8"]}),
+    "in fields and lists": (lambda v: Model(v["params"], [v[STATE][name] for name in NAMES]),
+                            lambda t: {"params": t.params, STATE: dict(zip(NAMES, t.memory, strict=True))}),
+    "among parameters": (lambda v: {name: {"w": v["params"][name], **v[STATE][name]} for name in v[STATE]},
+                         lambda t: {"params": {n: t[n]["w"] for n in t},
+                                    STATE: {n: {k: x for k, x in t[n].items() if k != "w"} for n in t}}),
+    **{f"flattened to {name}": (functools.partial(flatten_dict, sep=sep), functools.partial(unflatten_dict, sep=sep))
+       for name, sep in FLAT.items()},
+}  # fmt: skip
+"""Trees that users keep state in, and back to variables."""
+
+
+def bare(batch):
+    """A loss of state alone."""
+    return lambda state: loss_fn({**VARIABLES, STATE: {"used": state}}, batch)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_state_is_known_wherever_it_stands(unscaled, place):
+    place, back = PLACES[place]
+    grads = compiled(jmp.grad(lambda tree: loss_fn(back(tree), FIRST), loss_scale=SCALE))(place(VARIABLES))
+    assert_same(back(grads), unscaled)
+
+
+def test_bare_state_has_the_amax_of_true_gradients_and_a_scan_takes_the_largest():
+    state = VARIABLES[STATE]["used"]
+    in_scan = lambda s: lax.scan(lambda total, batch: (total + bare(batch)(s), None), 0.0, BOTH)[0]
+    once, steps = compiled(lambda s: [jmp.grad(f, loss_scale=SCALE)(s) for f in (bare(FIRST), in_scan)])(state)
+    assert_same(once, state_after(VARIABLES, FIRST)["used"])
+    assert_same(steps, state_after(VARIABLES, joined(FIRST, SECOND))["used"])
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jmp.optim.loss_scaled(tx, SCALE)], ids=["adam", "scaled"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_overwrites_state_wherever_it_stands(place, wrap):
+    tx, (place, back) = wrap(optax.adam(0.1)), PLACES[place]
+    grads = {"params": VARIABLES["params"], STATE: variables_of(seed=9)[STATE]}
+    with jax.numpy_dtype_promotion("standard"):
+        params, _ = compiled(lambda p: jmp.optim.step(tx, place(grads), tx.init(p), p))(place(VARIABLES))
+    assert_same(back(params)[STATE], grads[STATE])
+    assert not jnp.array_equal(back(params)["params"]["used"], VARIABLES["params"]["used"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place):
+    place, back = PLACES[place]
+    other = variables_of(seed=9)
+    expected = jax.tree.map(jnp.maximum, VARIABLES[STATE], other[STATE])
+    assert_same(back(jmp.optim.accumulate(place(VARIABLES), place(other)))[STATE], expected)
+    mean = jax.vmap(lambda g: jmp.optim.pmean(g, "d"), axis_name="d", out_axes=None)(place(stacked(VARIABLES, other)))
+    assert_same(back(mean)[STATE], expected)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"input_amax_history": jnp.ones(4)}, {"w": jnp.ones(2), "fp8": {"a.kernel_amax_history": jnp.ones(4)}}],
+    ids=["alone", "under a dotted name"],
+)
+def test_part_of_a_state_is_refused(tree):
+    where = r"\[.*_amax_history'\] is the amax history of a float8 layer by its name, .*[Ff]or example: params = \{'w'"
+    with pytest.raises(ValueError, match=where):
+        jmp.grad(lambda tree: 0.0, loss_scale=SCALE)(tree)
+
+
+def test_a_parameter_that_is_called_a_scale_is_a_parameter():
+    grads = jmp.grad(lambda p: p["input_scale"] ** 2 + p["kernel_scale"], loss_scale=SCALE)
+    assert_same(grads({"input_scale": 3.0, "kernel_scale": 1.0}), {"input_scale": 6.0, "kernel_scale": 1.0})
+
+
+def test_the_names_that_tell_are_those_of_a_state():
+    assert VARIABLES[STATE]["used"].keys() == STATE_OF_PRODUCT

@@ -1,5 +1,7 @@
 """What is wrong with the others, as tests of ours: each is named after the library and its bug."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,23 @@ def test_flax_grows_one_step_late():
     scale = jmp.DynamicLossScale(8.0, period=2)
     seen = [float((scale := adjust(scale, True)).loss_scale) for _ in range(4)]
     assert seen == [8, 16, 16, 32]
+
+
+def test_flax_scale_moves_as_ours_does_with_the_settings_that_are_documented():
+    """Those of `DynamicLossScale`'s docstring, with a shorter interval."""
+    dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
+    interval = 2
+    theirs = dynamic_scale.DynamicScale(growth_interval=interval)
+    ours = jmp.DynamicLossScale(2.0**16, period=interval + 1, min_loss_scale=2.0**-126, max_loss_scale=math.inf)
+
+    @jax.jit
+    def step(theirs, ours, number):
+        theirs, finite, *_ = theirs.value_and_grad(lambda w: w * number)(1.0)
+        return theirs, ours.adjust(finite)
+
+    for number in np.random.default_rng(0).choice([1.0, 1.0, 1.0, np.inf], 40).astype(np.float32):
+        theirs, ours = step(theirs, ours, number)
+        assert (float(theirs.scale), int(theirs.fin_steps)) == (float(ours.loss_scale), int(ours.counter))
 
 
 def test_flax_drops_the_imaginary_part_of_complex_gradients():

@@ -28,6 +28,18 @@ def test_every_python_block_runs(capsys):
     assert jmp.metrics(namespace["optimizer"])["loss_scale"] == 2.0**15
 
 
+@pytest.mark.usefixtures("_standard_promotion")
+def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
+    """A loss in bfloat16 is a warning, which is an error here."""
+    step = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    (spelling,) = re.findall(r'On a TPU write `"(.*?)"` and change nothing else', TEXT)
+    namespace: dict[str, object] = {}
+    step = step.replace("params=float32,compute=float16,output=float32", spelling)
+    exec(compile(step, str(README), "exec"), namespace)
+    assert namespace["policy"].compute_dtype == "bfloat16"
+    assert namespace["loss"].dtype == "float32"
+
+
 def test_there_are_two_commands_each_complete_on_a_fresh_machine():
     commands = [line for line in TEXT.splitlines() if line.startswith("python3 -m venv")]
     assert commands == [

@@ -54,7 +54,8 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
 
     It moves as torch's does from there on: it grows on the `growth_interval`-th finite step in a row, of which
     `_growth_tracker` are over, and backs off on every step that is not finite. The table above says what differs: our
-    floor and ceiling, which a saved scale that lies beyond one moves there, above all.
+    floor and ceiling, which a saved scale that lies beyond one moves there, above all. Where gradients are accumulated
+    by `loss_scaled(MultiSteps(tx, k))`, multiply `growth_interval` and `_growth_tracker` by k.
 
     Args:
       state_dict: what `GradScaler.state_dict()` returns, empty for a scaler that was not enabled. The values are

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from .._float8_format import Float8
-from .._overwrite import OVERWRITE, leaf_by_max
+from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
 from ..quant._layout import Layout, stack_of
@@ -117,3 +118,30 @@ def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_sc
 def states_in(model: Any) -> dict[Any, Float8State]:
     """The float8 state of the layers in a model, or in any tree of models, by path."""
     return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}
+
+
+def check_state_typed(model: Any, wrt: Any) -> None:
+    """Checks that the float8 state among what is differentiated of a model, or of a tree of models, is `Float8State`.
+
+    Args:
+      model: an argument that is differentiated.
+      wrt: the filter that says with respect to which of its Variables.
+
+    Raises:
+      ValueError: Variables of other types, or arrays without one, are float8 state by their names.
+    """
+    is_differentiated = nnx.filterlib.to_predicate(wrt)
+    others = {}
+    for path, node in nnx.iter_graph(model, graph=True):
+        place = "/".join(map(str, path))
+        if isinstance(node, jax.Array):
+            others[place] = node
+        elif isinstance(node, nnx.Variable) and not isinstance(node, Float8State) and is_differentiated(path, node):
+            others[place] = node.get_raw_value()
+    for name, (path, _) in zip(name_state(others), jax.tree_util.tree_leaves_with_path(others), strict=True):
+        if name:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r} is float8 state by its name, and would be "
+                "differentiated as a parameter: in nnx, each array of state has a Float8State. For example: self.state "
+                "= nnx.data({name: jmp_policy.nnx.Float8State(x) for name, x in float8_state('float8').items()})."
+            )

@@ -11,7 +11,7 @@ from .._loss_scale import NoOpLossScale
 from .._overwrite import OVERWRITE
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._tree import PyTree, all_finite, select_tree
-from ._float8 import Float8State, states_in, with_state_by_max
+from ._float8 import Float8State, check_state_typed, states_in, with_state_by_max
 
 ArgNum = int | nnx.DiffState
 
@@ -47,7 +47,7 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`.
+        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is no `Float8State`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -100,6 +100,8 @@ def _differentiated(
     @functools.wraps(fun)
     def of_models(*args: Any, **kwargs: Any) -> Any:
         positions = [_position(argnum) for argnum in _as_sequence(argnums)]
+        for argnum, position in zip(_as_sequence(argnums), positions, strict=True):
+            check_state_typed(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
         if not any(states_in(args[position]) for position in positions):
             return plain(*args, **kwargs)
         prepared = with_state_by_max(fun, positions, get_loss_scale(loss_scale).loss_scale)

@@ -1,5 +1,7 @@
 """A loop that skips every step looks as if it trained: say so, on the host."""
 
+import numpy as np
+
 from .._loss_scale import DynamicLossScale
 from .._scaled_state import scaled_state
 from .._tree import PyTree
@@ -27,7 +29,8 @@ def check(state: PyTree, *, patience: int = 10) -> None:
     scale, skips = found.loss_scale, int(found.consecutive_skips)
     if isinstance(scale, DynamicLossScale):
         value = float(scale.loss_scale)
-        stuck, where = value <= scale.min_loss_scale and skips >= 2, f" and is at its floor {scale.min_loss_scale}"
+        floor = np.float32(scale.min_loss_scale)  # as the scale holds it
+        stuck, where = value <= floor and skips >= 2, f" and is at its floor {scale.min_loss_scale}"
     else:
         value = float(scale.loss_scale)
         stuck, where = skips >= patience, " and does not change"

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._overwrite import map_state
+from .._dtypes import at_least_float32
+from .._overwrite import map_state, name_state
 from .._tree import PyTree
 
 
@@ -45,3 +47,32 @@ def pmean(grads: PyTree, axis_name: Any) -> PyTree:
     ([2.0, 2.0], [[3.0], [3.0]])
     """
     return map_state(lambda x: lax.pmax(x, axis_name), grads, otherwise=lambda x: lax.pmean(x, axis_name))
+
+
+def global_norm(grads: PyTree) -> jax.Array:
+    """The Euclidean norm of the gradients of parameters, to log it.
+
+    `optax.tree.norm`, but that the state of float8 layers, which is no gradient, does not count, and that the squares
+    of half-precision gradients are summed in float32. To clip by it, chain `optax.clip_by_global_norm` before the
+    optimizer, which never sees state: state that is clipped is state lost.
+
+    Args:
+      grads: gradients, as `jmp_policy.value_and_grad` returns them, those of nnx models too; `float0` counts as zero.
+
+    Returns:
+      A real scalar, float32 or wider; not finite where a gradient is not.
+
+    >>> grads = {"w": jnp.float16([300.0, 400.0]), "_overwrite_with_gradient": {"input_scale": jnp.float32([7.0])}}
+    >>> float(global_norm(grads))
+    500.0
+    """
+    leaves = [leaf for name, leaf in zip(name_state(grads), jax.tree.leaves(grads), strict=True) if not name]
+    squares = [_sum_of_squares(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize, default=jnp.float32)
+    return jnp.sqrt(sum((square.astype(widest) for square in squares), start=jnp.zeros((), widest)))
+
+
+def _sum_of_squares(grad: jax.Array) -> jax.Array:
+    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        return _sum_of_squares(grad.real) + _sum_of_squares(grad.imag)
+    return jnp.sum(jnp.square(grad.astype(at_least_float32(grad.dtype))))

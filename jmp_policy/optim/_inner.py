@@ -48,10 +48,15 @@ def check_not_outermost(inner: Any, name: str) -> None:
 
 
 def with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state."""
+    """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state.
+
+    Python's numbers have no dtype to keep.
+    """
 
     def like(old_leaf: Any, new_leaf: Any) -> Any:
-        same = getattr(new_leaf, "dtype", None) == old_leaf.dtype
-        return new_leaf if same else lax.convert_element_type(new_leaf, old_leaf.dtype)
+        dtype = getattr(old_leaf, "dtype", None)
+        if dtype is None or getattr(new_leaf, "dtype", None) == dtype:
+            return new_leaf
+        return lax.convert_element_type(new_leaf, dtype)
 
     return jax.tree.map(like, old, new)

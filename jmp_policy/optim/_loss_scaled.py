@@ -44,7 +44,8 @@ def loss_scaled(
     `loss_scaled(adamw)`                                    `apply_if_finite(loss_scaled(adamw), n)`
     ======================================================  ======================================================
 
-    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. A
+    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. Its
+    scale counts microbatches, where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows as often. A
     clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
     outside.
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._dtypes import did_you_mean
+from .._messages import quote
 from .._rounding import is_half, join_float32, round_to_half, split_float32
 from .._tree import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widened
@@ -78,7 +79,7 @@ def master_weights(
     [0.99609375, 1.0]
     """
     if mode not in _STORAGES:
-        raise ValueError(f"Unknown mode {mode!r}. {did_you_mean(mode, _STORAGES)} For example: mode='split'.")
+        raise ValueError(f"Unknown mode {quote(mode)}. {did_you_mean(mode, _STORAGES)} For example: mode='split'.")
     return half_parameters(inner, _STORAGES[mode])
 
 

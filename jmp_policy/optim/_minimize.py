@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from .._grad import value_and_grad, with_scaled_loss, with_state_by_max
+from .._grad import value_and_grad, warn_of_half, with_scaled_loss, with_state_by_max
 from .._loss_scale import NoOpLossScale
 from .._overwrite import reuse_explained
 from .._param_casts import of_copies
@@ -79,5 +79,6 @@ def _scaled_step(
     copies, fun_of_copies = of_copies(with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale), params)
     with reuse_explained():
         (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
+    warn_of_half(out[0], scale)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]

@@ -134,6 +134,11 @@ def float8_state(quantization: Any) -> State:
     It is a tree of float32 arrays, in no relation to any other product's. Its gradient is the next state, so that it is
     overwritten by it where parameters are updated, and no optimizer should see it.
 
+    `value_and_grad`, `optim` and casts know it by its names, wherever it stands in a tree of parameters, as long as all
+    six stay together; under the key `_overwrite_with_gradient`, Flax's own, they know any part of it. In nnx, where a
+    Variable's type tells what it is, each array is a `jmp_policy.nnx.Float8State`. `jax.grad` and optimizers alone do
+    not know it: `jax.grad` sums what several uses of a layer saw, and keeps the loss scale in it.
+
     Args:
       quantization: `Float8` with `DelayedScaling`, or its string.
 
@@ -168,7 +173,7 @@ def _applied(call: _calls.Call, quantization: Any, state: State | None) -> jax.A
     _check_floating(lhs)
     if isinstance(format, Float8):
         _check_floating(rhs)
-        return float8_product(operation, lhs, rhs, format, state)
+        return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
     return product(operation, lhs, Unquantized(rhs, format, _layout(operation, rhs.shape)))
 
 

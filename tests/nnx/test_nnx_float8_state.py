@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from float8_nnx import DELAYED, SCALE, Net, X, assert_same, gradients, linear, state_of, trained
+from float8_nnx import DELAYED, SCALE, Net, X, assert_same, gradients, linear, mean_square, state_of, trained
 
 import jmp_policy as jmp
 
@@ -179,3 +179,49 @@ def test_models_in_a_dictionary_learn_in_turns():
         step(models, name, optimizers[name])
         assert_same(state_of(models[other]), before)
         assert (state_of(models[name])["_overwrite_with_gradient/output_grad_amax_history"] > 0).sum() == 1
+
+
+class Product(nnx.Module):
+    """A layer by hand, whose state has a name of its own."""
+
+    def __init__(self, variable):
+        self.kernel = nnx.Param(jnp.eye(16))
+        self.memory = nnx.data(variable(jmp.quant.float8_state(FORMAT)))
+
+    def __call__(self, x):
+        state = nnx.as_pure(nnx.state(self))["memory"]
+        return jmp.quant.dot_general(x, self.kernel[...], (((1,), (0,)), ((), ())), quantization=FORMAT, state=state)
+
+
+FORMAT = "float8/4(min_size=0)"
+EACH = lambda kind: lambda state: {name: kind(leaf) for name, leaf in state.items()}
+
+
+def test_a_layer_by_hand_whose_state_has_its_type_learns_its_scales():
+    model = Product(EACH(jmp.nnx.Float8State))
+    of_scale = lambda scale: state_of(nnx.jit(jmp.nnx.grad(mean_square, loss_scale=scale))(model))
+    scaled, true = map(of_scale, (SCALE, jmp.NoOpLossScale()))
+    assert_same(scaled, true)
+    assert scaled["memory/output_grad_amax_history"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "where"),
+    [
+        (lambda: Product(EACH(nnx.Param)), "memory/input_amax_history"),
+        (lambda: Product(nnx.Param), "memory/input_amax_history"),
+        (lambda: [linear(), jmp.quant.float8_state(FORMAT)], "1/input_amax_history"),
+        (lambda: {"_overwrite_with_gradient": {"scale": jnp.ones(1)}}, "_overwrite_with_gradient/scale"),
+    ],
+    ids=["each a parameter", "one parameter", "an array", "an array under the name of state"],
+)
+@pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)], ids=["argument", "filter"])
+def test_state_of_another_type_is_an_error_that_says_so(argument, where, argnums):
+    error = f"^'{where}' is float8 state by its name, .* has a Float8State. For example: self.state = nnx.data"
+    with pytest.raises(ValueError, match=error):
+        jmp.nnx.grad(lambda _: 0.0, argnums, loss_scale=SCALE)(argument())
+
+
+def test_state_of_another_type_may_stand_where_it_is_not_differentiated():
+    grads = jmp.nnx.grad(lambda model: model.kernel[...].sum(), loss_scale=SCALE)(Product(EACH(nnx.BatchStat)))
+    assert list(grads) == ["kernel"]

@@ -33,6 +33,13 @@ def test_a_dynamic_scale_at_its_floor_is_stuck():
         jmp.optim.check(_after(tx, None, NAN, NAN, NAN))
 
 
+@pytest.mark.parametrize("floor", [0.37, 1 / 3])
+def test_a_floor_that_float32_rounds_up_or_down_is_seen(floor):
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(floor, min_loss_scale=floor))
+    with pytest.raises(FloatingPointError, match=f"is at its floor {floor}, so the model"):
+        jmp.optim.check(_after(tx, NAN, NAN))
+
+
 def test_a_dynamic_scale_on_its_way_down_is_not_stuck():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(2.0**20))
     jmp.optim.check(_after(tx, *[NAN] * 15))

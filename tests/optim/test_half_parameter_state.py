@@ -1,5 +1,7 @@
 """The states of half-precision parameters are saved, restored, reshaped and sharded as any state of optax."""
 
+from typing import Any, NamedTuple
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import optax
 import pytest
 from half_parameter_registry import METHODS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from optimizer_registry import LARGE, bits, grads_of, types
+from optimizer_registry import LARGE, WAYS, bits, grads_of, types
 
 import jmp_policy as jmp
 from jmp_policy import optim
@@ -160,3 +162,45 @@ def test_shards_stay_where_they_are(explicit):
             remembered = [] if name == "stochastic" else [state[1]["w"]]
             for leaf in (new_params["w"], state.inner_state[0].trace["w"], *remembered):
                 assert leaf.sharding.is_equivalent_to(rows, 2), name
+
+
+class Counted(NamedTuple):
+    count: Any
+    rate: Any
+    mu: Any
+
+
+def counting(as_array):
+    """An optimizer that begins with Python's numbers, and counts on with them or with arrays."""
+
+    def update(grads, state, params=None):
+        count = state.count + 1
+        count = jnp.asarray(count, jnp.int32) if as_array else count
+        updates = jax.tree.map(lambda g: -0.5 * g, grads)
+        return updates, Counted(count, state.rate * 0.5, grads)
+
+    return optax.GradientTransformation(lambda params: Counted(0, 1.0, jax.tree.map(jnp.zeros_like, params)), update)
+
+
+COUNTING = {**METHODS, "cast_state": lambda inner: optim.cast_state(inner, mu_dtype="float32")}
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", COUNTING)
+def test_an_optimizer_may_keep_numbers_of_python_in_its_state(method, way, wrap, as_array):
+    tx = COUNTING[method](counting(as_array))
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    step = wrap(lambda state, params: WAYS[way](tx, {"w": jnp.full(4, 0.25)}, state, params))
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = step(state, params)
+    (inner,) = (x for x in jax.tree.leaves(state, is_leaf=_is_counted) if _is_counted(x))
+    assert (int(inner.count), float(inner.rate)) == (2, 0.25)
+    assert params["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(params["w"].astype(jnp.float32), 0.75)
+
+
+def _is_counted(node):
+    return isinstance(node, Counted)

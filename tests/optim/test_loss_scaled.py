@@ -309,3 +309,14 @@ def test_gradients_of_another_shape_are_named():
     params = {"layer": {"w": jnp.ones((2, 3))}}
     with pytest.raises(ValueError, match=r"\['layer'\]\['w'\] has the shape \(3, 2\), where the parameter has"):
         jmp.optim.step(tx, {"layer": {"w": jnp.ones((3, 2))}}, tx.init(params), params)
+
+
+def test_around_multisteps_the_scale_counts_microbatches():
+    tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 3), jmp.DynamicLossScale(8.0, period=2 * 3))
+    update = jax.jit(lambda state: tx.update({"w": jnp.ones(2)}, state, {"w": jnp.ones(2)})[1])
+    state, scales = tx.init({"w": jnp.ones(2)}), []
+    for _ in range(6):
+        state = update(state)
+        scales.append(float(state.loss_scale.loss_scale))
+    assert scales == [8.0] * 5 + [16.0]  # at the end of the second step of three
+    assert int(state.inner_state.gradient_step) == 2

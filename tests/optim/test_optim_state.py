@@ -1,5 +1,6 @@
 """The state of `loss_scaled` is an ordinary optax state: found, saved and restored by the ordinary tools."""
 
+import pickle
 import subprocess
 import sys
 
@@ -130,3 +131,51 @@ def test_orbax_brings_it_back(trained, tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         _assert_same(checkpointer.restore(tmp_path / "state", fresh), state)
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """Makes Flax what it is where it was loaded after a state was made, or a state came from another process."""
+
+    def forget():
+        for kind in {type(scale) for scale in SCALES.values()}:
+            monkeypatch.delitem(flax.serialization._STATE_DICT_REGISTRY, kind)
+
+    return forget
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_flax_serializes_a_state_whose_loss_scale_it_has_not_met(scale, forget):
+    state = jmp.optim.loss_scaled(optax.sgd(0.1, momentum=0.9), scale).init({"w": jnp.ones(2)})
+    forget()
+    stored = flax.serialization.to_bytes({"opt_state": (state,)})
+    forget()
+    restored = flax.serialization.from_bytes({"opt_state": (state,)}, stored)["opt_state"][0]
+    assert restored.loss_scale == scale
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_flax_meets_a_loss_scale_that_comes_out_of_a_pickle(scale, forget):
+    pickled = pickle.dumps(scale)
+    forget()
+    assert isinstance(flax.serialization.to_state_dict(pickle.loads(pickled)), dict)
+
+
+def test_flax_meets_a_loss_scale_that_comes_out_of_a_step(forget):
+    adjust = jax.jit(lambda scale: scale.adjust(True))
+    scale = adjust(SCALES["dynamic"])
+    forget()
+    assert flax.serialization.to_state_dict(adjust(scale)).keys() == {"loss_scale", "counter"}
+
+
+def test_a_state_is_saved_in_a_process_that_loads_flax_after_it_was_unpickled(tmp_path):
+    state = jmp.optim.loss_scaled(optax.sgd(0.1), SCALES["dynamic"]).init({"w": jnp.ones(2)})
+    (tmp_path / "state").write_bytes(pickle.dumps(state))
+    code = (
+        "import pathlib, pickle, sys\nstate = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "assert 'flax' not in sys.modules\nfrom flax.serialization import from_bytes, to_bytes\n"
+        "print(float(from_bytes(state, to_bytes(state)).loss_scale.loss_scale))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "state")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout == "1024.0\n"

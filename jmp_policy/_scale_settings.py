@@ -1,0 +1,161 @@
+"""What the settings of loss scales may be, as far as can be told: a number may be traced, or on other hosts."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from ._messages import quote, warn_user
+
+SMALLEST = 2.0**-126
+"""The smallest normal number of float32: what is below, XLA may flush to zero, and gradients with it."""
+LARGEST = float(np.finfo(np.float32).max)
+
+NEVER = 2**31
+"""The longest period that an int32 can count to. Longer ones are as long: neither ends."""
+
+
+def check_scale(value: Any) -> float | None:
+    """Checks that a value can be a scale, and reads its number, if there is one to read.
+
+    Raises:
+      ValueError: it is no scalar, or no positive normal number of float32.
+    """
+    number = _read_scalar(value, "loss_scale")
+    if number is None:
+        _check(_stands_for_array(value), "loss_scale", value, "a positive number", "2.0**15")
+    else:
+        _check_normal(number, "loss_scale", value, "2.0**15")
+    return number
+
+
+def check_constant(value: Any) -> float | None:
+    """As `check_scale`, but for zero, which is a warning.
+
+    Raises:
+      ValueError: it is no scalar, or no normal number of float32.
+    """
+    if _read_scalar(value, "loss_scale") != 0:
+        return check_scale(value)
+    warn_user(
+        "loss_scale=0 makes every gradient 0 / 0, which is nan. For example: StaticLossScale(2.0**15), or "
+        "NoOpLossScale(), which scales nothing."
+    )
+    return 0.0
+
+
+def check_settings(
+    period: Any, factor: Any, min_loss_scale: Any, backoff_factor: Any, max_loss_scale: Any, hysteresis: Any
+) -> dict[str, Any]:
+    """Checks the settings of a dynamic loss scale, and reads them as Python numbers.
+
+    Raises:
+      ValueError: one is out of its range.
+    """
+    _check(factor > 1, "factor", factor, "greater than one", "2")
+    floor, ceiling, backoff = _read_floor(min_loss_scale), float(max_loss_scale), backoff_factor
+    backoff = float(1 / factor if backoff is None else backoff)
+    _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
+    _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
+    return {
+        "period": _read_count(period, "period", "2000"),
+        "factor": float(factor),
+        "min_loss_scale": floor,
+        "backoff_factor": backoff,
+        "max_loss_scale": ceiling,
+        "hysteresis": _read_count(hysteresis, "hysteresis", "2"),
+    }
+
+
+def check_scalar(value: Any, name: str) -> None:
+    """Checks that a value is no array of several numbers.
+
+    Raises:
+      ValueError: it is one.
+    """
+    shape = getattr(value, "shape", ())
+    if isinstance(shape, tuple) and shape:
+        raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
+
+
+def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:
+    """A scale within its bounds: below its floor an overflow would raise it, and above its ceiling it would stay there.
+
+    Args:
+      scale: a scale, a float32 array, which may be traced, or what stands for one.
+      number: its number, if that is known.
+      floor: its lower bound.
+      ceiling: its upper bound.
+    """
+    if number is None:
+        return lax.clamp(floor, scale, min(ceiling, LARGEST)) if isinstance(scale, jax.Array) else scale
+    name, bound = ("min_loss_scale", floor) if number < floor else ("max_loss_scale", ceiling)
+    if np.float32(floor) <= np.float32(number) <= np.float32(min(ceiling, LARGEST)):
+        return scale
+    warn_user(
+        f"loss_scale={number} is {'below' if number < floor else 'above'} {name}={bound}, where the scale starts "
+        f"instead. For example: DynamicLossScale({number}, {name}={number})."
+    )
+    return jnp.asarray(bound, jnp.float32)
+
+
+def warn_if_not_floating(value: Any, name: str) -> None:
+    """Warns of a scale that is an integer, as DeepMind's `jmp` does."""
+    dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        warn_user(f"Expected floating type for {name}, got {dtype}")
+
+
+def _read_floor(value: Any) -> float:
+    check_scalar(value, "min_loss_scale")
+    number = float(value)
+    if number == 0:
+        warn_user(
+            "min_loss_scale=0 would let the loss scale become zero, by which gradients cannot be divided: the floor is "
+            "2.0**-126, the smallest normal number of float32. For example: min_loss_scale=1.0."
+        )
+        return SMALLEST
+    _check_normal(number, "min_loss_scale", number, "1.0")
+    return number
+
+
+def _read_count(value: Any, name: str, example: str) -> int:
+    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()  # which DeepMind's jmp takes
+    is_count = is_whole or hasattr(value, "__index__")
+    _check(is_count and value >= 1, name, value, "a positive int", example)
+    return int(value)
+
+
+def _read_scalar(value: Any, name: str) -> float | None:
+    """The number in a value, if it has one that can be read here and now."""
+    is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
+    if is_array:
+        check_scalar(value, name)
+    if isinstance(value, jax.Array):
+        if isinstance(value, Tracer) or not value.is_fully_addressable:
+            return None
+        value = jax.device_get(value)
+    try:
+        return float(value) if is_array or isinstance(value, int | float) else None
+    except OverflowError:  # of an int
+        return math.inf
+
+
+def _stands_for_array(value: Any) -> bool:
+    """Whether a value is traced, or what JAX has for an array where it rebuilds a tree."""
+    return hasattr(value, "shape") or type(value) is object
+
+
+def _check_normal(number: float, name: str, value: Any, example: str) -> None:
+    _check(0 < number < math.inf, name, value, "a positive number", example)
+    of_float32 = "a normal number of float32, from 2.0**-126 to 2.0**128"
+    _check(SMALLEST <= number <= LARGEST, name, value, of_float32, example)
+
+
+def _check(holds: Any, name: str, value: Any, must_be: str, example: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {must_be}, got {quote(value)}. For example: {name}={example}.")
