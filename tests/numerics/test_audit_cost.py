@@ -4,7 +4,9 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import jmp_policy as jmp
@@ -39,6 +41,44 @@ MATMUL_DOMINATED = {
     "dilated convolution": (lambda x, w: convolved(x, w, rhs_dilation=(2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
     "grouped convolution": (lambda x, w: convolved(x, w, feature_group_count=4), f32(2, 9, 9, 32), f32(3, 3, 8, 32)),
     "convolution backward": (gradients(lambda x, w: convolved(x, w, (2, 2))), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "convolution of groups of a batch": (
+        lambda x, w: convolved(x, w, batch_group_count=4),
+        f32(8, 9, 9, 8),
+        f32(3, 3, 8, 16),
+    ),
+    "depthwise backward": (
+        gradients(lambda x, w: convolved(x, w, feature_group_count=32)),
+        f32(2, 9, 9, 32),
+        f32(3, 3, 1, 32),
+    ),
+    "grouped backward": (
+        gradients(lambda x, w: convolved(x, w, feature_group_count=4)),
+        f32(2, 9, 9, 32),
+        f32(3, 3, 8, 32),
+    ),
+}
+
+
+def windows(operation, initial, strides=(1, 1), padding="VALID", dilation=(1, 1)):
+    sizes = {"window_dimensions": (1, 4, 4, 1), "window_strides": (1, *strides, 1)}
+    dilations = {"base_dilation": (1, *dilation, 1), "window_dilation": (1, *dilation, 1)}
+    return lambda x: lax.reduce_window(x, np.float32(initial), operation, padding=padding, **sizes, **dilations)
+
+
+def multiply_and_add(x, y):
+    return x * y + 1.0
+
+
+REDUCTIONS = {
+    "sum of windows": windows(lax.add, 0),
+    "maximum of windows": windows(lax.max, -np.inf),
+    "padded sum of windows": windows(lax.add, 0, (2, 2), "SAME"),
+    "dilated sum of windows": windows(lax.add, 0, (2, 2), "SAME", (2, 2)),
+    "product of windows": windows(lax.mul, 1),
+    "windows and a function": windows(multiply_and_add, 1),
+    "reduction by a function": lambda x: lax.reduce(x, np.float32(1), multiply_and_add, (1, 2)),
+    "max pooling forward": lambda x: jax.jvp(lambda x: nn.max_pool(x, (3, 3), (2, 2)), (x,), (x,))[1],
+    "max pooling backward": jax.grad(lambda x: jnp.sum(nn.max_pool(x, (3, 3), (2, 2)))),
 }
 
 
@@ -50,6 +90,12 @@ def counted_by_xla(fun, *args):
 def test_flops_are_those_of_xla(name):
     fun, *args = MATMUL_DOMINATED[name]
     assert jmp.numerics.audit(fun)(*args).flops == pytest.approx(counted_by_xla(fun, *args), rel=0.02)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_flops_of_reductions_are_those_of_xla(name):
+    fun, x = REDUCTIONS[name], f32(1, 17, 17, 16)
+    assert jmp.numerics.audit(fun)(x).flops == pytest.approx(counted_by_xla(fun, x), rel=0.005)
 
 
 @pytest.mark.parametrize("fun", [layers, gradients(layers)], ids=["forward", "backward"])
