@@ -62,7 +62,7 @@ class _Inspector:
         self.has_half = False
         self._paths = paths
         self._rows: dict[tuple, list[int]] = {}
-        self._matmuls: dict[tuple, int] = {}
+        self._matmuls: dict[tuple, list[int]] = {}
         self._findings: dict[tuple, list[Any]] = {}
         self._loops: dict[str, None] = {}
         self._places: dict[str, tuple[str, bool]] = {}
@@ -97,7 +97,7 @@ class _Inspector:
 
     def report(self) -> AuditReport:
         rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
-        matmuls = (Matmul(*key, flops=count) for key, count in self._matmuls.items())
+        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
         return AuditReport(tuple(rows), tuple(self._described()), tuple(matmuls), tuple(self._loops))
 
     def _described(self) -> Iterable[Finding]:
@@ -116,18 +116,22 @@ class _Inspector:
         path, backward = self._place(step.scope)
         work = step.trips * flops(step.eqn)
         key = path, step.name, _dtype(step), backward
-        counts = self._rows.setdefault(key, [0, 0, 0])
-        for i, amount in enumerate((step.trips, work, step.trips * bytes_of(step.eqn))):
-            counts[i] += amount
+        _add(self._rows, key, step.trips, work, step.trips * bytes_of(step.eqn))
         if step.name in MATMULS:
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
             matmul = step.name, dtypes, key[2], line(origin(step)), path, backward
-            self._matmuls[matmul] = self._matmuls.get(matmul, 0) + work
+            _add(self._matmuls, matmul, step.trips, work)
 
     def _place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
             self._places[scope] = self._paths.of_stack(scope), "transpose(" in scope
         return self._places[scope]
+
+
+def _add(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
+    counts = table.setdefault(key, [0] * len(amounts))
+    for i, amount in enumerate(amounts):
+        counts[i] += amount
 
 
 def _dtype(step: Step) -> str:
