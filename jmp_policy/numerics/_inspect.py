@@ -11,7 +11,7 @@ from ..interpreter import Step, float_dtype, walk
 from ._catalogue import FINDINGS, REMEDIES
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
-from ._facts import GIVEN, HALF, Fact, fact_of, fact_of_constant, results
+from ._facts import HALF, Fact, fact_of, fact_of_argument, fact_of_constant, results
 from ._report import AuditReport, AuditRow, Finding, Matmul
 from ._source import line, origin
 
@@ -38,7 +38,7 @@ def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: Paths) -
     """
     inspector = _Inspector(paths)
     body = program.jaxpr
-    inspector.facts.update((var, GIVEN) for var in body.invars)
+    inspector.facts.update((var, fact_of_argument(var)) for var in body.invars)
     inspector.facts.update(zip(body.constvars, map(fact_of_constant, program.consts), strict=False))
     inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
     for overflow in overflows:
