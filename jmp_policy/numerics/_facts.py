@@ -126,7 +126,8 @@ def _moved(step: Step, facts: Sequence[Fact]) -> Fact:
     pairs = zip(step.operands, facts, strict=True)
     floats = [fact for atom, fact in pairs if is_float(atom)]
     if not floats:
-        return Fact(given=_joint(facts), made="iota" if any(fact.made == "iota" for fact in facts) else "")
+        made = "iota" if any(fact.made == "iota" for fact in facts) else ""
+        return Fact(given="" if step.name == "carry" else _joint(facts), made=made)  # a turn may have made it of more
     if step.name == "carry":
         return Fact(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:

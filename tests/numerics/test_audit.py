@@ -169,6 +169,15 @@ def test_what_autocast_widens_is_no_accident():
         assert [finding.id for finding in audit(power)(bf16(4, 4), f32(4)).findings] == ["accidental-promotion"]
 
 
+def test_what_a_loop_counts_in_half_numbers_is_not_made_of_nothing_else():
+    def scaled(x):
+        last, _ = lax.fori_loop(0, 3, lambda i, counts: (counts[1], jnp.sum(x > i.astype(x.dtype))), (0, 0))
+        return x * jnp.log(last.astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert audit(scaled)(bf16(4)).findings == ()
+
+
 def test_modules_of_nnx_have_paths():
     class Pair(nnx.Module):
         def __init__(self):
