@@ -23,7 +23,7 @@ class HalfSum(NamedTuple):
     Attributes:
       name: that of the primitive.
       numbers: how many become one.
-      dtype: what it is rounded to at each of them.
+      dtype: theirs, and that of the result.
     """
 
     name: str

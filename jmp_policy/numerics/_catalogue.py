@@ -4,7 +4,8 @@ from ..explanation._half_sums import REMEDY
 
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
-    "accidental-promotion": "float32 for no reason but the dtype of a constant or parameter, where half would follow",
+    "accidental-promotion": "float32 for no reason but the dtype of a constant, a parameter or an array that the "
+    "program makes, where half would follow",
     "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
     "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
     "round-trip-cast": "half precision widened and narrowed again with nothing computed between",
