@@ -15,14 +15,19 @@ CALLS, REPEATS = 500, 60
 
 def dispatch_microseconds() -> dict[str, float]:
     """Microseconds per call that an argument adds to a tuple of the same arrays, by the best of interleaved repeats."""
-    x, arrays = jnp.zeros(()), (jnp.float32(2.0**15), jnp.int32(0))
+    return {name: _added(jnp.zeros(()), argument, plain) for name, (argument, plain) in arguments().items()}
+
+
+def arguments() -> dict[str, tuple[Any, Any]]:
+    """What is given to a jitted function, and a tuple of the same arrays, by name."""
+    arrays = jnp.float32(2.0**15), jnp.int32(0)
     loss_scale = jmp.DynamicLossScale(*arrays)
     state = jmp.optim.loss_scaled(optax.identity(), loss_scale).init(None)
     plain_state = ((), arrays, state.grads_finite, state.skipped_steps, state.consecutive_skips)
     return {
-        "Policy": _added(x, jmp.get_policy("mixed_float16"), ()),
-        "DynamicLossScale": _added(x, loss_scale, arrays),
-        "LossScaledState": _added(x, state, plain_state),
+        "Policy": (jmp.get_policy("mixed_float16"), ()),
+        "DynamicLossScale": (loss_scale, arrays),
+        "LossScaledState": (state, plain_state),
     }
 
 

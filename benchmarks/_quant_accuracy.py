@@ -12,7 +12,7 @@ import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
 from jmp_policy import quant
-from jmp_policy.demo._data import load_corpus, sample_batch, validation_batches
+from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
 from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._trainer import NATS_PER_BIT, TrainerConfig, make_trainer
 
@@ -46,18 +46,20 @@ class Trained:
         """How much its loss is greater, as a part of that in float32."""
         return self.loss_of(served) / self.loss - 1
 
-    def divergence(self, served: Served) -> float:
+    def divergence(self, served: Served, every: int = 8) -> float:
         """The Kullback-Leibler divergence of its predictions from those in float32, in nats: what rounding changes,
-        also where it happens to lower the loss."""
-        tokens = jnp.asarray(self.windows[::8, :, :-1], jnp.int32).reshape(-1, self.config.context)
+        also where it happens to lower the loss. It is a mean over one in `every` batches."""
+        tokens = jnp.asarray(self.windows[::every, :, :-1], jnp.int32).reshape(-1, self.config.context)
         models = (in_float32(self.config), served)
         expected, got = (jax.nn.log_softmax(model.logits(self.params, tokens)) for model in models)
         return float(jnp.mean(jnp.sum(jnp.exp(expected) * (expected - got), axis=-1)))
 
 
-def train(seed: int, steps: int, config: GPTConfig | None = None, batches: int = 64) -> Trained:
-    """Trains as the demo does, on the sources of Python's standard library."""
-    config, corpus = config or GPTConfig(), load_corpus()
+def train(
+    seed: int, steps: int, config: GPTConfig | None = None, batches: int = 64, corpus: Corpus | None = None
+) -> Trained:
+    """Trains as the demo does: on the sources of Python's standard library, if on no other text."""
+    config, corpus = config or GPTConfig(), corpus or load_corpus()
     sizes = {"batch_size": BATCH, "context": config.context}
     policy = jmp.get_policy("float32")
     assert isinstance(policy, jmp.Policy)

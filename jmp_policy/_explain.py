@@ -14,7 +14,8 @@ def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kw
     The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
     without allocating it. A linen module is initialised abstractly; an nnx module is copied, and `nnx.eval_shape`
     makes one without arrays. Rules of a `PolicyMap` that decide for no module are in the explanation, not warned of.
-    A model without a policy is explained as well.
+    Sums of many numbers in half precision are there, too: a policy reaches layers, and not functions such as
+    `nn.avg_pool`. A model without a policy is explained as well.
 
     Args:
       model: a linen or nnx module, with a policy or without.

@@ -10,7 +10,7 @@ import numpy as np
 from .._dtypes import is_floating_dtype
 from ._explanation import Explanation, Row
 from ._float8 import what_was_multiplied
-from ._leaks import compute_dtypes, leaks, made_dtypes
+from ._leaks import compute_dtypes, half_sums, leaks, made_dtypes
 from ._module import ModuleInfo
 from ._observation import Observation
 from ._operations import Operation
@@ -33,7 +33,8 @@ def explanation(
       program: the operations that were traced.
       unused: what to say of rules that decided for no module.
     """
-    computed, made, leaking = compute_dtypes(program), made_dtypes(program), leaks(program, modules)
+    computed, made, summed = compute_dtypes(program), made_dtypes(program), half_sums(program)
+    leaking = leaks(program, modules)
     rows = []
     for path in _ordered(modules, observation):
         module = modules[path]
@@ -51,6 +52,7 @@ def explanation(
             float32_bytes=_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
             quantization=what_was_multiplied(module, computed.get(path, ()), made.get(path, ())),
+            half_sums=summed.get(path, ()),
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(unused))
 

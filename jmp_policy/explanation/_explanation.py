@@ -28,6 +28,8 @@ class Row:
       quantization: the format of its weight under a quantized policy, such as `"int8"`, or why the weight is left as
         it is: `"left: 64 elements are fewer than min_size=4096"`; the empty string without such a policy or weight.
         Of float8 it says what the products of this very call were computed in.
+      half_sums: the sums and products of many numbers that its own code takes in half precision, such as
+        `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
     """
 
     path: str
@@ -42,6 +44,7 @@ class Row:
     float32_bytes: int
     leaks_into: tuple[str, ...]
     quantization: str = ""
+    half_sums: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain strings, numbers and lists."""

@@ -1,4 +1,5 @@
-"""What the operations of a traced model say of its modules: what each computes in, and which ones leak a wide dtype."""
+"""What the operations of a traced model say of its modules: what each computes in and sums in half precision, and
+which ones leak a wide dtype."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,16 @@ def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
         if path is not None:
             found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
     return found
+
+
+def half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+    """The sums and products of many numbers that each module's own code takes in half precision, by path."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = path_of(operation.scope)
+        if path is not None and operation.half_sum is not None:
+            found[path][str(operation.half_sum)] = None
+    return {path: tuple(sums) for path, sums in found.items()}
 
 
 def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:

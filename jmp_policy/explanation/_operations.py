@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr
 
 from .._dtypes import is_floating_dtype
 from ..interpreter import walk
+from ._half_sums import HalfSum, half_sum
 
 STRUCTURAL = frozenset({
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
@@ -40,12 +41,14 @@ class Operation:
       scope: the `jax.named_scope`s around it, outermost first, joined by `/`.
       operands: what it reads.
       results: what it makes.
+      half_sum: the sum or product of many numbers that it takes in half precision, if it is one.
     """
 
     name: str
     scope: str
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
+    half_sum: HalfSum | None = None
 
     @property
     def computes(self) -> bool:
@@ -69,7 +72,7 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
     """
     for step in walk(jaxpr, scope):
         if step.name != "constant":
-            yield Operation(step.name, step.scope, _values(step.operands), _values(step.results))
+            yield Operation(step.name, step.scope, _values(step.operands), _values(step.results), half_sum(step))
 
 
 def _values(variables: Sequence[Any]) -> tuple[Value, ...]:

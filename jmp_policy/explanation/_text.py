@@ -34,7 +34,7 @@ def _modules(explanation: Explanation, *, with_policies: bool) -> Table:
     for row in explanation.rows:
         dtypes = (row.param_dtypes, row.input_dtypes, row.compute_dtypes, row.output_dtypes)
         policy = [short_policy(row.policy)] if with_policies else []
-        name = _indented(row, paths) + (" (!)" if row.leaks_into else "")
+        name = _indented(row, paths) + (" (!)" if row.leaks_into or row.half_sums else "")
         cells = (name, row.type, *policy, row.rule, *map(short, dtypes), size(row.param_bytes))
         table.add_row(*cells, *([row.quantization] if with_quantization else []))
     return table

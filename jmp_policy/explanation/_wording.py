@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from .._policy import Policy
 from ._explanation import Explanation, Row
+from ._half_sums import REMEDY
 
 _PREFIXES = ("k", "M", "G", "T")
 
@@ -55,8 +56,8 @@ def has_quantization(explanation: Explanation) -> bool:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What is to be said below the table: totals, leaks and rules that decided nothing."""
-    return [_totals(explanation), *_leaks(explanation), *explanation.unused]
+    """What is to be said below the table: totals, leaks, sums in half precision and rules that decided nothing."""
+    return [_totals(explanation), *_leaks(explanation), *_half_sums(explanation), *explanation.unused]
 
 
 def _totals(explanation: Explanation) -> str:
@@ -84,6 +85,16 @@ def _leak(explanation: Explanation, rows: list[Row]) -> str:
     if first.policy is None or meant is None or first.rule == "author's dtype":
         return f"{spread}; cast what it returns, where that is not meant"
     return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
+
+
+def _half_sums(explanation: Explanation) -> list[str]:
+    """A sentence for each sum."""
+    by_sum: dict[str, list[str]] = {}
+    for row in explanation.rows:
+        for taken in row.half_sums:
+            by_sum.setdefault(taken, []).append(row.path)
+    growing = "whose error grows with their count"
+    return [f"{_listed(paths)} (!): {taken}, {growing}; {REMEDY}" for taken, paths in by_sum.items()]
 
 
 def _listed(paths: list[str]) -> str:

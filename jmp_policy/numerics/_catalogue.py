@@ -1,8 +1,11 @@
 """Everything that an audit can find, by name: what it is, and what is lost."""
 
+from ..explanation._half_sums import REMEDY
+
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
-    "accidental-promotion": "float32 for no reason but the dtype of a constant or parameter, where half would follow",
+    "accidental-promotion": "float32 for no reason but the dtype of a constant, a parameter or an array that the "
+    "program makes, where half would follow",
     "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
     "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
     "round-trip-cast": "half precision widened and narrowed again with nothing computed between",
@@ -22,7 +25,7 @@ FINDINGS = {
 REMEDIES = {
     "float32-matmul": "cast what it reads, or give the layer a dtype",
     "accidental-promotion": "cast the float32 operand, or widen the other one where that is meant",
-    "half-reduction": "sum in float32: jnp.sum does, or cast first",
+    "half-reduction": REMEDY,
     "half-cumulative": "cast to float32 first",
     "round-trip-cast": "leave both casts out",
     "float16-exp": "cast to float32 first",

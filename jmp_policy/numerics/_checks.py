@@ -1,6 +1,5 @@
 """What is wrong with a step, if anything."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,10 +7,11 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..autocast._paths import AUTOCAST
+from ..explanation._half_sums import HALF_SUMS, half_sum
 from ..interpreter import Step, float_dtype
-from ._cost import MATMULS, contracted
+from ._cost import MATMULS, MOVING, contracted
 from ._facts import FLOAT32, HALF, Fact
-from ._source import functions, is_in_file_of, is_of_library, origin
+from ._source import functions, is_called_by, is_in_file_of, is_of_library, origin
 
 
 class Suspicion(NamedTuple):
@@ -45,6 +45,7 @@ def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspici
     if not backward:
         yield from _sum_that_left(step, facts)
         yield from _promotion(step, facts)
+        yield from _loss(step)
     found = CHECKS.get(step.name)
     if found is not None:
         yield from found(step, facts, backward)
@@ -77,20 +78,29 @@ def _promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
         if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
             if is_of_library(origin(step)):  # a layer that mixes dtypes knows what it does
                 return
-            other = "constant" if given[0].constants else "float32 parameter or argument"
-            yield Suspicion("accidental-promotion", step, f"{half} becomes float32 through a {other}", (half, FLOAT32))
+            through = f"{half} becomes float32 through {given[0].given}"
+            yield Suspicion("accidental-promotion", step, through, (half, FLOAT32))
             return
 
 
 def _is_needlessly_wide(atom: Any, fact: Fact) -> bool:
-    """Whether an operand is float32 because it was given so, and half precision could hold it."""
-    if float_dtype(atom) != FLOAT32 or not fact.is_given or fact.widening is not None:
+    """Whether an operand is float32 because it was given or made so, and half precision could hold it."""
+    if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
         return False
     return not isinstance(atom, Literal) or atom.val == 0 or _SMALLEST <= abs(atom.val) <= _LARGEST
 
 
 def _is_one_call(first: Step, second: Step) -> bool:
     return origin(first).source_info.traceback == origin(second).source_info.traceback
+
+
+def _loss(step: Step) -> Iterator[Suspicion]:
+    """What the losses of optax compute in half: errors, margins and squares as well as logarithms."""
+    dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
+    if dtype is None or step.name in MOVING or step.name == "convert_element_type":
+        return
+    if is_called_by(origin(step), "optax.losses") and "smooth_labels" not in functions(step):  # that is no loss
+        yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
 
 
 def _matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
@@ -101,22 +111,16 @@ def _matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspi
 
 
 def _reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    dtype = float_dtype(step.operands[0])
-    count = _count(step)
-    if dtype in HALF and not backward and count > 1 and facts[0].made != "truth":
-        yield Suspicion("half-reduction", step, f"{step.name} of {count} numbers in {dtype}", (dtype,))
+    if (backward and step.name != _OF_MAX_POOLING) or (step.name == "reduce_sum" and facts[0].made == "truth"):
+        return
+    found = half_sum(step)
+    if found is not None:
+        name = "half-cumulative" if step.name.startswith("cum") else "half-reduction"
+        yield Suspicion(name, step, str(found), (found.dtype,))
 
 
-def _count(step: Step) -> int:
-    """How many numbers become one."""
-    sizes = [math.prod(atom.aval.shape) for atom in (step.operands[0], step.results[0])]
-    return sizes[0] // max(sizes[1], 1) if step.name.startswith("reduce") else math.prod(step.operands[-1].aval.shape)
-
-
-def _cumulative(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    dtype, size = float_dtype(step.operands[0]), step.operands[0].aval.shape[step.eqn.params["axis"]]
-    if dtype in HALF and not backward and size > 1:
-        yield Suspicion("half-cumulative", step, f"{step.name} of {size} numbers in {dtype}", (dtype,))
+_OF_MAX_POOLING = "select_and_scatter_add"
+"""A sum of backward passes alone, that of no forward operation that is found."""
 
 
 def _conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
@@ -168,13 +172,6 @@ def _logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Su
         yield Suspicion("float16-log", step, step.name, (FLOAT16,))
 
 
-def _error(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """What losses compute that are no logarithms: squares and absolute values of errors."""
-    dtype = float_dtype(step.operands[0])
-    if dtype in HALF and not backward and is_in_file_of(origin(step), "optax.losses"):
-        yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
-
-
 def _is_in_loss(step: Step) -> bool:
     return bool(functions(step) & _LOSSES) or is_in_file_of(origin(step), "optax.losses")
 
@@ -218,11 +215,9 @@ def _is_only_added(carry: Any, total: Any, body: Any) -> bool:
 
 CHECKS: dict[str, Check] = (
     dict.fromkeys(MATMULS, _matmul)
-    | dict.fromkeys(("reduce_sum", "reduce_prod", "scatter-add", "scatter_add", "scatter_mul"), _reduction)
-    | dict.fromkeys(("cumsum", "cumprod", "cumlogsumexp"), _cumulative)
+    | dict.fromkeys(HALF_SUMS, _reduction)
     | dict.fromkeys(("exp", "exp2", "expm1", "pow"), _exponential)
     | dict.fromkeys(("log", "log1p"), _logarithm)
-    | dict.fromkeys(("square", "integer_pow", "abs"), _error)
     | dict.fromkeys(("sqrt", "rsqrt"), _root)
     | dict.fromkeys(("psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"), _all_reduce)
     | {"add": _addition, "convert_element_type": _conversion}

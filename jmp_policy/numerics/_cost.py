@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..interpreter import is_float
+from ..interpreter import is_float, walk
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -19,8 +19,8 @@ MOVING = frozenset({
 })  # fmt: skip
 """Primitives that move or choose numbers, and compute and convert none."""
 
-_OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort", "select_and_scatter")
-"""Operations whose work is in what they read."""
+_OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
+"""Operations whose work is in what they read; that of windows is not, which overlap."""
 
 
 def flops(eqn: JaxprEqn) -> int:
@@ -37,10 +37,12 @@ def flops(eqn: JaxprEqn) -> int:
         return _FLOPS[name](eqn)
     if name in MOVING or name == "convert_element_type":
         return 0
-    atoms = eqn.invars if name.startswith(_OVER_OPERANDS) else eqn.outvars
     if not any(is_float(atom) for atom in (*eqn.invars, *eqn.outvars)):
         return 0
-    return max((_size(atom) for atom in atoms), default=0)
+    if "window_dimensions" in eqn.params:
+        return _windows(eqn)
+    atoms = eqn.invars if name.startswith(_OVER_OPERANDS) else eqn.outvars
+    return max((_size(atom) for atom in atoms), default=0) * _combining(eqn)
 
 
 def bytes_of(eqn: JaxprEqn) -> int:
@@ -73,7 +75,7 @@ def _convolution(eqn: JaxprEqn) -> int:
     channels, *spatial = _kernel(eqn)
     positions = math.prod(_valid_positions(eqn, axis) for axis in range(len(spatial)))
     batch, features = (out[axis] for axis in numbers.out_spec[:2])
-    return 2 * batch * features * channels * positions // eqn.params["batch_group_count"]
+    return 2 * batch * features * channels * positions
 
 
 def _kernel(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -92,6 +94,25 @@ def _valid_positions(eqn: JaxprEqn, axis: int) -> int:
     kernel = np.arange(_kernel(eqn)[1 + axis]) * params["rhs_dilation"][axis]
     met = outputs[:, None] + kernel - params["padding"][axis][0]
     return int(np.count_nonzero((met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)))
+
+
+def _windows(eqn: JaxprEqn) -> int:
+    """Each window has a result, and takes one step less than it has numbers, padding among them; one that scatters
+    takes another, to add what it scatters."""
+    name, window = eqn.primitive.name, math.prod(eqn.params["window_dimensions"])
+    if name.startswith("select_and_scatter"):
+        return _size(eqn.invars[1 if name == "select_and_scatter" else 0]) * window
+    return _size(eqn.outvars[0]) * (window - 1) * _combining(eqn)
+
+
+def _combining(eqn: JaxprEqn) -> int:
+    """How many operations make one number of two, where an equation holds a program that does."""
+    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses a number and the one beside it
+        return 3
+    if eqn.primitive.name not in ("reduce", "reduce_window"):
+        return 1
+    steps = walk(eqn.params["jaxpr"])
+    return sum(flops(step.eqn) for step in steps if step.name == step.eqn.primitive.name)
 
 
 _FLOPS = {

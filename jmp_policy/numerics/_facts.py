@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from ..explanation._half_sums import HALF as HALF
 from ..interpreter import Step, float_dtype, is_float
 from ._cost import MOVING
 
-HALF = frozenset((np.dtype(np.float16), np.dtype(jnp.bfloat16)))
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -21,7 +20,8 @@ class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      is_given: whether it is an argument, a parameter or a constant, moved or converted at most.
+      given: where it comes from if nothing that the program computes from floating arguments is in it: `ARGUMENT` for
+        one of these itself, moved or converted at most, `CONSTANT`, `OWN`; else the empty string.
       constants: the arrays and numbers that are among its elements, or were added to them.
       widening: the conversion of half precision that it is the result of, moved at most.
       made: what it is in the language of losses and norms, such as `"sum of exp"`; `""` if nothing of the kind.
@@ -31,7 +31,7 @@ class Fact(NamedTuple):
       carried: the body of the loop that it is a carry of.
     """
 
-    is_given: bool = False
+    given: str = ""
     constants: tuple[Any, ...] = ()
     widening: Step | None = None
     made: str = ""
@@ -41,22 +41,30 @@ class Fact(NamedTuple):
     carried: Any = None
 
 
+ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
+OWN = "an array that the program makes itself"
+"""Of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
+
 UNKNOWN = Fact()
-GIVEN = Fact(is_given=True)
 
 
 def fact_of(atom: Any, environment: dict[Any, Fact]) -> Fact:
     """What is known of a variable or literal."""
     if isinstance(atom, Literal):
-        return Fact(is_given=True, constants=(atom.val,)) if is_float(atom) else GIVEN
+        return Fact(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
+
+
+def fact_of_argument(var: Any) -> Fact:
+    """What is known of an argument of the program."""
+    return Fact(given=ARGUMENT if is_float(var) else OWN)
 
 
 def fact_of_constant(value: Any) -> Fact:
     """What is known of an array that a program closes over."""
     if isinstance(value, Tracer) or not hasattr(value, "dtype"):
-        return GIVEN
-    return Fact(is_given=True, constants=(value,))
+        return Fact(given=ARGUMENT)
+    return Fact(given=CONSTANT, constants=(value,))
 
 
 def results(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
@@ -76,6 +84,7 @@ def _result(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
     made, narrowest = _made(step, facts)
     gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
     return Fact(
+        given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
         constants=_added_constants(step, facts),
         made=made,
         narrowest=narrowest,
@@ -106,7 +115,7 @@ def _summed_in_half(step: Step, facts: Sequence[Fact]) -> Step | None:
 def _converted(step: Step, fact: Fact) -> Fact:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
     if source is None:
-        return Fact(is_given=fact.is_given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
+        return Fact(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = narrowest_of([fact.narrowest, target]) if fact.made else None
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)
@@ -117,14 +126,21 @@ def _moved(step: Step, facts: Sequence[Fact]) -> Fact:
     pairs = zip(step.operands, facts, strict=True)
     floats = [fact for atom, fact in pairs if is_float(atom)]
     if not floats:
-        return Fact(made="iota") if any(fact.made == "iota" for fact in facts) else UNKNOWN
+        made = "iota" if any(fact.made == "iota" for fact in facts) else ""
+        return Fact(given="" if step.name == "carry" else _joint(facts), made=made)  # a turn may have made it of more
     if step.name == "carry":
         return Fact(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:
         return floats[0]
-    first = next((fact for fact in floats if not fact.is_given), floats[0])
+    first = next((fact for fact in floats if not fact.given), floats[0])
     constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
-    return first._replace(is_given=all(fact.is_given for fact in floats), constants=constants)
+    return first._replace(given=_joint(floats), constants=constants)
+
+
+def _joint(facts: Sequence[Fact]) -> str:
+    """Where a value comes from that is made of several."""
+    kinds = {fact.given for fact in facts}
+    return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
 
 
 _FEW = 8
@@ -147,7 +163,7 @@ def _made(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
 
 
 def _total(step: Step, facts: Sequence[Fact]) -> str:
-    return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "")
+    return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _kept(step, facts[:1])
 
 
 def _product(step: Step, facts: Sequence[Fact]) -> str:
@@ -160,22 +176,25 @@ def _quotient(step: Step, facts: Sequence[Fact]) -> str:
     above, below = facts
     if below.made == "sum of exp" and above.made == "exp":
         return "softmax"
-    if below.made == "one and exp" and (above.is_given or above.made == "exp"):
+    if below.made == "one and exp" and (above.given or above.made == "exp"):
         return "sigmoid"
     return _kept(step, facts)
 
 
 def _sum(step: Step, facts: Sequence[Fact]) -> str:
-    if {fact.made or fact.is_given for fact in facts} == {"exp", True}:
+    kinds = [fact.made or bool(fact.given) for fact in facts]
+    if "exp" in kinds and True in kinds:
         return "one and exp"
     return _kept(step, facts)
 
 
 def _kept(step: Step, facts: Sequence[Fact]) -> str:
-    """What stays what it is with a constant added, or scaled by one; a variance is a difference of squares."""
-    kinds = {fact.made for fact in facts} - {"", "square"}
-    others = [fact for fact in facts if fact.made not in kinds]
-    if len(kinds) != 1 or not kinds <= _KEPT or not all(fact.is_given or fact.made == "square" for fact in others):
+    """What stays what it is with a constant or mask added, or scaled by one, with its sign changed, or summed; a
+    variance is a difference of squares."""
+    known = [fact for fact in facts if fact.made in _KEPT]
+    kinds = {fact.made for fact in known if not fact.given} or {fact.made for fact in known}
+    others = (fact for fact in facts if fact.made not in kinds)
+    if len(kinds) != 1 or not all(fact.given or fact.made in ("square", "truth") for fact in others):
         return ""
     return kinds.pop()
 
@@ -190,7 +209,11 @@ _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
     "square": lambda step, facts: "square",
     "integer_pow": lambda step, facts: "square" if step.eqn.params["y"] == 2 else "",
     "reduce_sum": _total,
+    "reduce_window_sum": _total,
     "reduce_max": _kept,
+    "reduce_min": _kept,
+    "neg": _kept,
+    "abs": _kept,
     "mul": _product,
     "div": _quotient,
     "add": _sum,

@@ -11,7 +11,7 @@ from ..interpreter import Step, float_dtype, walk
 from ._catalogue import FINDINGS, REMEDIES
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
-from ._facts import GIVEN, HALF, Fact, fact_of, fact_of_constant, results
+from ._facts import HALF, Fact, fact_of, fact_of_argument, fact_of_constant, results
 from ._report import AuditReport, AuditRow, Finding, Matmul
 from ._source import line, origin
 
@@ -38,7 +38,7 @@ def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: Paths) -
     """
     inspector = _Inspector(paths)
     body = program.jaxpr
-    inspector.facts.update((var, GIVEN) for var in body.invars)
+    inspector.facts.update((var, fact_of_argument(var)) for var in body.invars)
     inspector.facts.update(zip(body.constvars, map(fact_of_constant, program.consts), strict=False))
     inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
     for overflow in overflows:
@@ -62,7 +62,7 @@ class _Inspector:
         self.has_half = False
         self._paths = paths
         self._rows: dict[tuple, list[int]] = {}
-        self._matmuls: dict[tuple, int] = {}
+        self._matmuls: dict[tuple, list[int]] = {}
         self._findings: dict[tuple, list[Any]] = {}
         self._loops: dict[str, None] = {}
         self._places: dict[str, tuple[str, bool]] = {}
@@ -97,7 +97,7 @@ class _Inspector:
 
     def report(self) -> AuditReport:
         rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
-        matmuls = (Matmul(*key, flops=count) for key, count in self._matmuls.items())
+        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
         return AuditReport(tuple(rows), tuple(self._described()), tuple(matmuls), tuple(self._loops))
 
     def _described(self) -> Iterable[Finding]:
@@ -116,18 +116,22 @@ class _Inspector:
         path, backward = self._place(step.scope)
         work = step.trips * flops(step.eqn)
         key = path, step.name, _dtype(step), backward
-        counts = self._rows.setdefault(key, [0, 0, 0])
-        for i, amount in enumerate((step.trips, work, step.trips * bytes_of(step.eqn))):
-            counts[i] += amount
+        _add(self._rows, key, step.trips, work, step.trips * bytes_of(step.eqn))
         if step.name in MATMULS:
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
             matmul = step.name, dtypes, key[2], line(origin(step)), path, backward
-            self._matmuls[matmul] = self._matmuls.get(matmul, 0) + work
+            _add(self._matmuls, matmul, step.trips, work)
 
     def _place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
             self._places[scope] = self._paths.of_stack(scope), "transpose(" in scope
         return self._places[scope]
+
+
+def _add(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
+    counts = table.setdefault(key, [0] * len(amounts))
+    for i, amount in enumerate(amounts):
+        counts[i] += amount
 
 
 def _dtype(step: Step) -> str:

@@ -1,6 +1,7 @@
 """What an audit found: a table of operations, and findings."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from .._dtypes import DTypeLike, did_you_mean, parse_dtype
@@ -32,7 +33,7 @@ class AuditRow:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A matrix product or convolution in the source.
+    """The matrix products or convolutions of one line of the source, in one dtype, at one place.
 
     Attributes:
       operation: the name of the primitive.
@@ -41,6 +42,7 @@ class Matmul:
       source: the user's line that it comes from.
       path: as that of a row.
       backward: whether it belongs to a backward pass.
+      count: as that of a row: a line in a loop, or in a function that is called again, has many.
       flops: as those of a row.
     """
 
@@ -50,6 +52,7 @@ class Matmul:
     source: str
     path: str
     backward: bool
+    count: int
     flops: int
 
 
@@ -122,7 +125,7 @@ class AuditReport:
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
             lines = "".join(f"\n  {_described(matmul)}" for matmul in others)
-            raise AssertionError(f"{len(others)} of {len(self.matmuls)} matmuls are not in {wanted}:{lines}")
+            raise AssertionError(f"{_total(others)} of {_total(self.matmuls)} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
         """Checks that there are no findings of the given names; without a name, that there are none at all.
@@ -151,7 +154,7 @@ class AuditReport:
         }
 
     def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
-        counts = f"{len(self.rows)} rows, {len(self.matmuls)} matmuls, {len(self.findings)} findings"
+        counts = f"{len(self.rows)} rows, {_total(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
     def __str__(self) -> str:
@@ -168,10 +171,15 @@ class AuditReport:
 _EXAMPLE = "For example: report.assert_no('float32-matmul')."
 
 
+def _total(matmuls: Iterable[Matmul]) -> int:
+    return sum(matmul.count for matmul in matmuls)
+
+
 def _described(matmul: Matmul) -> str:
     where = f" in {matmul.path}" if matmul.path else ""
     direction = "backward " if matmul.backward else ""
-    return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}"
+    times = f", {matmul.count} times" if matmul.count > 1 else ""
+    return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}{times}"
 
 
 def _plain(entry: Finding | Matmul) -> dict[str, Any]:

@@ -39,8 +39,12 @@ def line(eqn: JaxprEqn) -> str:
 
 def is_of_library(eqn: JaxprEqn) -> bool:
     """Whether what called JAX is a library, such as a layer of Flax, and no code of the user's."""
-    callers = (frame.file_name for frame in _frames(eqn) if not frame.file_name.startswith(_folders(_JAX)))
-    return _is_library(next(callers, ""))
+    return _is_library(_caller(eqn))
+
+
+def is_called_by(eqn: JaxprEqn, package: str) -> bool:
+    """Whether what called JAX is a file of a package, given with a `.` before each part but the first."""
+    return _folder(package) in _caller(eqn)
 
 
 def functions(step: Step) -> set[str]:
@@ -52,7 +56,7 @@ def functions(step: Step) -> set[str]:
 
 def is_in_file_of(eqn: JaxprEqn, package: str) -> bool:
     """Whether an equation was traced in a function of a package, given with a `.` before each part but the first."""
-    folder = os.path.join(*package.split("."), "")
+    folder = _folder(package)
     return any(folder in frame.file_name for frame in _frames(eqn))
 
 
@@ -76,6 +80,21 @@ def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
         if frame.function_name == function and frame.file_name == file:
             return False
     return not file or not _is_library(file)
+
+
+def _caller(eqn: JaxprEqn) -> str:
+    """The file whose code called JAX."""
+    return next((frame.file_name for frame in _frames(eqn) if not _is_jax(frame.file_name)), "")
+
+
+@functools.cache
+def _is_jax(file: str) -> bool:
+    return file.startswith(_folders(_JAX))
+
+
+@functools.cache
+def _folder(package: str) -> str:
+    return os.path.join(*package.split("."), "")
 
 
 def _users(frames: Iterable[Any]) -> Iterator[str]:

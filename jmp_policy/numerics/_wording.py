@@ -12,14 +12,14 @@ MOST = 60
 
 
 def summary(report: AuditReport) -> list[tuple[str, ...]]:
-    """A line for each dtype that matmuls run in: how many lines of them there are, and their work."""
+    """A line for each dtype that matmuls run in: how many of them there are, and their work."""
     total = sum(matmul.flops for matmul in report.matmuls)
     lines = []
     for dtype in dict.fromkeys(matmul.dtype for matmul in report.matmuls):
         of_it = [matmul for matmul in report.matmuls if matmul.dtype == dtype]
-        backward, work = sum(matmul.backward for matmul in of_it), sum(matmul.flops for matmul in of_it)
-        share = f"{work / total:.1%}" if total else ""
-        lines.append((dtype, str(len(of_it) - backward), str(backward), number(work), share))
+        passes = (sum(matmul.count for matmul in of_it if matmul.backward == backward) for backward in (False, True))
+        work = sum(matmul.flops for matmul in of_it)
+        lines.append((dtype, *map(str, passes), number(work), f"{work / total:.1%}" if total else ""))
     return lines
 
 

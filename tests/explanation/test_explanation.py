@@ -45,7 +45,7 @@ def test_dictionary_is_plain():
         "path": "blocks/0/norm", "type": "LayerNorm", "policy": "float32", "rule": ".*norm",
         "param_dtypes": ["float32"], "input_dtypes": ["bfloat16"], "compute_dtypes": ["float32"],
         "output_dtypes": ["float32"], "param_bytes": 64, "float32_bytes": 64, "leaks_into": ["", "blocks/0"],
-        "quantization": "",
+        "quantization": "", "half_sums": [],
     }  # fmt: skip
     assert found["unused"] == ["policy rule 'haed' matches no module"]
     assert (found["total_bytes"], found["float32_bytes"]) == (6064, 12064)
@@ -94,6 +94,18 @@ def test_several_modules_of_one_rule_leak_in_one_sentence(columns):
     other = dataclasses.replace(NORM, path="norm", leaks_into=("a", "b", "c", "d"))
     text = str(Explanation((ROOT, BLOCK, NORM, other, dataclasses.replace(HEAD, path="a"))))
     assert "blocks/0/norm (!) and 1 more leak f32 into the code of the model itself, blocks/0, a and 3 more;" in text
+
+
+def test_modules_that_take_the_same_sum_in_half_share_a_sentence_and_have_a_mark(columns):
+    columns(300)
+    sums = ("reduce_window_sum of 4 numbers in float16",)
+    pooling = [dataclasses.replace(HEAD, path=path, half_sums=sums) for path in "ab"]
+    lines = str(Explanation((ROOT, *pooling))).splitlines()
+    assert [line.split("Dense")[0].strip() for line in lines if "Dense" in line] == ["a (!)", "b (!)"]
+    assert lines[-1] == (
+        "a, b (!): reduce_window_sum of 4 numbers in float16, whose error grows with their count; sum in float32: cast "
+        "first, as jnp.sum does, or wrap the call, as in jmp.force_full_precision(nn.avg_pool)(x, (2, 2))"
+    )
 
 
 def test_advice_on_an_authors_dtype_is_not_about_policies(columns):

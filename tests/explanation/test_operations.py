@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jmp_policy.explanation._operations import operations
@@ -49,6 +50,45 @@ def test_value_is_followed_into_a_body_and_out_again(name):
             seen.append(operation.name)
     assert [op for op in seen if op in ("sin", "tanh")] == ["sin", "tanh"]
     assert all("outside" in operation.scope for operation in found)
+
+
+HALF_SUMS = {
+    "reduce_window_sum of 9 numbers": lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (3, 3), (2, 2), "VALID"),
+    "reduce_window_sum of 16 numbers": lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (99, 1), (1, 1), "SAME"),
+    "reduce_window_sum of 4 numbers": lambda x: jax.lax.reduce_window(
+        x, ZERO, jax.lax.add, (4, 3), (1, 1), "SAME", base_dilation=(2, 2)
+    ),
+    "reduce_window of 6 numbers": lambda x: jax.lax.reduce_window(x, ZERO + 1, jax.lax.mul, (3, 2), (2, 2), "VALID"),
+    "reduce of 16 numbers": lambda x: jax.lax.reduce(x, ZERO, lambda a, b: a + b, (0,)),
+    "reduce_sum of 32 numbers": lambda x: jax.lax.reduce_sum(x.reshape(4, 32), axes=(1,)),
+    "scatter-add of 24 numbers": lambda x: x.at[jnp.zeros(3, int)].add(x[:3]),
+    "cumsum of 16 numbers": jax.jit(lambda x: jnp.cumsum(x, 0)),
+    "select_and_scatter_add of 4 numbers": jax.grad(
+        lambda x: jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3, 3), (2, 2), "VALID").astype("float32"))
+    ),
+}
+ZERO = np.zeros((), jnp.bfloat16)[()]
+
+
+@pytest.mark.parametrize("said", HALF_SUMS)
+def test_sums_in_half_are_told_with_how_many_numbers_become_one(said):
+    _keep, found = flat(HALF_SUMS[said], jnp.ones((16, 8), jnp.bfloat16))
+    assert [str(op.half_sum) for op in found if op.half_sum is not None] == [f"{said} in bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.sum(x, 0),  # in float32
+        lambda x: jax.lax.reduce_sum(x.reshape(1, 8), axes=(0,)),
+        lambda x: jax.lax.reduce(x, ZERO, jax.lax.max, (0,)),
+        lambda x: jax.lax.reduce_window(x, -ZERO - jnp.inf, jax.lax.max, (3,), (2,), "VALID"),
+        lambda x: jnp.cumsum(x.astype(jnp.float32)),
+    ],
+)
+def test_what_loses_nothing_is_no_sum_in_half(fun):
+    _keep, found = flat(fun, jnp.ones(8, jnp.bfloat16))
+    assert [op.half_sum for op in found if op.half_sum is not None] == []
 
 
 def test_operands_have_their_floating_dtypes():

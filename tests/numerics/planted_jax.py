@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from jax import lax
 from planted import bf16, f16, f32, ints, planted
 
@@ -14,6 +15,9 @@ def wide(x):
 
 def half(x):
     return x.astype(jnp.bfloat16)
+
+
+ZERO = np.float32(0)
 
 
 @planted(bf16(4, 8), f32(8, 2))
@@ -97,6 +101,54 @@ class constant_of_default_dtype:
         return jnp.maximum(x, jnp.zeros(8, x.dtype))
 
 
+@planted(bf16(4, 8))
+class numbers_that_the_program_counts:
+    def faulty(x):
+        return x * jnp.arange(8.0)  # fault: accidental-promotion
+
+    def clean(x):
+        return x * jnp.arange(8, dtype=x.dtype)
+
+
+@planted(bf16(4, 8))
+class table_that_the_program_computes:
+    def faulty(x):
+        angles = jnp.linspace(0, 1, 8) ** 2 * jnp.pi
+        return x + jnp.cos(angles)  # fault: accidental-promotion
+
+    def clean(x):
+        angles = jnp.linspace(0, 1, 8) ** 2 * jnp.pi
+        return x + half(jnp.cos(angles)) + half(jnp.cos(angles) * wide(x))  # meant
+
+
+@planted(bf16(4, 8), jax.eval_shape(jax.random.key, 0))
+class noise_of_default_dtype:
+    def faulty(x, key):
+        return x + 0.1 * jax.random.normal(key, x.shape)  # fault: accidental-promotion
+
+    def clean(x, key):
+        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
+
+
+@planted(bf16(4, 8), ints(4))
+class mask_of_default_dtype:
+    def faulty(x, tokens):
+        mask = (tokens != 0).astype(jnp.float32)
+        return x * mask[:, None]  # fault: accidental-promotion
+
+    def clean(x, tokens):
+        return x * half(tokens != 0)[:, None] + x * jax.nn.one_hot(tokens, 8, dtype=x.dtype)
+
+
+@planted(bf16(4, 8), ints(4))
+class labels_of_default_dtype:
+    def faulty(x, labels):
+        return x * jax.nn.one_hot(labels, 8)  # fault: accidental-promotion
+
+    def clean(x, labels):  # what is computed from numbers in half is float32 for a reason
+        return x * jax.nn.one_hot(labels, 8, dtype=x.dtype), half(x * jnp.exp(wide(x)))
+
+
 @planted(f16(4, 8), f32(8))
 class float32_bias:
     def faulty(x, b):
@@ -163,6 +215,61 @@ class running_sum_in_half:
 
     def clean(x):
         return lax.scan(lambda total, row: (total + wide(row), None), jnp.zeros(4), x)[0]
+
+
+@planted(bf16(1, 64, 64, 3))
+class average_pooling_in_half:
+    def faulty(x):
+        return lax.reduce_window(x, half(ZERO), lax.add, (1, 64, 64, 1), (1, 1, 1, 1), "VALID")  # fault: half-reduction
+
+    def clean(x):
+        return half(lax.reduce_window(wide(x), ZERO, lax.add, (1, 64, 64, 1), (1, 1, 1, 1), "VALID"))
+
+
+@planted(f16(1, 8, 8, 3))
+class windows_and_a_function_that_rounds:
+    def faulty(x):
+        return lax.reduce_window(  # fault: half-reduction
+            x, np.float16(1), lambda a, b: (wide(a) * wide(b)).astype(a.dtype), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+
+    def clean(x):
+        larger = lambda a, b: jnp.where(jnp.abs(a) > jnp.abs(b), a, b)
+        return lax.reduce_window(x, np.float16(0), larger, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+@planted(bf16(16, 8))
+class reduction_by_a_function:
+    def faulty(x):
+        return lax.reduce(x, half(ZERO), lambda a, b: a + b, (0,))  # fault: half-reduction
+
+    def clean(x):
+        return lax.reduce(x, half(-np.float32("inf")), lax.max, (0,))
+
+
+@planted(bf16(16))
+class count_by_windows_in_half:
+    def faulty(x):
+        return lax.reduce_window(half(x > 0), half(ZERO), lax.add, (16,), (1,), "VALID")  # fault: half-reduction
+
+    def clean(x):
+        return half(lax.reduce_window((x > 0).astype(int), 0, lax.add, (16,), (1,), "VALID"))
+
+
+@planted(bf16(1, 9, 9, 3))
+class overlapping_max_pooling_in_the_backward_pass:
+    def faulty(x):
+        def loss(x):
+            return jnp.sum(wide(nn.max_pool(x, (3, 3), (2, 2))) ** 2)  # fault: half-reduction
+
+        return jax.grad(loss)(x)
+
+    def clean(x):
+        def loss(x):
+            pooled = nn.max_pool(nn.max_pool(wide(x), (3, 3), (2, 2)), (2, 2), (2, 2))
+            return jnp.sum(wide(nn.max_pool(half(pooled), (2, 2), (2, 2))) ** 2)  # each number in one window
+
+        return jax.grad(loss)(x)
 
 
 @planted(bf16(16))

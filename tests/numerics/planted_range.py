@@ -129,6 +129,15 @@ class squared_error_in_half:
         return jnp.mean(optax.l2_loss(wide(predictions), wide(targets)))
 
 
+@planted(bf16(4), bf16(4))
+class hinge_loss_in_half:
+    def faulty(scores, targets):
+        return jnp.mean(wide(optax.hinge_loss(scores, targets)))  # fault: half-logits
+
+    def clean(scores, targets):
+        return jnp.mean(optax.hinge_loss(wide(scores), wide(targets)))
+
+
 @planted(bf16(4, 8))
 class log_of_softmax:
     def faulty(x):
@@ -156,6 +165,25 @@ class log_of_sigmoid:
 
     def clean(x):
         return jax.nn.log_sigmoid(-wide(x))
+
+
+@planted(bf16(4))
+class log_of_a_negated_sigmoid:
+    def faulty(x):
+        return jnp.log1p(-jax.nn.sigmoid(x))  # fault: log-of-sigmoid
+
+    def clean(x):
+        return jnp.log1p(-jax.nn.sigmoid(wide(x)))
+
+
+@planted(bf16(4, 8), ints(4))
+class log_of_a_chosen_probability:
+    def faulty(x, labels):
+        p = jnp.sum(jax.nn.softmax(x) * jax.nn.one_hot(labels, 8, dtype=x.dtype), -1)
+        return -jnp.log(p)  # fault: log-of-softmax
+
+    def clean(x, labels):
+        return -jnp.log(jnp.sum(jax.nn.softmax(wide(x)) * jax.nn.one_hot(labels, 8), -1))
 
 
 @planted(f32(8, 8), bf16(4, 8))

@@ -169,6 +169,15 @@ def test_what_autocast_widens_is_no_accident():
         assert [finding.id for finding in audit(power)(bf16(4, 4), f32(4)).findings] == ["accidental-promotion"]
 
 
+def test_what_a_loop_counts_in_half_numbers_is_not_made_of_nothing_else():
+    def scaled(x):
+        last, _ = lax.fori_loop(0, 3, lambda i, counts: (counts[1], jnp.sum(x > i.astype(x.dtype))), (0, 0))
+        return x * jnp.log(last.astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert audit(scaled)(bf16(4)).findings == ()
+
+
 def test_modules_of_nnx_have_paths():
     class Pair(nnx.Module):
         def __init__(self):
@@ -264,6 +273,26 @@ class TestAssertions:
     def test_backward_matmuls_count(self):
         with pytest.raises(AssertionError, match=r"^2 of 2 matmuls are not in float16:\n.*\n.*: backward dot"):
             self.report.assert_matmuls_in("float16")
+
+    @pytest.mark.parametrize("loop", ["python", "scan"])
+    def test_six_matmuls_of_one_line_in_a_loop_are_six(self, loop, monkeypatch):
+        def layer(x, w):
+            return x @ w, None
+
+        def layers(x, ws):
+            if loop == "scan":
+                return lax.scan(layer, x, ws)[0].astype(jnp.bfloat16)
+            for w in ws:
+                x, _ = layer(x, w)
+            return x.astype(jnp.bfloat16)
+
+        monkeypatch.setenv("COLUMNS", "120")
+        report = audit(layers)(f32(4, 8), f32(6, 8, 8))
+        assert [(matmul.count, matmul.flops) for matmul in report.matmuls] == [(6, 6 * 2 * 4 * 8 * 8)]
+        assert re.search(r"^float32 +6 +0 +3.07 k +100.0%$", str(report), re.MULTILINE)
+        assert " 6 matmuls," in repr(report)
+        with pytest.raises(AssertionError, match=r"^6 of 6 matmuls are not in bfloat16:\n.* reads float32, 6 times$"):
+            report.assert_matmuls_in("bfloat16")
 
     def test_no_matmul_at_all_is_no_success(self):
         with pytest.raises(AssertionError, match="There is no matrix product or convolution, in bfloat16 or any other"):

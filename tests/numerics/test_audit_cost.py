@@ -1,13 +1,14 @@
 """What an audit counts is what XLA counts, and it costs little beside tracing."""
 
-import time
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 
 import jmp_policy as jmp
+from benchmarks.many_modules import count_calls
 
 F32 = jnp.float32
 
@@ -39,6 +40,44 @@ MATMUL_DOMINATED = {
     "dilated convolution": (lambda x, w: convolved(x, w, rhs_dilation=(2, 2)), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
     "grouped convolution": (lambda x, w: convolved(x, w, feature_group_count=4), f32(2, 9, 9, 32), f32(3, 3, 8, 32)),
     "convolution backward": (gradients(lambda x, w: convolved(x, w, (2, 2))), f32(2, 9, 9, 8), f32(3, 3, 8, 16)),
+    "convolution of groups of a batch": (
+        lambda x, w: convolved(x, w, batch_group_count=4),
+        f32(8, 9, 9, 8),
+        f32(3, 3, 8, 16),
+    ),
+    "depthwise backward": (
+        gradients(lambda x, w: convolved(x, w, feature_group_count=32)),
+        f32(2, 9, 9, 32),
+        f32(3, 3, 1, 32),
+    ),
+    "grouped backward": (
+        gradients(lambda x, w: convolved(x, w, feature_group_count=4)),
+        f32(2, 9, 9, 32),
+        f32(3, 3, 8, 32),
+    ),
+}
+
+
+def windows(operation, initial, strides=(1, 1), padding="VALID", dilation=(1, 1)):
+    sizes = {"window_dimensions": (1, 4, 4, 1), "window_strides": (1, *strides, 1)}
+    dilations = {"base_dilation": (1, *dilation, 1), "window_dilation": (1, *dilation, 1)}
+    return lambda x: lax.reduce_window(x, np.float32(initial), operation, padding=padding, **sizes, **dilations)
+
+
+def multiply_and_add(x, y):
+    return x * y + 1.0
+
+
+REDUCTIONS = {
+    "sum of windows": windows(lax.add, 0),
+    "maximum of windows": windows(lax.max, -np.inf),
+    "padded sum of windows": windows(lax.add, 0, (2, 2), "SAME"),
+    "dilated sum of windows": windows(lax.add, 0, (2, 2), "SAME", (2, 2)),
+    "product of windows": windows(lax.mul, 1),
+    "windows and a function": windows(multiply_and_add, 1),
+    "reduction by a function": lambda x: lax.reduce(x, np.float32(1), multiply_and_add, (1, 2)),
+    "max pooling forward": lambda x: jax.jvp(lambda x: nn.max_pool(x, (3, 3), (2, 2)), (x,), (x,))[1],
+    "max pooling backward": jax.grad(lambda x: jnp.sum(nn.max_pool(x, (3, 3), (2, 2)))),
 }
 
 
@@ -50,6 +89,12 @@ def counted_by_xla(fun, *args):
 def test_flops_are_those_of_xla(name):
     fun, *args = MATMUL_DOMINATED[name]
     assert jmp.numerics.audit(fun)(*args).flops == pytest.approx(counted_by_xla(fun, *args), rel=0.02)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_flops_of_reductions_are_those_of_xla(name):
+    fun, x = REDUCTIONS[name], f32(1, 17, 17, 16)
+    assert jmp.numerics.audit(fun)(x).flops == pytest.approx(counted_by_xla(fun, x), rel=0.005)
 
 
 @pytest.mark.parametrize("fun", [layers, gradients(layers)], ids=["forward", "backward"])
@@ -87,25 +132,21 @@ def test_bytes_are_those_of_operands_and_results():
 
 
 def deep():
-    """A function of ten thousand equations, which JAX has not traced before."""
+    """A function of four hundred equations, which JAX has not traced before."""
 
     def fun(x, w):
-        for _ in range(2500):
+        for _ in range(100):
             x = jnp.tanh(x @ w) * 0.5 + x
         return x
 
     return fun
 
 
-@pytest.mark.slow
-def test_audit_takes_at_most_twice_the_time_to_trace():
+def test_audit_calls_at_most_twice_the_functions_that_tracing_calls():
+    """Seconds would depend on the machine, and on what else it does: they are 1.8 times those of tracing, too."""
     args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
-
-    def ratio():
-        start = time.process_time()
-        jax.make_jaxpr(deep())(*args)
-        traced = time.process_time()
-        jmp.numerics.audit(deep())(*args)
-        return (time.process_time() - traced) / (traced - start)
-
-    assert any(ratio() <= 2 for _ in range(5))  # about 1.6; a garbage collection may come between
+    both = [lambda: jax.make_jaxpr(deep())(*args), lambda: jmp.numerics.audit(deep())(*args)]
+    for trace in both:  # what the first call imports and fills
+        trace()
+    traced, audited = map(count_calls, both)
+    assert audited <= 2 * traced  # 1.8

@@ -25,4 +25,4 @@ def test_autocast_sums_no_gradient_of_a_weight_in_half():
 
 def test_a_report_shows_itself_in_one_line():
     report = jmp.numerics.audit(loss)(PARAMS, jnp.ones((2, 4), int))
-    assert repr(report) == f"<AuditReport: {len(report.rows)} rows, 2 matmuls, 0 findings; print it for the table>"
+    assert repr(report) == f"<AuditReport: {len(report.rows)} rows, 4 matmuls, 0 findings; print it for the table>"
