@@ -56,7 +56,7 @@ def has_quantization(explanation: Explanation) -> bool:
 
 def notes(explanation: Explanation) -> list[str]:
     """What is to be said below the table: totals, leaks and rules that decided nothing."""
-    return [_totals(explanation), *_leaks(explanation), *explanation.unused]
+    return [_totals(explanation), *_leaks(explanation), *explanation.unused, *explanation.unknown]
 
 
 def _totals(explanation: Explanation) -> str:

@@ -25,6 +25,7 @@ from ._carry import as_returned
 from ._float8 import differentiable, storable
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
+from ._path import calling, path_of
 from ._place import PLACE, Place
 from ._quantized import quantized_weights_explained
 
@@ -85,7 +86,7 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return _call_in_frame(method, self, args, kwargs)
 
-        return observe_call("/".join(self.path), call, args, kwargs)  # out here, where nothing is cast yet
+        return observe_call("/".join(path_of(self)), call, args, kwargs)  # out here, where nothing is cast yet
 
     setattr(policied, _BOUNDARY, policied)
     return policied
@@ -131,8 +132,8 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
 
 @contextlib.contextmanager
 def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
-    frame = frame_of(getattr(module, _OWNER), module.path, getattr(module, POLICY), compute_dtype)
-    with outermost_call(frame), nn.intercept_methods(interceptor(frame)):
+    frame = frame_of(getattr(module, _OWNER), path_of(module), getattr(module, POLICY), compute_dtype)
+    with calling(module), outermost_call(frame), nn.intercept_methods(interceptor(frame)):
         yield frame
 
 

@@ -25,6 +25,7 @@ from ._fields import (
 )
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
+from ._path import calling
 from ._quantized import quantized_method
 from ._variables import policied_param, policied_variable, stores_params
 
@@ -48,7 +49,9 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         if current.attachment is not frame.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
         if _INSIDE in vars(module):
-            return quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)(*args, **kwargs)
+            next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
+            with calling(module):
+                return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
         is_method = hasattr(type(module), context.method_name)
@@ -56,7 +59,8 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
             inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
             match = inside.match(module)
-        with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
+        fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
+        with calling(module), _in_charge(current, inside, module), fields:
             check_cache(module)
             next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
             if at_boundary:

@@ -23,6 +23,7 @@ from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
 from ._float8 import float8_layer, float8_method, sparing_state
 from ._multiplying import OPERATIONS, is_default, open_operation, operation_field
+from ._path import path_of
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -151,7 +152,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
     layer = module.layer_instance  # type: ignore[attr-defined]
     for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
         if _is_quantized(weight):
-            path = "/".join(layer.path)
+            path = "/".join(path_of(layer))
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
                 f"{weight!r}. Leave them out by a rule of the map that they are quantized by. "
@@ -161,7 +162,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
 
 def _where(module: nn.Module, name: str) -> str:
     """What an error message says of the place a weight stands in."""
-    return f" {'/'.join((*module.path, name))!r}"
+    return f" {'/'.join((*path_of(module), name))!r}"
 
 
 def _is_quantized(node: Any) -> bool:
@@ -192,7 +193,7 @@ def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, ar
     compared here."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
     if wanted != stored.shape:
-        path = "/".join((*module.path, name))
+        path = "/".join((*path_of(module), name))
         raise ValueError(
             f"The quantized weight {path!r} has the shape {stored.shape}, and the layer wants {wanted}. Quantize the "
             "variables of a model of these sizes."
