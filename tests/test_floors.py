@@ -13,6 +13,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_errors": 0,
+    "_class_alias": 0,
     "_tree": 0,
     "_rounding": 0,
     "_format_fields": 0,
