@@ -19,7 +19,7 @@ from ..explanation._operations import operations
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._frame import CURRENT, Frame
-from ._path import calling, explain_unknown, is_unknown, path_of
+from ._path import calling, explain_unknown, path_of
 from ._quantized import quantization_of
 
 
@@ -68,8 +68,8 @@ class _Met:
         if context.method_name == "setup" or module.scope is None:
             return next_fun(*args, **kwargs)
         path = "/".join(path_of(module))
-        if is_unknown(path) and not hasattr(type(module), context.method_name):
-            return next_fun(*args, **kwargs)  # by which Flax tries the setup of a clone of some module
+        if path and not module.path and not hasattr(type(module), context.method_name):
+            return next_fun(*args, **kwargs)  # a function by which Flax tries the setup of a clone without variables
         self._meet(module)
         with calling(module):
             return observe_call(path, next_fun, args, kwargs)

@@ -26,7 +26,7 @@ from ._fields import (
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
 from ._path import calling
-from ._quantized import quantized_method
+from ._quantized import misread_weights_named, quantized_method
 from ._variables import policied_param, policied_variable, stores_params
 
 POLICY = "_jmp_policy"
@@ -50,7 +50,7 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             return next_fun(*args, **kwargs)
         if _INSIDE in vars(module):
             next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
-            with calling(module):
+            with calling(module), misread_weights_named(module):
                 return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
@@ -60,7 +60,7 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
             match = inside.match(module)
         fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
-        with calling(module), _in_charge(current, inside, module), fields:
+        with calling(module), misread_weights_named(module), _in_charge(current, inside, module), fields:
             check_cache(module)
             next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
             if at_boundary:

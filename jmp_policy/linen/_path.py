@@ -37,18 +37,13 @@ def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
     return len(_around(module)) > len(path)
 
 
-def is_unknown(path: str) -> bool:
-    """Whether a path is that of a module that runs through `.apply` and is none that its caller holds."""
-    return path.endswith(">")
-
-
 def explain_unknown(paths: Iterable[str]) -> list[str]:
     """A sentence for each module that runs through `.apply` and is none that its caller holds."""
     return [
         f"{path!r} runs through .apply, and what runs it holds no such module, or several: rules by path cover it "
         f"where they cover {path.rpartition('/')[0]!r}"
         for path in paths
-        if is_unknown(path)
+        if path.endswith(">")
     ]
 
 
