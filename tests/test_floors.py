@@ -13,6 +13,8 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_errors": 0,
+    "_messages": 0,
+    "_once": 0,
     "_class_alias": 0,
     "_tree": 0,
     "_rounding": 0,
@@ -51,6 +53,7 @@ FLOORS = {
 
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
+              ("_once", "_messages"),
               ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
               ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
               ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),

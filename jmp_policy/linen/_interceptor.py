@@ -28,6 +28,7 @@ from ._frame import CURRENT, Frame
 from ._path import calling
 from ._quantized import misread_weights_named, quantized_method
 from ._variables import policied_param, policied_variable, stores_params
+from ._written import note_layer
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -67,6 +68,7 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
                 out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
             else:
                 out = next_fun(*args, **kwargs)
+        note_layer(module, match.policy)
         return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
 
     return intercept

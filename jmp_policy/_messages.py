@@ -1,0 +1,31 @@
+"""How the library speaks to its user: what errors quote, and warnings at the line that they are about."""
+
+import inspect
+import warnings
+
+_LONGEST_QUOTE = 200
+_LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that is not of this library, nor of those that call its functions for the user.
+
+    A function that is traced is called by JAX, so that no number of frames says where the user's line is.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def quote(value: object) -> str:
+    """What a user gave as an error repeats it: whole, unless it is long.
+
+    >>> quote("bfloat17"), len(quote("x" * 1_000_000))
+    ("'bfloat17'", 200)
+    """
+    text = repr(value)
+    if len(text) <= _LONGEST_QUOTE:
+        return text
+    half = (_LONGEST_QUOTE - 5) // 2
+    return f"{text[: half + 1]} ... {text[-half:]}"
