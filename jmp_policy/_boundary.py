@@ -55,7 +55,9 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
 
     A module's policy holds while one of its methods runs. What is called past them has the policy of its caller: a
     submodule of a bound linen module (`bound.dense(x)`, where `apply` with `method=lambda module, x: module.dense(x)`
-    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. In a scan the
+    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. A linen module
+    that one of them runs through `.apply`, as heads tied to a table do, stands inside of the one that makes the call,
+    under its own name where that is one of the modules which the caller holds. In a scan the
     carry keeps one dtype: attach the policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a
     rule for what runs inside needs the carry's dtype as its output dtype.
 
