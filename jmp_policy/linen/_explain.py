@@ -19,7 +19,7 @@ from ..explanation._operations import operations
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._frame import CURRENT, Frame
-from ._path import calling, explain_unknown, path_of
+from ._path import calling, explain_unknown, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -65,14 +65,11 @@ class _Met:
     def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         """The interceptor that observes calls; the first in place, and so outside of those that apply policies."""
         module: nn.Module = context.module
-        if context.method_name == "setup" or module.scope is None:
+        if context.method_name == "setup" or module.scope is None or is_trial(module, context.method_name):
             return next_fun(*args, **kwargs)
-        path = "/".join(path_of(module))
-        if path and not module.path and not hasattr(type(module), context.method_name):
-            return next_fun(*args, **kwargs)  # a function by which Flax tries the setup of a clone without variables
         self._meet(module)
         with calling(module):
-            return observe_call(path, next_fun, args, kwargs)
+            return observe_call("/".join(path_of(module)), next_fun, args, kwargs)
 
     def meeting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the root, which Flax does not intercept as it does methods: the root is met all the same."""

@@ -37,6 +37,11 @@ def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
     return len(_around(module)) > len(path)
 
 
+def is_trial(module: nn.Module, method_name: str) -> bool:
+    """Whether a call is that by which Flax tries the setup of a module: of a function, on a clone without variables."""
+    return bool(_around(module)) and not module.path and not hasattr(type(module), method_name)
+
+
 def explain_unknown(paths: Iterable[str]) -> list[str]:
     """A sentence for each module that runs through `.apply` and is none that its caller holds."""
     return [

@@ -12,7 +12,7 @@ from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
 from ._classes import unpolicied_class
 from ._frame import CURRENT, Frame
-from ._path import calling, path_of
+from ._path import calling, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -53,7 +53,7 @@ def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwa
 
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
-        if context.method_name == "setup" or module.scope is None:
+        if context.method_name == "setup" or module.scope is None or is_trial(module, context.method_name):
             return next_fun(*args, **kwargs)
         with calling(module):
             return watch(_called(module), next_fun, args, kwargs)
