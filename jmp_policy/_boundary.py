@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ._class_alias import keep_parameters, named_by, renamed
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._policy import Policy
 from ._policy_map import PolicyMap
@@ -54,14 +55,17 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
 
     A module's policy holds while one of its methods runs. What is called past them has the policy of its caller: a
     submodule of a bound linen module (`bound.dense(x)`, where `apply` with `method=lambda module, x: module.dense(x)`
-    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. In a scan the
+    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. A linen module
+    that one of them runs through `.apply`, as heads tied to a table do, stands inside of the one that makes the call,
+    under its own name where that is one of the modules which the caller holds. In a scan the
     carry keeps one dtype: attach the policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a
     rule for what runs inside needs the carry's dtype as its output dtype.
 
     Args:
       target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
-        is a decorator: `@with_policy("mixed_bfloat16")`. Static and class methods, partials, jitted functions and
-        callable objects count as functions.
+        is a decorator: `@with_policy("mixed_bfloat16")`. A partial, or a class with subscripts, is one of a class or
+        module with the policy. Static and class methods, other partials, jitted functions and callable objects count
+        as functions.
       policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
         not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
       keep: names of arguments that enter uncast, such as float positions that half precision would ruin; of a module,
@@ -72,7 +76,7 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
 
     Raises:
       TypeError: `target` is neither a function nor a Flax module; or, when it is called, what it returned would run
-        later, out of reach of the policy: a generator or a coroutine.
+        later, out of reach of the policy: a generator, a coroutine, or a module that it made.
       ValueError: `policy` is no policy, or `keep` names no argument.
 
     >>> @with_policy("mixed_bfloat16", keep=["position"])
@@ -93,8 +97,9 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
     'mixed_float16'
     """
-    adapter = adapter_of(target)
-    return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(target)
+    named = named_by(target)
+    adapter = adapter_of(named)
+    return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(named)
 
 
 def cast_arguments(
@@ -173,9 +178,12 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
 
 
 def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-    adapter = adapter_of(target)
+    named = named_by(target)
+    adapter = adapter_of(named)
     if adapter is not None:
-        return adapter.attach(target, policy, keep)
+        attached = adapter.attach(named, policy, keep)
+        keep_parameters(attached, named)
+        return renamed(target, attached)
     if isinstance(target, staticmethod | classmethod):
         return type(target)(_attach(target.__func__, policy, keep))
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
@@ -198,13 +206,32 @@ def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, ke
         policy, args, kwargs = cast_arguments(own_policy, fun, keep, args, kwargs)
         with _RUNNING(_RUNNING.value | {boundary}), matmul_precision(policy):
             out = fun(*args, **kwargs)
-        return cast_result(policy, out)
+        out = cast_result(policy, out)
+        _check_made_no_module(fun, (args, kwargs), out)
+        return out
 
     # By value where that is safe: `with_policy(f, policy)(x)` in a loop must not compile what is inside every time.
     is_plain = isinstance(fun, types.FunctionType | types.MethodType)
     boundary = (fun, given, frozenset(keep)) if is_plain else policied
     policied.__jmp_attached__ = given  # type: ignore[attr-defined]
     return policied
+
+
+def _check_made_no_module(fun: Callable[..., Any], inputs: PyTree, out: PyTree) -> None:
+    """Checks that a function that was given no module returned none without a policy, as factories do.
+
+    Raises:
+      TypeError: it did.
+    """
+    modules = (leaf for leaf in jax.tree.leaves(out, is_leaf=is_flax_object) if adapter_of(leaf) is not None)
+    made = next((module for module in modules if policy_of(module) is None), None)
+    inputs = [] if made is None else jax.tree.leaves(inputs, is_leaf=is_flax_object)
+    if made is not None and not any(adapter_of(leaf) is not None for leaf in inputs):
+        raise TypeError(
+            f"{_name(fun)} returned a module of {type(made).__name__}, which would run when the policy of the function "
+            "holds no more. Give the policy to the module, or to its class. "
+            f"For example: with_policy({_name(fun)}(...), 'mixed_bfloat16')."
+        )
 
 
 def adapter_of(target: Any) -> Any:

@@ -15,6 +15,8 @@ FLOORS = {
     "_errors": 0,
     "_messages": 0,
     "_scale_settings": 0,
+    "_once": 0,
+    "_class_alias": 0,
     "_tree": 0,
     "_rounding": 0,
     "_format_fields": 0,
@@ -53,6 +55,7 @@ FLOORS = {
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"), ("_format_fields", "_messages"),
+              ("_once", "_messages"),
               ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
               ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
               ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),

@@ -22,6 +22,7 @@ def explanation(
     observation: Observation,
     program: list[Operation],
     unused: Sequence[str],
+    unknown: Sequence[str] = (),
 ) -> Explanation:
     """The explanation of a model.
 
@@ -32,6 +33,7 @@ def explanation(
       observation: what was seen while the model was traced.
       program: the operations that were traced.
       unused: what to say of rules that decided for no module.
+      unknown: what to say of modules of which it is not known where they stand.
     """
     computed, made, summed = compute_dtypes(program), made_dtypes(program), half_sums(program)
     leaking = leaks(program, modules)
@@ -54,7 +56,7 @@ def explanation(
             quantization=what_was_multiplied(module, computed.get(path, ()), made.get(path, ())),
             half_sums=summed.get(path, ()),
         ))  # fmt: skip
-    return Explanation(tuple(rows), tuple(unused))
+    return Explanation(tuple(rows), tuple(unused), tuple(unknown))
 
 
 def _ordered(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:

@@ -60,10 +60,13 @@ class Explanation:
     Attributes:
       rows: one for each module, the root first.
       unused: a sentence for each rule of a map that decided for no module.
+      unknown: a sentence for each module of which it is not known where it stands: one that its caller runs through
+        linen's `.apply`, and does not hold.
     """
 
     rows: tuple[Row, ...]
     unused: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -88,6 +91,7 @@ class Explanation:
         return {
             "rows": [row.to_dict() for row in self.rows],
             "unused": list(self.unused),
+            "unknown": list(self.unknown),
             "total_bytes": self.total_bytes,
             "float32_bytes": self.float32_bytes,
         }

@@ -56,8 +56,9 @@ def has_quantization(explanation: Explanation) -> bool:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What is to be said below the table: totals, leaks, sums in half precision and rules that decided nothing."""
-    return [_totals(explanation), *_leaks(explanation), *_half_sums(explanation), *explanation.unused]
+    """What to say below the table: totals, leaks, sums in half precision, rules that decided nothing, unknown places."""
+    told = _totals(explanation), *_leaks(explanation), *_half_sums(explanation)
+    return [*told, *explanation.unused, *explanation.unknown]
 
 
 def _totals(explanation: Explanation) -> str:

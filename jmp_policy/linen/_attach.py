@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from .._once import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._classes import policied_class, unpolicied_class
@@ -16,8 +17,8 @@ from ._interceptor import POLICY
 from ._named import named as named
 from ._place import ROOT, Place
 from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
+from ._written import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
 
-AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 AUDIT_EXAMPLE = "audit(model.apply)(variables, x)"
 
 
@@ -29,9 +30,11 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
       policy: the policy to give it.
       keep: names of arguments of its public methods that enter uncast.
     """
-    if isinstance(target, type):
-        return policied_class(unpolicied_class(target), policy, frozenset(keep), ROOT)
-    return _with_class(target, policied_class(unpolicied_class(type(target)), policy, frozenset(keep), ROOT))
+    base = unpolicied_class(target if isinstance(target, type) else type(target))
+    cls = policied_class(base, policy, frozenset(keep), ROOT)
+    forget_warnings(cls)
+    forget_warnings(policy)
+    return cls if isinstance(target, type) else _with_class(target, cls)
 
 
 def attach_inside(

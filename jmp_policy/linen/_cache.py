@@ -3,6 +3,8 @@
 import numpy as np
 from flax import linen as nn
 
+from ._path import path_of
+
 
 def check_cache(module: nn.Module) -> None:
     """Checks the decode cache of an attention module against its dtype.
@@ -14,7 +16,7 @@ def check_cache(module: nn.Module) -> None:
         return
     found, dtype = module.get_variable("cache", "cached_key").dtype, module.dtype
     if dtype is not None and found != np.dtype(dtype):
-        path, computed = "/".join(module.path) or type(module).__name__, np.dtype(dtype).name
+        path, computed = "/".join(path_of(module)) or type(module).__name__, np.dtype(dtype).name
         raise ValueError(
             f"The cache of {path!r} is {found}, but under its policy the layer computes in {computed}. Make the cache "
             "under the same policy, model.init(...)['cache'], or cast it, "

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
+from .._once import warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
@@ -25,8 +25,10 @@ from ._carry import as_returned
 from ._float8 import differentiable, storable
 from ._frame import CURRENT, Frame, frame_of, outermost_call
 from ._interceptor import POLICY, interceptor
+from ._path import calling, path_of
 from ._place import PLACE, Place
 from ._quantized import quantized_weights_explained
+from ._written import layers_noted, written_explained
 
 _BASE = "_jmp_base"
 _KEEP = "_jmp_keep"
@@ -85,7 +87,7 @@ def at_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return _call_in_frame(method, self, args, kwargs)
 
-        return observe_call("/".join(self.path), call, args, kwargs)  # out here, where nothing is cast yet
+        return observe_call("/".join(path_of(self)), call, args, kwargs)  # out here, where nothing is cast yet
 
     setattr(policied, _BOUNDARY, policied)
     return policied
@@ -122,17 +124,18 @@ def _call_in_frame(method: Callable[..., Any], module: nn.Module, args: tuple, k
     policy, args, kwargs = cast_arguments(_root_policy(module), method, keep, (module, *args), kwargs)
     with _frame(module, policy.compute_dtype) as frame, matmul_precision(policy), quantized_weights_explained(module):
         out = method(*args, **kwargs)
-        # Methods other than __call__ may leave out modules that a rule is for.
-        messages = frame.warnings(module) if method.__name__ == "__call__" else []
-    for message in messages:
-        warnings.warn(message, stacklevel=5)
+        if method.__name__ == "__call__":  # others may leave out modules that a rule is for
+            for message in frame.warnings(module):
+                warn_once(frame.policy, message)
+            for message in written_explained():
+                warn_once(frame.owner, message)
     return cast_result(policy, out)
 
 
 @contextlib.contextmanager
 def _frame(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[Frame]:
-    frame = frame_of(getattr(module, _OWNER), module.path, getattr(module, POLICY), compute_dtype)
-    with outermost_call(frame), nn.intercept_methods(interceptor(frame)):
+    frame = frame_of(getattr(module, _OWNER), path_of(module), getattr(module, POLICY), compute_dtype)
+    with calling(module), outermost_call(frame), layers_noted(), nn.intercept_methods(interceptor(frame)):
         yield frame
 
 

@@ -19,6 +19,7 @@ from ..explanation._operations import operations
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._frame import CURRENT, Frame
+from ._path import calling, explain_unknown, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -46,7 +47,8 @@ def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dic
     variables = shapes(init, rngs, inputs, kwargs)
     observation, program = observe(apply, variables, rngs, inputs, kwargs)
     params = _params_by_module(variables.get("params", {}), met.modules)
-    return explanation(met.modules, params, observation, list(operations(program.jaxpr)), met.unused())
+    unknown = explain_unknown(met.modules)
+    return explanation(met.modules, params, observation, list(operations(program.jaxpr)), met.unused(), unknown)
 
 
 class _Met:
@@ -63,10 +65,11 @@ class _Met:
     def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         """The interceptor that observes calls; the first in place, and so outside of those that apply policies."""
         module: nn.Module = context.module
-        if context.method_name == "setup" or module.scope is None:
+        if context.method_name == "setup" or module.scope is None or is_trial(module, context.method_name):
             return next_fun(*args, **kwargs)
         self._meet(module)
-        return observe_call("/".join(module.path), next_fun, args, kwargs)
+        with calling(module):
+            return observe_call("/".join(path_of(module)), next_fun, args, kwargs)
 
     def meeting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the root, which Flax does not intercept as it does methods: the root is met all the same."""
@@ -74,7 +77,8 @@ class _Met:
         @functools.wraps(function)
         def meeting_root(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._meet(module)
-            return function(module, *args, **kwargs)
+            with calling(module):
+                return function(module, *args, **kwargs)
 
         return meeting_root
 
@@ -84,7 +88,7 @@ class _Met:
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
     def _meet(self, module: nn.Module) -> None:
-        path = "/".join(module.path)
+        path = "/".join(path_of(module))
         if path not in self.modules:
             self.modules[path] = self._info(module)
 
@@ -94,7 +98,7 @@ class _Met:
         if frame is None:
             return ModuleInfo(kind)
         attached = frame.belongs_to(module)
-        relative = "/".join(module.path[len(frame.path) :])
+        relative = "/".join(path_of(module)[len(frame.path) :])
         self._frames.setdefault(frame.attachment, {})[relative] = type(module)
         match: Match = frame.match(module)
         by_map = isinstance(frame.policy, PolicyMap)

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.core import Scope
 
 from .._dtypes import at_least_float32
 
@@ -93,8 +94,8 @@ def authors_dtype(dtype: Any) -> Any:
 
 
 @contextlib.contextmanager
-def written(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which these attributes are written on a module.
+def written(module: nn.Module | Scope, values: dict[str, Any]) -> Iterator[None]:
+    """A context in which these attributes are written on a module, or on its scope.
 
     Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
     self, and its place among its parent's children.

@@ -21,6 +21,7 @@ from ._einsum import computed, equation_of
 from ._fields import written
 from ._frame import CURRENT
 from ._multiplying import OPERATIONS, open_operation
+from ._path import is_applied_inside, path_of
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
@@ -39,6 +40,8 @@ def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[.
       format: that of the policy.
       next_fun: what to call for it.
     """
+    if _has_no_state(module, format):
+        return next_fun
     function = inspect.unwrap(method.func)
     if function is _EINSUM:
         return functools.partial(_einsum, module, format, next_fun)
@@ -75,6 +78,8 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
     """What becomes of the products with the weight of a bound module, as `Row.quantization` says it."""
     if isinstance(module, nn.Embed):
         return f"left: {WHY_TABLES_WIDE}"
+    if _has_no_state(module, format):
+        return "left: it runs through .apply without state to scale by, and would lose what it made"
     name = "einsum" if isinstance(module, nn.Einsum) else open_operation(module)
     if name is None:
         return "left: it multiplies by a function of its own"
@@ -104,6 +109,14 @@ def _has_state(given: Policy | PolicyMap) -> bool:
         return keeps_state(given.quantization)
     policies = [rule.policy for rule in given.rules]
     return any(map(_has_state, policies)) or (given.default is not None and _has_state(given.default))
+
+
+def _has_no_state(module: nn.Module, format: Float8) -> bool:
+    """Whether a module runs through `.apply` inside another one, and was not given the state to scale by."""
+    if not keeps_state(format) or module.is_mutable_collection(OVERWRITE):
+        return False
+    is_empty = module.scope.is_collection_empty(OVERWRITE)  # type: ignore[union-attr]
+    return is_empty and is_applied_inside(module, CURRENT.value.path)
 
 
 def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
@@ -156,8 +169,9 @@ def _state(module: nn.Module, format: Float8) -> State:
 
 
 def _no_state(module: nn.Module, format: Float8) -> str:
+    path = "/".join(path_of(module))
     return (
-        f"The layer {'/'.join(module.path)!r} scales by what it saw before ({str(format)!r}), and finds no state: its "
+        f"The layer {path!r} scales by what it saw before ({str(format)!r}), and finds no state: its "
         f"variables are without the collection {OVERWRITE!r}, or it is inside of a transform that does not hand it on. "
         f"For example: variables = model.init(key, x) | {{'params': params}}; or nn.scan(Layer, variable_axes="
         f"{{'params': 0, {OVERWRITE!r}: 0}}, ...); or the policy 'float8(recipe=current)_from_mixed_bfloat16', which "

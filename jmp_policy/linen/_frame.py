@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
+from ._path import path_of
 from ._place import PLACE, Place
 
 # The frame in charge. Part of the key of every jit cache: the program of a jitted submodule (`nn.jit`) depends on it.
@@ -69,13 +70,13 @@ class Frame:
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
-        return self.path == module.path and issubclass(type(module), self.owner)
+        return self.path == path_of(module) and issubclass(type(module), self.owner)
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is the frame's own, if that is one."""
         if isinstance(self.policy, Policy):
             return Match(self._resolved(self.policy), None, boundary=False)
-        names, kind, met = module.path[len(self.path) :], type(module), _MET.get()
+        names, kind, met = path_of(module)[len(self.path) :], type(module), _MET.get()
         path = self.place.path(names)
         known = met if met.setdefault(path, kind) is kind else met | {path: kind}
         found = self.place.match(self.policy, names, known)

@@ -25,8 +25,10 @@ from ._fields import (
 )
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
-from ._quantized import quantized_method
+from ._path import calling
+from ._quantized import misread_weights_named, quantized_method
 from ._variables import policied_param, policied_variable, stores_params
+from ._written import note_layer
 
 POLICY = "_jmp_policy"
 """The attribute of a policied class that holds its policy."""
@@ -48,7 +50,9 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         if current.attachment is not frame.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
         if _INSIDE in vars(module):
-            return quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)(*args, **kwargs)
+            next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
+            with calling(module), misread_weights_named(module):
+                return next_fun(*args, **kwargs)
         match, inside = current.match(module), current.inside(module)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
         is_method = hasattr(type(module), context.method_name)
@@ -56,13 +60,15 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
             inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
             match = inside.match(module)
-        with _in_charge(current, inside, module), _fields_filled_in(module, match.policy, until_it_returns=is_method):
+        fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
+        with calling(module), misread_weights_named(module), _in_charge(current, inside, module), fields:
             check_cache(module)
             next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
             if at_boundary:
                 out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
             else:
                 out = next_fun(*args, **kwargs)
+        note_layer(module, match.policy)
         return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
 
     return intercept

@@ -1,6 +1,7 @@
 """The field of a linen layer that holds the function it multiplies with, in whose place a policy may write ours."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,3 +39,14 @@ def is_default(module: nn.Module, name: str) -> bool:
     value = getattr(module, name, None)
     is_ours = isinstance(value, Promote | Multiply | Float8Multiply)
     return value is None or is_ours or value is getattr(type(module), name, None)
+
+
+def rewritten_by(module: nn.Module) -> str | None:
+    """The method by which the author of a layer makes another weight of its parameter; `None` if there is none.
+
+    That method takes and returns numbers, and is to have the same ones before and after the parameter is quantized.
+    """
+    if type(module).param is not nn.Module.param:
+        return "param"
+    is_table = isinstance(module, nn.Embed)
+    return "setup" if is_table and inspect.unwrap(type(module).setup) is not inspect.unwrap(nn.Embed.setup) else None

@@ -9,6 +9,7 @@ import jax
 from flax import linen as nn
 
 from ..autocast._modules import ELSEWHERE
+from ._path import calling, is_trial, path_of
 
 _CALLED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("_CALLED", default=None)
 """The path of the module whose method is being traced."""
@@ -25,16 +26,16 @@ def named(fun: Callable[..., Any], enter: Callable[..., None]) -> Callable[..., 
 
     def intercept(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
         module: nn.Module = context.module
-        if module.scope is None:
+        if module.scope is None or is_trial(module, context.method_name):
             return call(*args, **kwargs)
-        path = tuple(map(str, module.path))
+        path = tuple(map(str, path_of(module)))
         name = module.name or type(module).__name__
         is_method = context.method_name != "__call__"
         enter("/".join(path), type(module), f"{name}.{context.method_name}" if is_method else name, is_method)
         outer = _CALLED.get()
         token = _CALLED.set(path)
         try:
-            with _scope_of(path, name, outer):
+            with calling(module), _scope_of(path, name, outer):
                 return call(*args, **kwargs)
         finally:
             _CALLED.reset(token)

@@ -18,11 +18,13 @@ from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._layer import WEIGHT_NAMES, Multiply, Promote, as_format, weight_of
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
+from ..quant._misread import Misread
 from ..quant._weight import Unquantized, fake_quantized
 from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
 from ._float8 import float8_layer, float8_method, sparing_state
-from ._multiplying import OPERATIONS, is_default, open_operation, operation_field
+from ._multiplying import OPERATIONS, is_default, open_operation, operation_field, rewritten_by
+from ._path import path_of
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -74,16 +76,33 @@ def quantized_param(
     The weight of a layer that is about to multiply by it is as stored. Any other code, which could do nothing with
     integers, gets the numbers that they stand for; and in training, those that they would stand for.
     """
-    assert module.scope is not None
     format = integers_of(policy.quantization)
     assert format is not None
-    stored = meta.unbox(module.scope.get_variable("params", name))
+    if type(module).param is nn.Module.param:
+        return _read(module, format, param, name, init_fn, *args)
+    # The author's own `param` makes something of the numbers that Flax's returns, which has them of the scope.
+    scope: Any = module.scope
+    with written(scope, {"param": functools.partial(_read, module, format, scope.param)}):
+        return param(name, init_fn, *args)
+
+
+def _read(
+    module: nn.Module,
+    format: Integers,
+    param: Callable[..., Any],
+    name: str,
+    init_fn: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """A parameter as stored, or the numbers that it stands for; `param` makes or finds it."""
+    stored = _stored(module, name)
     as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init), format, _where(module, name))
+        value = as_format(param(name, init, **options), format, _where(module, name))
         return value if as_stored else value.dequantize()
-    value = param(name, init_fn, *args)
+    value = param(name, init_fn, *args, **options)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
     weight = weight_of(value, format, _layout(module, name, value.shape), _where(module, name))
@@ -109,9 +128,15 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
 
 def _weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
     """The name and the shape of the parameter of a module that is to be quantized, if it has one."""
-    assert module.scope is not None
-    params = {name: meta.unbox(module.scope.get_variable("params", name)) for name in WEIGHT_NAMES}
+    params = {name: _stored(module, name) for name in WEIGHT_NAMES}
     return next(((name, x.shape) for name, x in params.items() if x is not None and len(x.shape) > 1), None)
+
+
+def _stored(module: nn.Module, name: str) -> Any:
+    """The parameter of a bound module, as stored; `None` without one, as where a submodule has that name."""
+    assert module.scope is not None
+    value = meta.unbox(module.scope.get_variable("params", name))
+    return value if hasattr(value, "shape") else None
 
 
 def _why_no_integers(module: nn.Module) -> str | None:
@@ -120,7 +145,7 @@ def _why_no_integers(module: nn.Module) -> str | None:
     if field is None and not isinstance(module, nn.Einsum | nn.Embed):
         return "its code is no layer of Flax's"
     names = ("promote_dtype", *(() if field is None else (field, f"{field}_cls")))
-    written_name = next((name for name in names if not is_default(module, name)), None)
+    written_name = rewritten_by(module) or next((name for name in names if not is_default(module, name)), None)
     if written_name is not None:
         return f"its author wrote {written_name}"
     return "its weight is rewritten before it is used" if field is not None and _operation(module) is None else None
@@ -142,6 +167,22 @@ def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def misread_weights_named(module: nn.Module) -> Iterator[None]:
+    """Says in the error of a quantized weight, which code inside of a method reads as an array, which weight it was."""
+    try:
+        yield
+    except Misread as error:
+        around = path_of(module)[: len(path_of(module)) - len(module.path)]
+        # All the variables that code inside may see, a transform's own among them; these are not the arrays outside.
+        params = module.scope.root.variables().get("params", {})  # type: ignore[union-attr]
+        for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=_is_quantized):
+            if _is_quantized(weight) and weight.values is error.weight.values:
+                *names, name = (*around, *module.scope.root.path, *(key.key for key in keys))  # type: ignore[union-attr]
+                error.name_weight("/".join(names), name)
+        raise
+
+
 def _check_is_rewritable(module: nn.Module) -> None:
     """Checks that the layer inside of a wrapper that rewrites its weights has them as numbers.
 
@@ -151,7 +192,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
     layer = module.layer_instance  # type: ignore[attr-defined]
     for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
         if _is_quantized(weight):
-            path = "/".join(layer.path)
+            path = "/".join(path_of(layer))
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
                 f"{weight!r}. Leave them out by a rule of the map that they are quantized by. "
@@ -161,7 +202,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
 
 def _where(module: nn.Module, name: str) -> str:
     """What an error message says of the place a weight stands in."""
-    return f" {'/'.join((*module.path, name))!r}"
+    return f" {'/'.join((*path_of(module), name))!r}"
 
 
 def _is_quantized(node: Any) -> bool:
@@ -182,7 +223,7 @@ def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
 
 def _operation(module: nn.Module) -> str | None:
     """The field of a layer that multiplies, if its author left that and the promotion at their defaults."""
-    if not is_default(module, "promote_dtype") or getattr(module, "mask", None) is not None:
+    if not is_default(module, "promote_dtype") or getattr(module, "mask", None) is not None or rewritten_by(module):
         return None  # with a mask the weight is rewritten before it is used
     return open_operation(module)
 
@@ -192,7 +233,7 @@ def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, ar
     compared here."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
     if wanted != stored.shape:
-        path = "/".join((*module.path, name))
+        path = "/".join((*path_of(module), name))
         raise ValueError(
             f"The quantized weight {path!r} has the shape {stored.shape}, and the layer wants {wanted}. Quantize the "
             "variables of a model of these sizes."
@@ -203,8 +244,7 @@ def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, ar
 def _layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     if name == "embedding":
         return table_layout(shape)
-    assert module.scope is not None
-    bias = meta.unbox(module.scope.get_variable("params", "bias"))
+    bias = _stored(module, "bias")
     return kernel_layout(shape, None if bias is None else jnp.shape(bias))
 
 
@@ -220,7 +260,7 @@ def _einsum(
 ) -> Any:
     """`nn.Einsum.__call__`, whose product is no field."""
     equation = equation_of(module, einsum_str)
-    if equation is None or not is_default(module, "promote_dtype"):
+    if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)
     layout = kernel_layout(tuple(module.shape), bias_shape(module, equation, inputs))
     if why_left(tuple(module.shape), layout, format):
@@ -253,9 +293,8 @@ def _attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: 
 
 def _table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized | None:
     """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
-    assert module.scope is not None
-    stored = meta.unbox(module.scope.get_variable("params", "embedding"))
-    if stored is None or not is_default(module, "promote_dtype"):
+    stored = _stored(module, "embedding")
+    if stored is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return None
     table = weight_of(stored, format, table_layout(stored.shape), _where(module, "embedding"))
     return table if isinstance(table, QuantizedArray | Unquantized) else None

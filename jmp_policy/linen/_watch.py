@@ -12,6 +12,7 @@ from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
 from ._classes import unpolicied_class
 from ._frame import CURRENT, Frame
+from ._path import calling, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -52,9 +53,10 @@ def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwa
 
     def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         module: nn.Module = context.module
-        if context.method_name == "setup" or module.scope is None:
+        if context.method_name == "setup" or module.scope is None or is_trial(module, context.method_name):
             return next_fun(*args, **kwargs)
-        return watch(_called(module), next_fun, args, kwargs)
+        with calling(module):
+            return watch(_called(module), next_fun, args, kwargs)
 
     unbound, variables = model.unbind()
     mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
@@ -65,7 +67,7 @@ def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwa
 def _called(module: nn.Module) -> Called:
     frame: Frame | None = CURRENT.value
     quantization = "" if frame is None else quantization_of(module, frame.match(module).policy)
-    return Called("/".join(module.path), unpolicied_class(type(module)), quantization)
+    return Called("/".join(path_of(module)), unpolicied_class(type(module)), quantization)
 
 
 def _is_quantized(node: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._adopt import adopt
-from ._attachment import Attachment
+from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment
 from ._classes import checked_keep
 from ._decorate import decorated, given_to
 from ._explain import explain as explain
@@ -18,7 +18,6 @@ from ._quantize import quantize as quantize
 from ._roles import role_of
 from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
 
-AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 AUDIT_EXAMPLE = "audit(lambda model, x: model(x))(model, x)"
 
 
@@ -37,7 +36,7 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
         return decorated(target, policy, names)
     attachment = Attachment(policy, reject, adopt, keep=names)
     module = attachment.attach(target)
-    for message in attachment.unused_rules():
+    for message in (*attachment.unused_rules(), *attachment.written_explained()):
         warnings.warn(message, stacklevel=4)  # where with_policy is called
     return module
 

@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from flax import nnx
 
 from .._formats import integers_of
 from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
+from ..explanation._written import explain_written, wider_dtype
+from ..quant._layer import WEIGHT_NAMES
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
@@ -17,6 +20,8 @@ from ._float8 import multiplies_by
 from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
 from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
+
+AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
 """What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
@@ -69,6 +74,7 @@ class Attachment:
         self._on_mismatch = on_mismatch
         self._adopt = adopt
         self._owned = owned
+        self._layers: dict[str, np.dtype | None] = {}
         self._done: dict[int, tuple[Any, Any]] = {}  # what became of what, by id; the keys are kept alive
 
     def attach(self, module: nnx.Module) -> nnx.Module:
@@ -81,6 +87,10 @@ class Attachment:
         if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
             return []
         return self.given.explain_unused(self.types)
+
+    def written_explained(self) -> list[str]:
+        """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
+        return explain_written(self._layers, AUTOCAST_EXAMPLE)
 
     def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
@@ -128,6 +138,9 @@ class Attachment:
         new_role = self._role(base, attributes, path, attached, open_dtype, rewritten)
         policy = new_role.policy
         check_weight("/".join(path), base, attributes, policy)
+        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
+            written = attributes["dtype"] if has_written_dtype(base, attributes, open_dtype) else None
+            self._layers["/".join(path)] = wider_dtype(written, policy)
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= float8_attributes(base, known, policy.quantization)

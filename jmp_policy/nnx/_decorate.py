@@ -1,11 +1,11 @@
 """Decorated classes, whose instances get the policy when their constructor ends."""
 
 import functools
-import warnings
 from typing import Any
 
 from flax import nnx
 
+from .._once import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._adopt import adopt
@@ -22,6 +22,7 @@ def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> t
 
     Its methods are wrapped as well as those of the instances, so that `Net.encode(net, x)` has the policy too.
     """
+    forget_warnings(given)
     namespace = {
         _GIVEN: (given, keep),
         "__module__": base.__module__,
@@ -63,7 +64,9 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
     attachment = Attachment(given, settle, adopt, keep=keep, owned=lambda inner: id(inner) not in passed_in)
     attachment.attach(module)
     for message in attachment.unused_rules():
-        warnings.warn(message, stacklevel=3)  # where the class is called
+        warn_once(given, message)
+    for message in attachment.written_explained():
+        warn_once(type(module), message)
     return module
 
 

@@ -16,6 +16,7 @@ from .._tree import Uncast, is_array
 from ._clip import Clip, clipped_bounds, clipped_peak
 from ._integers import Quantized, asymmetric, packed, symmetric, unpacked
 from ._layout import Layout, block_length, stack_of
+from ._misread import MisreadAttribute, MisreadType
 
 
 @jax.tree_util.register_dataclass
@@ -124,13 +125,20 @@ class QuantizedArray(Uncast):
         return jax.tree.map(place, self)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"A quantized weight has no attribute {name!r}; what its dequantize() returns may have.")
+        amiss = f"A quantized weight has no attribute {name!r}; what its dequantize() returns may have."
+        if name.startswith("__") or name in self.__dataclass_fields__:  # Python asks, of one that is being made too
+            raise AttributeError(amiss)
+        raise MisreadAttribute(self, amiss)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MisreadType(self, "A quantized weight cannot be indexed; what its dequantize() returns can.")
 
     def __jax_array__(self) -> Any:
-        raise TypeError(
+        raise MisreadType(
+            self,
             f"{self!r} is quantized, and stands in a place that does not know how to compute with it. A layer does "
             f"under the policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); "
-            "anywhere else use its dequantize()."
+            "anywhere else use its dequantize().",
         )
 
     def __repr__(self) -> str:

@@ -1,0 +1,321 @@
+"""Linen modules that others run through `.apply`, as heads that are tied to a table do."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+import jmp_policy as jmp
+from jmp_policy import quant
+
+KEY = jax.random.key(0)
+IDS = jnp.arange(6).reshape(2, 3)
+MIXED = "params=float32,compute=bfloat16,output=float32"
+FLOAT8 = "float8(min_size=0)_from_" + MIXED
+BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # which nn.LayerNorm and the sum with a bias need
+        yield
+
+
+class Head(nn.Module):
+    """The head of a masked language model, as Hugging Face writes it: its decoder has the table for a kernel."""
+
+    vocab: int = 16
+
+    def setup(self):
+        self.transform = nn.Dense(16)
+        self.norm = nn.LayerNorm()
+        self.decoder = nn.Dense(self.vocab, use_bias=False)
+        self.bias = self.param("bias", nn.initializers.zeros, (self.vocab,))
+
+    def __call__(self, x, table):
+        x = self.norm(nn.gelu(self.transform(x)))
+        return self.decoder.apply({"params": {"kernel": table.T}}, x) + self.bias
+
+
+class MaskedLM(nn.Module):
+    """A model with such a head."""
+
+    head: type[nn.Module] = Head
+
+    def setup(self):
+        self.embed = nn.Embed(16, 16)
+        self.body = nn.Dense(16)
+        self.cls = self.head()
+
+    def __call__(self, ids):
+        x = self.body(self.embed(ids))
+        return self.cls(x, self.embed.variables["params"]["embedding"])
+
+
+class Block(nn.Module):
+    """What it runs through `.apply` is inside of it."""
+
+    make: type[nn.Module] = nn.Dense
+    held: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("weight", nn.initializers.lecun_normal(), (16, 16))
+        layer = self.make(16, use_bias=False, **({"name": "layer"} if self.held else {"parent": None}))
+        return layer.apply({"params": {"kernel": kernel}}, x)
+
+
+class Blocks(nn.Module):
+    """Two that are equal but for where they stand."""
+
+    block: type[nn.Module] = Block
+    held: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.block(held=self.held, name="first")(x)
+        return self.block(held=self.held, name="second")(x)
+
+
+def under(model, rules, default=MIXED):
+    return jmp.with_policy(model, jmp.PolicyMap(rules, default))
+
+
+def matmul_dtypes(model, *inputs):
+    """The dtypes of the matmuls of a model, in order, wherever they are nested."""
+    variables = jax.eval_shape(model.init, KEY, *inputs)
+    program = jax.make_jaxpr(model.apply)(variables, *inputs)
+    return list(_dtypes(program.jaxpr))
+
+
+def _dtypes(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn.invars[0].aval.dtype
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _dtypes(inner)
+
+
+@pytest.mark.parametrize("key", ["cls", "cls/.*", Head, "cls/decoder"])
+def test_rule_reaches_a_layer_that_runs_through_apply_inside_another_module(key):
+    body, transform, decoder = matmul_dtypes(under(MaskedLM(), {key: "float32"}), IDS)
+    assert (body, transform, decoder) == (BF16, BF16 if key == "cls/decoder" else F32, F32)
+
+
+def test_without_a_rule_for_its_place_it_has_the_default():
+    assert matmul_dtypes(under(MaskedLM(), {"body": "float32"}), IDS) == [F32, BF16, BF16]
+    assert matmul_dtypes(jmp.with_policy(MaskedLM(), MIXED), IDS) == [BF16, BF16, BF16]
+
+
+def test_rule_for_the_root_alone_is_not_taken_for_one_of_the_layer():
+    assert matmul_dtypes(under(MaskedLM(), {"cls": "float32", "": MIXED}), IDS) == [BF16, F32, F32]
+
+
+def test_explain_shows_the_layer_where_it_stands():
+    explanation = jmp.explain(under(MaskedLM(), {"cls/decoder": "float32"}), IDS)
+    row = explanation["cls/decoder"]
+    assert (row.rule, row.compute_dtypes, row.param_bytes) == ("cls/decoder", ("float32",), 0)
+    assert not explanation.unused
+    assert not explanation.unknown
+
+
+def test_explain_shows_the_layer_of_a_model_without_a_policy():
+    assert jmp.explain(MaskedLM(), IDS)["cls/decoder"].compute_dtypes == ("float32",)
+
+
+def test_unused_rule_inside_such_a_layer_is_reported():
+    (message,) = jmp.explain(under(MaskedLM(), {"cls/decodre": "float32"}), IDS).unused
+    assert message == "policy rule 'cls/decodre' matches no module; the closest path is 'cls/decoder'"
+
+
+def test_model_with_a_tied_head_is_that_written_by_hand():
+    class ByHand(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            embed = nn.Embed(16, 16, dtype=BF16, name="embed")
+            x = nn.Dense(16, dtype=BF16, name="body")(embed(ids))
+            return HeadByHand(name="cls")(x.astype(F32), embed.embedding)
+
+    class HeadByHand(nn.Module):
+        @nn.compact
+        def __call__(self, x, table):
+            bias = self.param("bias", nn.initializers.zeros, (16,))
+            x = nn.LayerNorm(name="norm")(nn.gelu(nn.Dense(16, name="transform")(x)))
+            return x @ table.T + bias
+
+    model = under(MaskedLM(), {"cls": "float32"})
+    variables = jax.jit(model.init)(KEY, IDS)
+    loss = lambda module: lambda variables: jnp.mean(module.apply(variables, IDS) ** 2)
+    got, wanted = (jax.jit(jax.value_and_grad(loss(module)))(variables) for module in (model, ByHand()))
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), got, wanted))
+
+
+def test_layer_that_its_caller_does_not_hold_has_the_rules_of_its_caller():
+    model = under(Blocks(held=False), {"second": "float32"})
+    assert matmul_dtypes(model, jnp.ones((2, 16))) == [BF16, F32]
+    explanation = jmp.explain(model, jnp.ones((2, 16)))
+    assert explanation["second/<Dense>"].rule == "second"
+    assert explanation.unknown[1] == (
+        "'second/<Dense>' runs through .apply, and what runs it holds no such module, or several: rules by path cover "
+        "it where they cover 'second'"
+    )
+    assert explanation.unknown[1] in " ".join(str(explanation).split())
+    assert explanation.to_dict()["unknown"] == list(explanation.unknown)
+
+
+def test_one_of_several_layers_of_a_name_has_the_rules_of_its_caller():
+    class Caller(nn.Module):
+        def setup(self):
+            self.left, self.right = Blocks(), Blocks()
+
+        def __call__(self, x):
+            x = self.right(self.left(x))
+            block = self.right.variables["params"]["first"]
+            return Block(name="first", parent=None).apply({"params": block}, x)
+
+    rules = {"(left|right)/.*": "float32"}
+    assert "<first>" in {row.path for row in jmp.explain(under(Caller(), rules), jnp.ones((2, 16))).rows}
+    assert matmul_dtypes(under(Caller(), rules), jnp.ones((2, 16)))[-1] == BF16
+
+
+def test_module_that_stands_elsewhere_has_the_rules_of_where_it_stands():
+    class Caller(nn.Module):
+        layer: nn.Module
+
+        def __call__(self, x):
+            return self.layer.apply(self.layer.variables, x)
+
+    class Net(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(16)
+            self.caller = Caller(self.dense)
+
+        def __call__(self, x):
+            return self.caller(self.dense(x))
+
+    assert matmul_dtypes(under(Net(), {"caller": "float32"}), jnp.ones((2, 16))) == [BF16, BF16]
+    assert matmul_dtypes(under(Net(), {"dense": "float32"}), jnp.ones((2, 16))) == [F32, F32]
+
+
+TRANSFORMS = {
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "vmap": functools.partial(nn.vmap, variable_axes={"params": None}, split_rngs={"params": False}),
+}
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_place_is_known_inside_lifted_transforms(transform, held):
+    x = jnp.ones((2, 3, 16))
+    assert matmul_dtypes(under(Blocks(transform(Block), held), {"second": "float32"}), x) == [BF16, F32]
+    assert matmul_dtypes(under(transform(Blocks)(held=held), {"second": "float32"}), x) == [BF16, F32]
+    if held:
+        assert matmul_dtypes(under(Blocks(transform(Block)), {"second/layer": "float32"}), x) == [BF16, F32]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_lifted_transforms_inside_keep_the_place(transform):
+    class Tied(nn.Module):
+        def setup(self):
+            self.mlp = nn.Sequential([transform(nn.Dense)(16), transform(nn.Dense)(16)])
+
+        def __call__(self, x):
+            layers = {f"layers_{n}": {"kernel": jnp.eye(16), "bias": jnp.zeros(16)} for n in range(2)}
+            return self.mlp.apply({"params": layers}, x)
+
+    class Net(nn.Module):
+        def setup(self):
+            self.tied = Tied()
+
+        def __call__(self, x):
+            return self.tied(x)
+
+    x = jnp.ones((2, 3, 16))
+    assert matmul_dtypes(under(Net(), {"tied/mlp/layers_1": "float32"}), x) == [BF16, F32]
+    assert matmul_dtypes(under(Net(), {"tied/mlp": "float32"}), x) == [F32, F32]
+
+
+def test_jitted_modules_that_are_equal_but_for_the_place_of_their_caller_do_not_share_a_program():
+    model = under(Blocks(functools.partial(Block, make=nn.jit(nn.Dense))), {"second": "float32"})
+    assert matmul_dtypes(model, jnp.ones((2, 16))) == [BF16, F32]
+
+
+def test_bound_module_is_nowhere_else_when_a_call_is_over():
+    layer = jmp.with_policy(nn.Dense(16, name="layer"), MIXED)
+    bound = layer.bind(layer.init(KEY, jnp.ones((2, 16))))
+    before = bound.scope.flags
+
+    class Caller(nn.Module):
+        def __call__(self, x):
+            return bound(x)
+
+    jmp.with_policy(Caller(), MIXED).apply({}, jnp.ones((2, 16)))
+    bound(jnp.ones((2, 16)))
+    assert bound.scope.flags == before
+
+
+def test_delayed_float8_leaves_a_layer_that_keeps_no_state_wide():
+    model = jmp.with_policy(MaskedLM(), FLOAT8)
+    variables = jax.jit(model.init)(KEY, IDS)
+    assert variables.keys() == {"params", "_overwrite_with_gradient"}
+    assert variables["_overwrite_with_gradient"].keys() == {"body", "cls"}
+    assert variables["_overwrite_with_gradient"]["cls"].keys() == {"transform"}
+    out = jax.jit(model.apply)(variables, IDS)
+    assert jnp.isfinite(out).all()
+    row = jmp.explain(model, jax.ShapeDtypeStruct((2, 8), jnp.int32))["cls/decoder"]
+    assert row.quantization == "left: it runs through .apply without state to scale by, and would lose what it made"
+
+
+def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_layer():
+    class Caller(nn.Module):
+        @nn.compact
+        def __call__(self, x, variables):
+            return nn.Dense(16, name="layer").apply(variables, x)
+
+    alone, x = jmp.with_policy(nn.Dense(16), FLOAT8), jnp.linspace(-3, 3, 256).reshape(16, 16)
+    variables = alone.init(KEY, x)
+    out = jmp.with_policy(Caller(), FLOAT8).apply({}, x, variables)
+    assert (out == alone.apply(variables, x)).all()
+
+
+def test_calibration_and_comparison_name_the_layer_where_it_stands():
+    int8 = "int8(min_size=0)_from_float32"
+    model = jmp.with_policy(MaskedLM(), jmp.PolicyMap({"embed": "float32"}, int8))
+    variables = jax.jit(model.init)(KEY, IDS)
+    assert {"body", "cls/transform", "cls/decoder"} == quant.calibrate(model, [IDS], variables=variables).keys()
+
+
+def test_rules_of_autocast_reach_the_layer():
+    model = MaskedLM()
+    variables = jax.jit(model.init)(KEY, IDS)
+    rules = jmp.PolicyMap({"cls/decoder": "float32"}, MIXED)
+    program = jax.make_jaxpr(jmp.autocast(model.apply, rules))(variables, IDS)
+    assert list(_dtypes(program.jaxpr)) == [BF16, BF16, F32]
+
+
+def test_error_of_a_quantized_layer_names_where_it_stands():
+    model = jmp.with_policy(MaskedLM(), "int4/3(min_size=0)_from_float32")
+    rules = jmp.PolicyMap({"body|cls/transform|embed": "float32"}, jmp.policy_of(model))
+    with pytest.raises(ValueError, match=re.escape("the 16 inputs of the weight 'cls/decoder/kernel'")):
+        jax.eval_shape(jmp.with_policy(MaskedLM(), rules).init, KEY, IDS)
+
+
+def test_place_is_known_where_a_function_of_the_root_makes_the_call():
+    class Net(nn.Module):
+        def setup(self):
+            self.decoder = nn.Dense(16, use_bias=False)
+
+        def __call__(self, x):
+            return self.decoder(x)
+
+    def tied(net, x):
+        return net.decoder.apply({"params": {"kernel": jnp.eye(16)}}, x)
+
+    model, x = under(Net(), {"decoder": "float32", "": MIXED}), jnp.ones((2, 16))
+    assert jmp.explain(model, x, method=tied)["decoder"].rule == "decoder"
+    program = jax.make_jaxpr(lambda x: model.apply({}, x, method=tied))(x)
+    assert list(_dtypes(program.jaxpr)) == [F32]
