@@ -4,7 +4,6 @@ import functools
 import importlib
 import inspect
 import sys
-import types
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._policy import Policy
 from ._policy_map import PolicyMap
+from ._recursion import Recursion
 from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object
 
 _ADAPTERS = {
@@ -23,10 +23,6 @@ _ADAPTERS = {
 """The package of a `Module` class, and the module that knows its modules: `attach(target, policy, keep)`,
 `policy_of(target)`, `explain(model, inputs, method, rngs, kwargs)` and `named(fun, enter)`, which tells what modules a
 function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
-
-# The boundaries of functions that are running. They decide whether a call is the outermost, so a jitted function that
-# calls one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
-_RUNNING = jax.make_user_context(frozenset())
 
 
 def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
@@ -189,22 +185,37 @@ def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> A
 
 def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
     check_keep(fun, keep)
-    own_policy = given[""] if isinstance(given, PolicyMap) else given
+    boundary = _Boundary(fun, given, frozenset(keep))
 
     @functools.wraps(fun)
     def policied(*args: Any, **kwargs: Any) -> Any:
-        if boundary in _RUNNING.value:
-            return fun(*args, **kwargs)
-        policy, args, kwargs = cast_arguments(own_policy, fun, keep, args, kwargs)
-        with _RUNNING(_RUNNING.value | {boundary}), matmul_precision(policy):
-            out = fun(*args, **kwargs)
-        return cast_result(policy, out)
+        return boundary.call(args, kwargs)
 
-    # By value where that is safe: `with_policy(f, policy)(x)` in a loop must not compile what is inside every time.
-    is_plain = isinstance(fun, types.FunctionType | types.MethodType)
-    boundary = (fun, given, frozenset(keep)) if is_plain else policied
     policied.__jmp_attached__ = given  # type: ignore[attr-defined]
     return policied
+
+
+class _Boundary:
+    """A function and its policy."""
+
+    def __init__(self, fun: Callable[..., Any], given: Policy | PolicyMap, keep: frozenset[str]):
+        self._fun = fun
+        self._given = given
+        self._policy = given[""] if isinstance(given, PolicyMap) else given
+        self._keep = keep
+        self._recursion = Recursion()
+
+    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls the function, with casts at its outermost call."""
+        if self._recursion.is_running():
+            return self._fun(*args, **kwargs)
+        policy, args, kwargs = cast_arguments(self._policy, self._fun, self._keep, args, kwargs)
+        with self._recursion.outermost_call(), matmul_precision(policy):
+            out = self._fun(*args, **kwargs)
+        return cast_result(policy, out)
+
+    def __reduce__(self) -> tuple:  # who is running is of this process
+        return _Boundary, (self._fun, self._given, self._keep)
 
 
 def adapter_of(target: Any) -> Any:

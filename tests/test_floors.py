@@ -27,6 +27,7 @@ FLOORS = {
     "_default": 3,
     "_policy_map": 3,
     "_get_policy": 4,
+    "_recursion": 4,
     "_boundary": 5,
     "_carry": 5,
     "_full_precision": 5,

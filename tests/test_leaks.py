@@ -1,0 +1,163 @@
+"""What had a policy is freed as what had none, and a policy that is applied again compiles nothing again."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiles import alive_of, compiles
+
+import jmp_policy as jmp
+
+MIXED = "p=f32,c=bf16,o=f32"
+X = jnp.ones(3)
+
+inside = jax.jit(lambda x: jnp.tanh(x) + 1)
+
+
+def plain(target, policy):
+    return target
+
+
+class Trainer:
+    """Holds its parameters, and a method of its own that has a policy."""
+
+    def __init__(self, give, weight=X):
+        self.weight = jnp.array(weight)
+        self.loss_fn = give(self.loss, MIXED)
+        self.train_step = jax.jit(lambda x: self.loss_fn(x))
+
+    def loss(self, x):
+        return jnp.sum(inside(x) * self.weight.astype(x.dtype))
+
+
+class Callable:
+    def __call__(self, x):
+        return inside(x) * jnp.cos(x)
+
+
+KINDS = {
+    "a function": lambda: lambda x: inside(x) * jnp.cos(x),
+    "a closure": lambda: (lambda weight: lambda x: inside(x) * weight.astype(x.dtype))(jnp.ones(3)),
+    "a partial": lambda: functools.partial(lambda scale, x: inside(x) * scale, 2),
+    "a callable object": Callable,
+    "a bound method": lambda: Callable().__call__,
+    "a jitted function": lambda: jax.jit(lambda x: inside(x)),
+}
+
+
+@pytest.mark.parametrize("give", [plain, jmp.with_policy])
+def test_trainers_whose_method_has_a_policy_are_freed(give):
+    def train(_):
+        trainer = Trainer(give)
+        trainer.loss_fn(X)
+        trainer.train_step(X)
+        return trainer
+
+    assert alive_of(30, train) == 0
+
+
+@pytest.mark.parametrize("give", [plain, jmp.with_policy])
+def test_arrays_that_a_function_with_a_policy_closes_over_are_freed(give):
+    def use(_):
+        weight = jnp.ones(3)
+        give(lambda x: inside(x) * weight.astype(x.dtype), MIXED)(X)
+        return weight
+
+    assert alive_of(30, use) == 0
+
+
+@pytest.mark.parametrize("are_kept", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_functions_under_a_policy_compile_nothing_again(kind, are_kept):
+    def compiled(give):
+        kept = []
+
+        def run():
+            fun = give(KINDS[kind](), MIXED)
+            fun(X)
+            kept.append(fun if are_kept else None)
+
+        run()
+        with compiles() as count:
+            for _ in range(30):
+                run()
+        return count[0]
+
+    assert compiled(jmp.with_policy) == compiled(plain)
+
+
+def test_trainers_under_a_policy_compile_what_they_would_without():
+    def compiled(give):
+        trainers = [Trainer(give)]
+        trainers[0].loss_fn(X)
+        with compiles() as count:
+            for _ in range(30):
+                trainers.append(Trainer(give))
+                trainers[-1].loss_fn(X)
+        return count[0]
+
+    assert compiled(jmp.with_policy) == compiled(plain) == 0
+
+
+def recursive(depths):
+    """A function with a policy, and a jitted one that calls it, which tells what dtypes it got back."""
+
+    @jmp.with_policy("bfloat16")
+    def fun(x, depth, call=lambda x, depth: None):
+        call(x.astype(jnp.float32), depth)
+        return x
+
+    jitted = jax.jit(fun, static_argnums=1)
+
+    def call(x, depth):
+        depths.append(str(jitted(x, depth).dtype))
+
+    return fun, call
+
+
+def test_functions_of_one_kind_that_call_a_jitted_one_are_told_apart():
+    seen = []
+    functions = [recursive(seen) for _ in range(3)]
+    for _ in range(2):
+        for fun, call in functions:
+            fun(X, 1, call)  # inside of itself: passes through
+        for (fun, _), (_, call) in zip(functions, functions[1:] + functions[:1], strict=True):
+            fun(X, 1, call)  # inside of another: casts
+    assert seen == (["float32"] * 3 + ["bfloat16"] * 3) * 2
+
+
+def test_a_function_that_was_called_inside_of_another_is_told_from_that_one():
+    seen = []
+    (first, call_first), (second, call_second) = recursive(seen), recursive(seen)
+    first(X, 1, call_second)  # traced where the second is not running
+    second(X, 1, call_second)
+    second(X, 1, call_first)
+    first(X, 1, call_first)
+    first(X, 1, call_second)
+    assert seen == ["bfloat16", "float32", "bfloat16", "float32", "bfloat16"]
+
+
+def test_functions_that_run_in_other_threads_are_told_apart():
+    seen = []
+    (first, call_first), (second, _) = recursive(seen), recursive(seen)
+    inside_first, called_by_second = threading.Event(), threading.Event()
+
+    def in_thread():
+        inside_first.wait(10)
+        second(X, 1, call_first)  # not running in this thread
+        called_by_second.set()
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+
+    def wait_and_call(x, depth):
+        inside_first.set()
+        called_by_second.wait(10)
+        call_first(x, depth)
+
+    first(X, 1, wait_and_call)
+    thread.join(10)
+    second(X, 1, call_first)
+    assert seen == ["bfloat16", "float32", "bfloat16"]
