@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
+from ._memory import remember_weakly
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._recursion import Recursion
@@ -236,12 +237,12 @@ def lifting_adapter(tree: PyTree) -> Any:
     return importlib.import_module(_ADAPTERS["flax.nnx"]) if is_any else None
 
 
-@functools.cache
+@remember_weakly
 def _is_of_nnx(kind: type) -> bool:
     return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
 
 
-@functools.cache
+@remember_weakly
 def _adapter_path(kind: type) -> str | None:
     for base in kind.__mro__:
         for package, adapter in _ADAPTERS.items():

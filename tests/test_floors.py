@@ -12,6 +12,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 # The longest prefix decides. Within one floor, files of one package may import each other.
 FLOORS = {
     "_dtypes": 0,
+    "_memory": 0,
     "_errors": 0,
     "_tree": 0,
     "_rounding": 0,
@@ -50,7 +51,7 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
+SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
               ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
               ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
               ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),

@@ -1,14 +1,19 @@
 """What had a policy is freed as what had none, and a policy that is applied again compiles nothing again."""
 
 import functools
+import gc
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from compiles import alive_of, compiles
+from flax import linen as nn, nnx
 
 import jmp_policy as jmp
+import jmp_policy.nnx
 
 MIXED = "p=f32,c=bf16,o=f32"
 X = jnp.ones(3)
@@ -161,3 +166,132 @@ def test_functions_that_run_in_other_threads_are_told_apart():
     thread.join(10)
     second(X, 1, call_first)
     assert seen == ["bfloat16", "float32", "bfloat16"]
+
+
+def redefined(give):
+    """Redefines a linen class, as a cell of a notebook that is run again, and uses it under what `give` gives it."""
+
+    def define_and_run(_):
+        class Inner(nn.Module):
+            def setup(self):
+                self.dense = nn.Dense(2)
+
+            def __call__(self, x):
+                return self.dense(x)
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.relu(Inner()(x))
+
+        model = give(Net, Inner)
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        jax.jit(model.apply)(variables, X)
+        return Net
+
+    return define_and_run
+
+
+GIVEN = {
+    "none": lambda net, inner: net(),
+    "a policy": lambda net, inner: jmp.with_policy(net(), MIXED),
+    "a class with one": lambda net, inner: jmp.with_policy(net, MIXED)(),
+    "a map by type": lambda net, inner: jmp.with_policy(net(), jmp.PolicyMap({inner: "float32"}, MIXED)),
+    "a map by path": lambda net, inner: jmp.with_policy(net(), jmp.PolicyMap({"Inner_0": "float32"}, MIXED)),
+    "quantized": lambda net, inner: jmp.with_policy(net(), f"int8_from_{MIXED}"),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_redefined_linen_classes_under_a_policy_are_freed(given):
+    assert alive_of(30, redefined(GIVEN[given])) == 0
+
+
+class Outer(nn.Module):
+    inner: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner()(x)
+
+
+@pytest.mark.parametrize("policy", [MIXED, jmp.PolicyMap({nn.Dense: "float32"}, MIXED), None])
+def test_redefined_linen_classes_inside_of_one_that_stays_are_freed(policy):
+    def define_and_run(_):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(2)(x)
+
+        given = jmp.PolicyMap({Inner: "float32"}, MIXED) if policy is None else policy
+        model = jmp.with_policy(Outer(Inner), given)
+        jax.eval_shape(model.init, jax.random.key(0), X)
+        return Inner
+
+    assert alive_of(30, define_and_run) == 0
+
+
+def test_explaining_redefined_linen_classes_does_not_keep_them():
+    def define_and_explain(_):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(2)(x)
+
+        jmp.explain(jmp.with_policy(Net(), MIXED), X)
+        return Net
+
+    assert alive_of(5, define_and_explain) == 0
+
+
+def test_a_linen_class_that_is_given_its_policy_again_compiles_nothing_again():
+    model, key = nn.Dense(2), jax.random.key(0)
+    variables = jmp.with_policy(model, MIXED).init(key, X)
+    jmp.with_policy(model, MIXED).apply(variables, X)
+    gc.collect()
+    with compiles() as count:
+        for _ in range(30):
+            jmp.with_policy(model, MIXED).apply(variables, X)
+            jmp.with_policy(nn.Dense, MIXED)(2).apply(variables, X)
+    assert count[0] == 0
+
+
+def test_nnx_classes_that_no_jax_registry_holds_are_freed():
+    def define_and_run(give):
+        def run(_):
+            class Net(nnx.Module, pytree=False):
+                def __init__(self, rngs):
+                    self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+                def __call__(self, x):
+                    return self.dense(x)
+
+            give(Net(nnx.Rngs(0)), MIXED)(X)
+            return Net
+
+        return run
+
+    assert alive_of(5, define_and_run(jmp.with_policy)) == alive_of(5, define_and_run(plain))
+
+
+def test_trainers_with_nnx_models_under_a_policy_are_freed():
+    def train(_):
+        model = jmp.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), MIXED)
+        optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        grads = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))(model, X)
+        optimizer.update(model, grads)
+        return model
+
+    assert alive_of(10, train) == 0
+
+
+def test_equal_maps_are_one_object_and_are_freed():
+    assert jmp.PolicyMap({dict: "float32"}, MIXED) is jmp.PolicyMap({dict: "float32"}, MIXED)
+
+    def make(_):
+        kind = type("Net", (), {})
+        rules = jmp.PolicyMap({kind: "float32", "a/.*": "bfloat16"}, MIXED)
+        assert rules.resolve("a/b", kind).name == "float32"
+        return rules
+
+    assert alive_of(30, make) == 0

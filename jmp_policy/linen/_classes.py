@@ -18,6 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
+from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
@@ -34,13 +35,17 @@ _OWNER = "_jmp_owner"
 _BOUNDARY = "_jmp_boundary"
 
 
-@functools.cache
 def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
       ValueError: `keep` names no argument of a public method.
     """
+    return _policied_class(_first_to_die(base, policy), base, policy, keep, place)
+
+
+@remember_on_class
+def _policied_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     _check_keep(base, keep)
     namespace = {
         POLICY: policy,
@@ -61,6 +66,16 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], 
     cls.init_with_output = _with_policied_method(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
+
+
+def _first_to_die(base: type, policy: Policy | PolicyMap) -> type:
+    """The class, or the one among the keys of its map, whose end is the end of its policied class.
+
+    That is the first that no module has under its name: one made by a function, or in a notebook.
+    """
+    keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or _found_by_name(kind) is not kind)
+    return next(passing, base)
 
 
 def unpolicied_class(cls: Any) -> Any:

@@ -8,15 +8,20 @@ from typing import Any
 from flax import nnx
 
 from .._boundary import check_keep
+from .._memory import remember_on_class
 from ._call import Adopt, call_method
 from ._roles import ROLE, Role, blank, role_of
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
-@functools.cache
 def policied_class(role: Role, adopt: Adopt) -> type:
     """The subclass of `role.runs` for the modules of a role; one for equal roles, so that jit caches hit."""
+    return _policied_class(role.base, role, adopt)
+
+
+@remember_on_class
+def _policied_class(_: type, role: Role, adopt: Adopt) -> type:
     base = role.runs
     namespace = {
         ROLE: role,

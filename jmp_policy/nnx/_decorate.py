@@ -1,11 +1,11 @@
 """Decorated classes, whose instances get the policy when their constructor ends."""
 
-import functools
 import warnings
 from typing import Any
 
 from flax import nnx
 
+from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._adopt import adopt
@@ -38,7 +38,7 @@ def given_to(kind: type) -> Policy | PolicyMap | None:
     return getattr(kind, _GIVEN, (None, ()))[0]
 
 
-@functools.cache
+@remember_on_class
 def _metaclass(parent: type[type]) -> type[type]:
     """A metaclass whose classes attach the policy where a call of the class ends: after the outermost `__init__`."""
     if getattr(parent, "attaches_policy", False):

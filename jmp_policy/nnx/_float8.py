@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from .._float8_format import Float8
+from .._memory import remember_on_class
 from .._overwrite import OVERWRITE, leaf_by_max
 from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
@@ -72,7 +73,7 @@ def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, fo
     return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
 
 
-@functools.cache
+@remember_on_class
 def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
     """A subclass of a layer that multiplies in 8 bits; one for equal classes.
 

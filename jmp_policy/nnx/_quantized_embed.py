@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._memory import remember_on_class
 from ..quant import dot_general, take
 from ..quant._layer import Promote, weight_of
 from ..quant._layout import table_layout
@@ -34,7 +35,7 @@ class PromoteTable(Promote):
         return super().__call__((query, table, None), dtype=dtype)[:2]
 
 
-@functools.cache
+@remember_on_class
 def quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
     """A subclass of an embedding that reads rows, and attends to them, by their integers; one for equal classes."""
     methods: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
