@@ -13,6 +13,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_memory": 0,
+    "_made_classes": 0,
     "_errors": 0,
     "_tree": 0,
     "_rounding": 0,
@@ -51,11 +52,11 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
-              ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
-              ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
-              ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),
-              ("__main__", "cli")]  # fmt: skip
+SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
+              ("_format_fields", "_dtypes"), ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"),
+              ("_formats", "_float8_recipe"), ("_policy_map", "_grammar"), ("_policy_map", "_default"),
+              ("_default", "_grammar"), ("numerics", "explanation"), ("numerics", "autocast"),
+              ("quant", "explanation"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -38,6 +38,9 @@ class _Current:
         """The context in which a frame is in charge."""
         return self._reference(frame.reference)
 
+    def __reduce__(self) -> str:  # by its name, for what pickles functions by value
+        return "CURRENT"
+
 
 CURRENT = _Current()
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import nnx
 
+from .._made_classes import make_subclass, pickle_by_recipe
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -17,6 +18,7 @@ from ._roles import Kind, items_of, kind_of
 _GIVEN = "__jmp_given__"
 
 
+@remember_on_class
 def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
     """The subclass of an nnx class whose instances, and those of its own subclasses, get a policy.
 
@@ -24,13 +26,11 @@ def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> t
     """
     namespace = {
         _GIVEN: (given, keep),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         **policied_methods(base, adopt),
     }
-    options = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return _metaclass(type(base))(base.__name__, (base,), namespace, **options)
+    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    recipe = decorated, (base, given, keep)
+    return make_subclass(base, namespace, recipe, metaclass=_metaclass(type(base)), **options)
 
 
 def given_to(kind: type) -> Policy | PolicyMap | None:
@@ -49,7 +49,7 @@ def _metaclass(parent: type[type]) -> type[type]:
         given, keep = getattr(kind, _GIVEN)
         return _attached(module, given, keep, (args, kwargs))
 
-    return type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True})
+    return pickle_by_recipe(type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True}))
 
 
 def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: Any) -> Any:

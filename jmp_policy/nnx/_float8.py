@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from .._float8_format import Float8
+from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._overwrite import OVERWRITE, leaf_by_max
 from ..quant._amax_history import State, new_state
@@ -88,9 +89,7 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
-    namespace = {"__module__": base.__module__, "__doc__": base.__doc__, name: property(multiply, keep)}
-    metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), namespace)
+    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, name, format)))
 
 
 def _state_of(layer: Any) -> State:
