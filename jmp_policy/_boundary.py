@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,7 +27,11 @@ _ADAPTERS = {
 function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
 
 
-def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
+NO_TARGET: Any = types.SimpleNamespace()
+"""Stands for the target of a decorator, which is yet to come; `None` is one that is none, and an error."""
+
+
+def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
@@ -56,9 +61,9 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     rule for what runs inside needs the carry's dtype as its output dtype.
 
     Args:
-      target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
-        is a decorator: `@with_policy("mixed_bfloat16")`. Static and class methods, partials, jitted functions and
-        callable objects count as functions.
+      target: a function, a linen or nnx class or instance. Without one, or with a policy here and none in second
+        place, the result is a decorator: `@with_policy(policy="mixed_bfloat16")`, `@with_policy("mixed_bfloat16")`.
+        Static and class methods, partials, jitted functions and callable objects count as functions.
       policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
         not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
       keep: names of arguments that enter uncast, such as float positions that half precision would ruin; of a module,
@@ -78,10 +83,17 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     >>> dtypes(jnp.ones(2), position=jnp.ones(2))
     ('bfloat16', 'float32')
     """
-    if policy is None and is_policy_spec(target):
-        captured = get_policy(target)
+    target, captured = target_and_policy(target, policy)
+    if target is NO_TARGET:
         return lambda decorated: _attach(decorated, captured, keep)
-    return _attach(target, get_policy(policy), keep)
+    return _attach(target, captured, keep)
+
+
+def target_and_policy(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
+    """What is given a policy, `NO_TARGET` if a decorator is wanted, and the policy, which may stand in first place."""
+    if policy is None and target is not NO_TARGET and is_policy_spec(target):
+        target, policy = NO_TARGET, target
+    return target, get_policy(policy)
 
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:

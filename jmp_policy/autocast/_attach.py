@@ -10,9 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._boundary import adapter_of, cast_result, lifting_adapter, loaded_adapters, matmul_precision, resolved
+from .._boundary import (
+    NO_TARGET,
+    adapter_of,
+    cast_result,
+    lifting_adapter,
+    loaded_adapters,
+    matmul_precision,
+    resolved,
+    target_and_policy,
+)
 from .._dtypes import did_you_mean
-from .._get_policy import PolicySpec, get_policy, is_policy_spec
+from .._get_policy import PolicySpec
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._tree import is_flax_object
@@ -40,15 +49,11 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    if policy is None and is_policy_spec(fun):
-        captured = _checked(get_policy(fun))
+    fun, captured = target_and_policy(fun, policy)
+    check_policy(captured)
+    if fun is NO_TARGET:
         return lambda decorated: _with_autocast(decorated, captured, moved, custom_rules)
-    return _with_autocast(fun, _checked(get_policy(policy)), moved, custom_rules)
-
-
-def _checked(policy: Policy | PolicyMap) -> Policy | PolicyMap:
-    check_policy(policy)
-    return policy
+    return _with_autocast(fun, captured, moved, custom_rules)
 
 
 def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
