@@ -14,6 +14,7 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 import jmp_policy.nnx
+from jmp_policy.autocast import AutocastRules
 
 MIXED = "p=f32,c=bf16,o=f32"
 X = jnp.ones(3)
@@ -171,7 +172,7 @@ def test_functions_that_run_in_other_threads_are_told_apart():
 def redefined(give):
     """Redefines a linen class, as a cell of a notebook that is run again, and uses it under what `give` gives it."""
 
-    def define_and_run(_):
+    def define_and_run(number):
         class Inner(nn.Module):
             def setup(self):
                 self.dense = nn.Dense(2)
@@ -185,8 +186,12 @@ def redefined(give):
                 return nn.relu(Inner()(x))
 
         model = give(Net, Inner)
-        variables = jax.jit(model.init)(jax.random.key(0), X)
-        jax.jit(model.apply)(variables, X)
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        jax.eval_shape(model.apply, variables, X)
+        if number % 15 == 0:  # compiled and run, which takes longer
+            variables = jax.jit(model.init)(jax.random.key(0), X)
+            jax.jit(model.apply)(variables, X)
+            model.apply(variables, X)
         return Net
 
     return define_and_run
@@ -295,3 +300,43 @@ def test_equal_maps_are_one_object_and_are_freed():
         return rules
 
     assert alive_of(30, make) == 0
+
+
+@pytest.mark.parametrize("scopes", [False, True])
+def test_redefined_classes_in_the_rules_of_autocast_are_freed(scopes):
+    def define_and_run(_):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return inside(nn.Dense(2)(x))
+
+        model = nn.Sequential([Inner()])
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        if scopes:
+            apply = jmp.autocast(model.apply, MIXED, rules=AutocastRules(scopes={Inner: "full"}))
+        else:
+            apply = jmp.autocast(model.apply, jmp.PolicyMap({Inner: "float32"}, MIXED))
+        jax.eval_shape(apply, variables, X)
+        return Inner
+
+    assert alive_of(10, define_and_run) == 0
+
+
+def test_fresh_functions_under_autocast_compile_nothing_again():
+    def run():
+        jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED)(X)
+
+    run()
+    with compiles() as count:
+        for _ in range(10):
+            run()
+    assert count[0] == 0
+
+
+def test_a_function_under_autocast_by_scopes_compiles_nothing_again():
+    fun = jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED, rules=AutocastRules(scopes={"": "full"}))
+    fun(X)
+    with compiles() as count:
+        for _ in range(5):
+            fun(X)
+    assert count[0] == 0

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,6 +83,7 @@ class _Autocast:
         self._rules = rules
         self._custom_rules = custom_rules
         self._register = Register() if has_scopes(policy, rules) else None
+        self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def function(self) -> Callable[..., Any]:
         """The function that stands for the one that was given."""
@@ -120,7 +122,7 @@ class _Autocast:
         self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, caller: int
     ) -> Any:
         """Traces, rewrites and runs; warnings are of the line that is `caller` frames away from where they are made."""
-        with TRACING(self._register):
+        with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
@@ -138,7 +140,13 @@ class _Autocast:
         for message in unused:
             warnings.warn(message, stacklevel=caller)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        return CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+        if scopes is not None:  # it knows the modules that the function called, which may be freed with that
+            rule.rewritten = self._rewritten
+        return rule
+
+    def __reduce__(self) -> tuple:  # what it remembers is of this process
+        return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules)
 
 
 def _opened(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
