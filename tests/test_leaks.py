@@ -15,6 +15,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 import jmp_policy.nnx
 from jmp_policy.autocast import AutocastRules
+from jmp_policy.explanation._observation import Observation
 
 MIXED = "p=f32,c=bf16,o=f32"
 X = jnp.ones(3)
@@ -247,6 +248,7 @@ def test_explaining_redefined_linen_classes_does_not_keep_them():
         return Net
 
     assert alive_of(5, define_and_explain) == 0
+    assert not [kept for kept in gc.get_objects() if isinstance(kept, Observation)]
 
 
 def test_a_linen_class_that_is_given_its_policy_again_compiles_nothing_again():
