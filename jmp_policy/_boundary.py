@@ -13,8 +13,10 @@ import jax
 
 from ._class_alias import keep_parameters, named_by, renamed
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
+from ._memory import remember_weakly
 from ._policy import Policy
 from ._policy_map import PolicyMap
+from ._recursion import Recursion
 from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object
 
 _ADAPTERS = {
@@ -25,12 +27,12 @@ _ADAPTERS = {
 `policy_of(target)`, `explain(model, inputs, method, rngs, kwargs)` and `named(fun, enter)`, which tells what modules a
 function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
 
-# The boundaries of functions that are running. They decide whether a call is the outermost, so a jitted function that
-# calls one of them must not reuse what it traced elsewhere: a context of JAX's, part of the key of every jit cache.
-_RUNNING = jax.make_user_context(frozenset())
+
+NO_TARGET: Any = types.SimpleNamespace()
+"""Stands for the target of a decorator, which is yet to come; `None` is one that is none, and an error."""
 
 
-def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
+def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
@@ -62,10 +64,10 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     rule for what runs inside needs the carry's dtype as its output dtype.
 
     Args:
-      target: a function, a linen or nnx class or instance. With a policy here, and none in second place, the result
-        is a decorator: `@with_policy("mixed_bfloat16")`. A partial, or a class with subscripts, is one of a class or
-        module with the policy. Static and class methods, other partials, jitted functions and callable objects count
-        as functions.
+      target: a function, a linen or nnx class or instance. Without one, or with a policy here and none in second
+        place, the result is a decorator: `@with_policy(policy="mixed_bfloat16")`, `@with_policy("mixed_bfloat16")`. A
+        partial, or a class with subscripts, is one of a class or module with the policy. Static and class methods,
+        other partials, jitted functions and callable objects count as functions.
       policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
         not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
       keep: names of arguments that enter uncast, such as float positions that half precision would ruin; of a module,
@@ -85,10 +87,17 @@ def with_policy(target: Any, policy: PolicySpec = None, *, keep: Collection[str]
     >>> dtypes(jnp.ones(2), position=jnp.ones(2))
     ('bfloat16', 'float32')
     """
-    if policy is None and is_policy_spec(target):
-        captured = get_policy(target)
+    target, captured = target_and_policy(target, policy)
+    if target is NO_TARGET:
         return lambda decorated: _attach(decorated, captured, keep)
-    return _attach(target, get_policy(policy), keep)
+    return _attach(target, captured, keep)
+
+
+def target_and_policy(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
+    """What is given a policy, `NO_TARGET` if a decorator is wanted, and the policy, which may stand in first place."""
+    if policy is None and target is not NO_TARGET and is_policy_spec(target):
+        target, policy = NO_TARGET, target
+    return target, get_policy(policy)
 
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:
@@ -197,24 +206,39 @@ def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> A
 
 def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
     check_keep(fun, keep)
-    own_policy = given[""] if isinstance(given, PolicyMap) else given
+    boundary = _Boundary(fun, given, frozenset(keep))
 
     @functools.wraps(fun)
     def policied(*args: Any, **kwargs: Any) -> Any:
-        if boundary in _RUNNING.value:
-            return fun(*args, **kwargs)
-        policy, args, kwargs = cast_arguments(own_policy, fun, keep, args, kwargs)
-        with _RUNNING(_RUNNING.value | {boundary}), matmul_precision(policy):
-            out = fun(*args, **kwargs)
-        out = cast_result(policy, out)
-        _check_made_no_module(fun, (args, kwargs), out)
-        return out
+        return boundary.call(args, kwargs)
 
-    # By value where that is safe: `with_policy(f, policy)(x)` in a loop must not compile what is inside every time.
-    is_plain = isinstance(fun, types.FunctionType | types.MethodType)
-    boundary = (fun, given, frozenset(keep)) if is_plain else policied
     policied.__jmp_attached__ = given  # type: ignore[attr-defined]
     return policied
+
+
+class _Boundary:
+    """A function and its policy."""
+
+    def __init__(self, fun: Callable[..., Any], given: Policy | PolicyMap, keep: frozenset[str]):
+        self._fun = fun
+        self._given = given
+        self._policy = given[""] if isinstance(given, PolicyMap) else given
+        self._keep = keep
+        self._recursion = Recursion()
+
+    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls the function, with casts at its outermost call."""
+        if self._recursion.is_running():
+            return self._fun(*args, **kwargs)
+        policy, args, kwargs = cast_arguments(self._policy, self._fun, self._keep, args, kwargs)
+        with self._recursion.outermost_call(), matmul_precision(policy):
+            out = self._fun(*args, **kwargs)
+        out = cast_result(policy, out)
+        _check_made_no_module(self._fun, (args, kwargs), out)
+        return out
+
+    def __reduce__(self) -> tuple:  # who is running is of this process
+        return _Boundary, (self._fun, self._given, self._keep)
 
 
 def _check_made_no_module(fun: Callable[..., Any], inputs: PyTree, out: PyTree) -> None:
@@ -252,12 +276,12 @@ def lifting_adapter(tree: PyTree) -> Any:
     return importlib.import_module(_ADAPTERS["flax.nnx"]) if is_any else None
 
 
-@functools.cache
+@remember_weakly
 def _is_of_nnx(kind: type) -> bool:
     return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
 
 
-@functools.cache
+@remember_weakly
 def _adapter_path(kind: type) -> str | None:
     for base in kind.__mro__:
         for package, adapter in _ADAPTERS.items():

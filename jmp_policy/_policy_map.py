@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
-import functools
 import importlib
 import re
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,6 +76,7 @@ class PolicyMap:
 
     rules: tuple[Rule, ...]
     default: Policy | None
+    _ranks: weakref.WeakKeyDictionary[type, dict[str, int]]
 
     def __new__(cls, rules: Mapping[Key, Spec] | Iterable[tuple[Key, Spec]], default: Spec = None) -> "PolicyMap":
         """The one map of these rules."""
@@ -84,8 +86,9 @@ class PolicyMap:
             None if default is None else _policy(default, "as default of a PolicyMap"),
         )
         new = object.__new__(cls)
-        vars(new).update(rules=fields[0], default=fields[1])
-        return _INTERNED.setdefault(fields, new)
+        vars(new).update(rules=fields[0], default=fields[1], _ranks=weakref.WeakKeyDictionary())
+        with _LOCK:
+            return _INTERNED.setdefault(_interning_key(*fields), new)
 
     def __getitem__(self, path: str) -> Policy:
         """The policy of the module at `path`, by the string keys alone."""
@@ -198,7 +201,13 @@ class PolicyMap:
         return PolicyMap, (_pairs(self.rules), self.default)
 
 
-_INTERNED: dict[tuple, PolicyMap] = {}
+_INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
+
+
+def _interning_key(rules: tuple[Rule, ...], default: Policy | None) -> tuple:
+    """Types by their ids, for the map keeps them alive: a key that did so would never let go of the map."""
+    return tuple((id(rule.key) if isinstance(rule.key, type) else rule.key, rule.policy) for rule in rules), default
 
 
 def _pairs(rules: Iterable[Rule]) -> list[tuple[Key, Policy]]:
@@ -235,10 +244,22 @@ def _policy(spec: Spec, where: str) -> Policy:
         raise ValueError(f"{error} It stands {where}.") from None
 
 
-@functools.lru_cache(maxsize=2**16)  # a model of many modules is traced many times
+_MOST_PATHS = 1 << 16
+
+
 def _rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
     """The place of the first rule that names a module itself, or the number of rules where none does."""
-    return next((i for i, rule in enumerate(rules.rules) if rule.matches(path, module_type)), len(rules.rules))
+    known = rules._ranks.setdefault(module_type or _Untyped, {})  # a model of many modules is traced many times
+    if path not in known:
+        if len(known) >= _MOST_PATHS:
+            known.clear()
+        ranks = (i for i, rule in enumerate(rules.rules) if rule.matches(path, module_type))
+        known[path] = next(ranks, len(rules.rules))
+    return known[path]
+
+
+class _Untyped:
+    """Stands for a module of which the path alone is known."""
 
 
 def _outer_paths(path: str) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import DTypeLike, half_dtype, is_floating_dtype, parse_dtype
+from ._memory import remember_weakly
 
 T = TypeVar("T")
 PyTree = Any
@@ -175,7 +176,7 @@ def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = Non
     return [leaf for node in jax.tree.leaves(tree, is_leaf=_whole(is_leaf)) for leaf in floating(node)]
 
 
-@functools.cache
+@remember_weakly
 def _is_flax_class(kind: type) -> bool:
     packages = ("flax.linen.", "flax.nnx.")  # known by name, because the library does without Flax until it is needed
     return any(b.__name__ in ("Module", "Variable") and b.__module__.startswith(packages) for b in kind.__mro__)
@@ -190,7 +191,7 @@ def _is_uncast(node: object) -> bool:
     return isinstance(node, Uncast) or (_is_mapping(type(node)) and _holds_state(node))
 
 
-@functools.cache
+@remember_weakly
 def _is_mapping(kind: type) -> bool:
     return issubclass(kind, Mapping)
 

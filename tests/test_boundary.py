@@ -298,3 +298,53 @@ def test_keep_must_name_arguments():
         jmp.with_policy(square_sum, MIXED, keep="x")
     with pytest.raises(ValueError, match=r"Its arguments are none\.$"):
         jmp.with_policy(lambda: 0, MIXED, keep=["y"])
+
+
+@pytest.mark.parametrize("give", [jmp.with_policy, jmp.autocast])
+def test_a_policy_by_keyword_gives_a_decorator(give):
+    @give(policy="p=f32,c=bf16,o=f16")
+    def product(x):
+        return x @ x.T
+
+    class Model:
+        @give(policy="p=f32,c=bf16,o=f16")
+        def method(self, x):
+            return x @ x.T
+
+        @staticmethod
+        @give(policy="p=f32,c=bf16,o=f16")
+        def static(x):
+            return x @ x.T
+
+    for fun in (product, Model().method, Model.static):
+        assert fun(X).dtype == jnp.float16
+        assert "bf16" in str(jax.make_jaxpr(fun)(X))
+
+
+def test_a_decorator_by_keyword_keeps_arguments_and_modules():
+    from flax import linen as nn
+
+    @jmp.with_policy(policy="bfloat16", keep=["t"])
+    def dtypes(x, t):
+        return [str(x.dtype), str(t.dtype)]
+
+    assert dtypes(X, X) == ["bfloat16", "float32"]
+    module = jmp.with_policy(policy="bfloat16")(nn.Dense(2))
+    assert jmp.policy_of(module).name == "bfloat16"
+
+
+@pytest.mark.parametrize("give", [jmp.with_policy, jmp.autocast])
+def test_a_decorator_without_a_policy_captures_the_default(give):
+    with jmp.use_policy("float16"):
+        decorators = [give(), give(policy=None), give(None)]
+    assert [decorate(lambda x: x)(X).dtype for decorate in decorators] == [jnp.float16] * 3
+
+
+@pytest.mark.parametrize("give", [jmp.with_policy, jmp.autocast])
+def test_a_target_that_is_none_is_an_error_not_a_decorator(give):
+    with pytest.raises(TypeError, match=r"takes a function.*, got None\."):
+        give(None, "bfloat16")
+    with pytest.raises(TypeError, match=r"takes a function.*, got None\."):
+        give(None, policy="bfloat16")
+    with pytest.raises(ValueError, match="bflaot16"):
+        give(policy="bflaot16")

@@ -12,6 +12,8 @@ PACKAGE = Path(jmp_policy.__file__).parent
 # The longest prefix decides. Within one floor, files of one package may import each other.
 FLOORS = {
     "_dtypes": 0,
+    "_memory": 0,
+    "_made_classes": 0,
     "_errors": 0,
     "_messages": 0,
     "_scale_settings": 0,
@@ -31,6 +33,7 @@ FLOORS = {
     "_default": 3,
     "_policy_map": 3,
     "_get_policy": 4,
+    "_recursion": 4,
     "_boundary": 5,
     "_carry": 5,
     "_full_precision": 5,
@@ -53,13 +56,12 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_rounding", "_dtypes"), ("_format_fields", "_dtypes"),
+SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"), ("_format_fields", "_messages"),
-              ("_once", "_messages"),
-              ("_float8_format", "_float8_recipe"), ("_formats", "_float8_format"), ("_formats", "_float8_recipe"),
-              ("_policy_map", "_grammar"), ("_policy_map", "_default"), ("_default", "_grammar"),
-              ("numerics", "explanation"), ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"),
-              ("__main__", "cli")]  # fmt: skip
+              ("_once", "_messages"), ("_format_fields", "_dtypes"), ("_float8_format", "_float8_recipe"),
+              ("_formats", "_float8_format"), ("_formats", "_float8_recipe"), ("_policy_map", "_grammar"),
+              ("_policy_map", "_default"), ("_default", "_grammar"), ("numerics", "explanation"),
+              ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -4,15 +4,25 @@ import contextlib
 import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._boundary import adapter_of, cast_result, lifting_adapter, loaded_adapters, matmul_precision, resolved
+from .._boundary import (
+    NO_TARGET,
+    adapter_of,
+    cast_result,
+    lifting_adapter,
+    loaded_adapters,
+    matmul_precision,
+    resolved,
+    target_and_policy,
+)
 from .._dtypes import did_you_mean
-from .._get_policy import PolicySpec, get_policy, is_policy_spec
+from .._get_policy import PolicySpec
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._tree import is_flax_object
@@ -40,15 +50,11 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    if policy is None and is_policy_spec(fun):
-        captured = _checked(get_policy(fun))
+    fun, captured = target_and_policy(fun, policy)
+    check_policy(captured)
+    if fun is NO_TARGET:
         return lambda decorated: _with_autocast(decorated, captured, moved, custom_rules)
-    return _with_autocast(fun, _checked(get_policy(policy)), moved, custom_rules)
-
-
-def _checked(policy: Policy | PolicyMap) -> Policy | PolicyMap:
-    check_policy(policy)
-    return policy
+    return _with_autocast(fun, captured, moved, custom_rules)
 
 
 def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
@@ -77,6 +83,7 @@ class _Autocast:
         self._rules = rules
         self._custom_rules = custom_rules
         self._register = Register() if has_scopes(policy, rules) else None
+        self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def function(self) -> Callable[..., Any]:
         """The function that stands for the one that was given."""
@@ -115,7 +122,7 @@ class _Autocast:
         self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, caller: int
     ) -> Any:
         """Traces, rewrites and runs; warnings are of the line that is `caller` frames away from where they are made."""
-        with TRACING(self._register):
+        with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
@@ -133,7 +140,13 @@ class _Autocast:
         for message in unused:
             warnings.warn(message, stacklevel=caller)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        return CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+        if scopes is not None:  # it knows the modules that the function called, which may be freed with that
+            rule.rewritten = self._rewritten
+        return rule
+
+    def __reduce__(self) -> tuple:  # what it remembers is of this process
+        return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules)
 
 
 def _opened(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .._boundary import NO_TARGET
 from .._get_policy import PolicySpec
 
 if TYPE_CHECKING:
@@ -9,7 +10,11 @@ if TYPE_CHECKING:
 
 
 def autocast(
-    fun: Any, policy: PolicySpec = None, *, rules: "AutocastRules | None" = None, custom_rules: str = "opaque"
+    fun: Any = NO_TARGET,
+    policy: PolicySpec = None,
+    *,
+    rules: "AutocastRules | None" = None,
+    custom_rules: str = "opaque",
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 
@@ -28,10 +33,10 @@ def autocast(
     over can only be read.
 
     Args:
-      fun: any function of trees of arrays. With a policy here, and none in second place, the result is a decorator:
-        `@autocast("mixed_bfloat16")`. Static and class methods, partials, jitted functions and callable objects count
-        as functions. Write `autocast(model.apply, ...)` for a linen module, and
-        `autocast(lambda model, x: model(x), ...)` for one of nnx.
+      fun: any function of trees of arrays. Without one, or with a policy here and none in second place, the result is
+        a decorator: `@autocast(policy="mixed_bfloat16")`, `@autocast("mixed_bfloat16")`. Static and class methods,
+        partials, jitted functions and callable objects count as functions. Write `autocast(model.apply, ...)` for a
+        linen module, and `autocast(lambda model, x: model(x), ...)` for one of nnx.
       policy: anything that `get_policy` reads; `None` is the default policy, as of now. Its compute dtype is float32,
         bfloat16 or float16; without one it is that of the first floating input. Results are cast to its output dtype;
         without one they have the dtype that `fun` gives them.

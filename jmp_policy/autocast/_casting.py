@@ -168,6 +168,7 @@ class CastingRule(Rule):
         """This rule in a scope that computes in another dtype."""
         if dtype not in self._in_other_dtypes:
             self._in_other_dtypes[dtype] = CastingRule(self._casting._replace(compute_dtype=dtype))
+            self._in_other_dtypes[dtype].rewritten = self.rewritten
         return self._in_other_dtypes[dtype]
 
     def _arriving(self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place) -> Value:

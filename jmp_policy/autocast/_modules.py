@@ -24,9 +24,14 @@ class Modules(NamedTuple):
 
 
 class Register:
-    """The modules that were called in the traces of one function; each adapter of Flax enters those it knows."""
+    """The modules that were called in the traces of one function; each adapter of Flax enters those it knows.
+
+    Attributes:
+      token: what stands for it in JAX's keys, which JAX never lets go of.
+    """
 
     def __init__(self) -> None:
+        self.token = object()
         self._types: dict[str, type] = {}
         self._roots: set[str] = set()
         self._methods: set[tuple[str, str]] = set()
@@ -52,5 +57,7 @@ class Register:
 
 
 TRACING = jax.make_user_context(None)
-"""The register of the function that is being traced by its scopes. A context of JAX's, part of the key of every jit
-cache: a jitted function that was traced before would not call its modules again, and none would be entered."""
+"""The token of the register of the function that is being traced by its scopes.
+
+A context of JAX's, part of the key of every jit cache: a jitted function that was traced before would not call its
+modules again, and none would be entered."""

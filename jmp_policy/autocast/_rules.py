@@ -75,15 +75,19 @@ class AutocastRules:
             object.__setattr__(self, name, tuple(value))
 
 
-@functools.cache
 def table(rules: AutocastRules, compute_dtype: Any) -> Mapping[str, Precision]:
     """The class of each primitive under these rules, where the compute dtype is this one."""
+    return _table(rules.primitives, compute_dtype)  # not of all the rules: they may name types
+
+
+@functools.cache
+def _table(primitives: tuple[tuple[str, str], ...], compute_dtype: Any) -> Mapping[str, Precision]:
     found = {}
     for precision in Precision:
         found |= dict.fromkeys(getattr(_tables, precision.name), precision)
     if jnp.finfo(compute_dtype).maxexp < 100:
         found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
-    return found | {name: Precision[precision.upper()] for name, precision in rules.primitives}
+    return found | {name: Precision[precision.upper()] for name, precision in primitives}
 
 
 def functions(rules: AutocastRules) -> Functions:

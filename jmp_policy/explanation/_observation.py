@@ -3,6 +3,7 @@
 import contextlib
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from .._tree import is_flax_object
 
-# A context of JAX's, part of the key of every jit cache: what was traced before is traced anew, and seen.
+# A reference to the observation that is being made. A context of JAX's, part of the key of every jit cache: what was
+# traced before is traced anew, and seen. JAX never lets go of such a key, and the observation is not to stay with it.
 _OBSERVATION = jax.make_user_context(None)
 _SCOPE = "jmp_policy_module_"
 
@@ -56,7 +58,8 @@ def path_of(scope: str) -> str | None:
 
 def observe_call(path: str, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a method of the module at a path, under the eyes of the observation that is being made, if there is one."""
-    observation: Observation | None = _OBSERVATION.value
+    reference = _OBSERVATION.value
+    observation: Observation | None = None if reference is None else reference()
     return fun(*args, **kwargs) if observation is None else observation.call(path, fun, args, kwargs)
 
 
@@ -73,7 +76,7 @@ def observe(fun: Callable[..., Any], *args: Any) -> tuple[Observation, ClosedJax
         return [leaf for leaf in jax.tree.leaves(fun(*args)) if _is_array(leaf)]
 
     program, arrays = _abstracted(arrays_of, args)
-    with _OBSERVATION(observation), _without_map_warnings():
+    with _OBSERVATION(weakref.ref(observation)), _without_map_warnings():
         return observation, jax.make_jaxpr(program)(arrays)
 
 

@@ -56,7 +56,7 @@ def has_quantization(explanation: Explanation) -> bool:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What to say below the table: totals, leaks, sums in half precision, rules that decided nothing, unknown places."""
+    """What to say below the table: totals, leaks, sums in half precision, idle rules and unknown places."""
     told = _totals(explanation), *_leaks(explanation), *_half_sums(explanation)
     return [*told, *explanation.unused, *explanation.unknown]
 

@@ -1,6 +1,5 @@
 """The one place that walks a program: a rule says what becomes of each equation, bodies are rewritten in turn."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ class Rewriter:
         """
         wanted = None if out_dtypes is None else tuple(out_dtypes)
         key = (self.rule, tuple(kinds), context, wanted)
-        found = _REWRITTEN.setdefault(program, {})
+        found = self.rule.rewritten.setdefault(program, {})
         if key not in found:
             found[key] = self._rewrite(program, kinds, context, wanted)
         return found[key]
@@ -103,8 +102,6 @@ class Rewriter:
 
 
 WRITERS = CONTROL_FLOW | {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
-
-_REWRITTEN: weakref.WeakKeyDictionary[Program, dict[Any, Rewritten]] = weakref.WeakKeyDictionary()
 
 
 def _end_of(body: Any) -> JaxprEqn:

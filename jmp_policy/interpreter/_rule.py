@@ -1,7 +1,8 @@
 """What a rule has to say about a program."""
 
 import abc
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,18 @@ from ._kind import Kind, Value
 Context = Any
 """What a rule knows of the place of an equation; hashable."""
 
+_REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
 
 class Rule(abc.ABC):
-    """What becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten."""
+    """What becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten.
+
+    Attributes:
+      rewritten: what was rewritten, by program and by all that decides, with the rules by which it was. A rule that
+        refers to what is not to live as long as the programs needs one of its own.
+    """
+
+    rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
 
     @abc.abstractmethod
     def context(self, outer: Context, eqn: JaxprEqn) -> Context:

@@ -9,7 +9,6 @@ import copyreg
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy as np
 from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
+from .._made_classes import found_by_name, make_subclass
+from .._memory import remember_on_class
 from .._once import warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -36,25 +37,26 @@ _OWNER = "_jmp_owner"
 _BOUNDARY = "_jmp_boundary"
 
 
-@functools.cache
 def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
       ValueError: `keep` names no argument of a public method.
     """
+    return _policied_class(_first_to_die(base, policy), base, policy, keep, place)
+
+
+@remember_on_class
+def _policied_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     _check_keep(base, keep)
     namespace = {
         POLICY: policy,
         _BASE: base,
         _KEEP: keep,
         PLACE: place,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         "__init_subclass__": classmethod(_init_subclass),
     }
-    cls = type(base)(base.__name__, (base,), namespace)
+    cls = make_subclass(base, namespace, (policied_class, (base, policy, keep, place)))
     setattr(cls, _OWNER, cls)
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     _police_methods(cls, dir(base))
@@ -63,6 +65,16 @@ def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], 
     cls.init_with_output = _with_policied_method(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
+
+
+def _first_to_die(base: type, policy: Policy | PolicyMap) -> type:
+    """The class, or the one among the keys of its map, whose end is the end of its policied class.
+
+    That is the first that no module has under its name: one made by a function, or in a notebook.
+    """
+    keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or found_by_name(kind) is not kind)
+    return next(passing, base)
 
 
 def unpolicied_class(cls: Any) -> Any:
@@ -232,17 +244,10 @@ def _check_keep(base: Any, keep: frozenset[str]) -> None:
 def _reduce(self: nn.Module) -> tuple:
     """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
     cls: Any = type(self)
-    if _found_by_name(cls) is cls:
+    if found_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
     return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, _KEEP, PLACE))), vars(self)
 
 
 def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
     return object.__new__(policied_class(base, policy, keep, place))
-
-
-def _found_by_name(cls: type) -> Any:
-    found: Any = sys.modules.get(cls.__module__)
-    for name in cls.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found

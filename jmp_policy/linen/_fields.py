@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.core import Scope
 
 from .._dtypes import at_least_float32
+from .._memory import remember_weakly
 
 # Their dtype is that of the parameters they rewrite, not of a computation: they are left to the layer they wrap.
 _PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
@@ -116,12 +117,12 @@ _AUTHOR = "_jmp_author"
 _SCALAR_TYPE = type(jnp.float32)
 
 
-@functools.cache
+@remember_weakly
 def _has_param_dtype_field(kind: type[nn.Module]) -> bool:
     return any(field.name == "param_dtype" for field in dataclasses.fields(kind))
 
 
-@functools.cache
+@remember_weakly
 def _dtype_default(kind: type[nn.Module]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     return fields["dtype"].default if "dtype" in fields else _NO_FIELD

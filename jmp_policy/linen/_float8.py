@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax import lax
 
 from .._float8_format import Float8
+from .._memory import remember_weakly
 from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, map_state
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -103,7 +104,7 @@ def storable(given: Policy | PolicyMap, out: Any) -> Any:
     return map_state(plain, out, otherwise=lambda leaf: leaf)
 
 
-@functools.cache
+@remember_weakly
 def _has_state(given: Policy | PolicyMap) -> bool:
     if isinstance(given, Policy):
         return keeps_state(given.quantization)

@@ -4,20 +4,46 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen as nn
 
+from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from ._path import path_of
 from ._place import PLACE, Place
 
-# The frame in charge. Part of the key of every jit cache: the program of a jitted submodule (`nn.jit`) depends on it.
-CURRENT = jax.make_user_context(None)
+
+class _Current:
+    """The frame in charge. Part of the key of every jit cache: the program of a jitted submodule depends on it.
+
+    JAX never lets go of such a key, so it is a reference that keeps neither the frame nor its classes alive.
+    """
+
+    def __init__(self) -> None:
+        self._reference = jax.make_user_context(None)
+
+    @property
+    def value(self) -> Any:
+        """The frame, or `None`."""
+        reference = self._reference.value
+        return None if reference is None else reference()
+
+    def __call__(self, frame: "Frame") -> AbstractContextManager[Any]:
+        """The context in which a frame is in charge."""
+        return self._reference(frame.reference)
+
+    def __reduce__(self) -> str:  # by its name, for what pickles functions by value
+        return "CURRENT"
+
+
+CURRENT = _Current()
 
 
 # The types of the modules met in the outermost call that is running, by path. No cache may depend on what is read here:
@@ -46,6 +72,11 @@ class Frame:
     policy: Policy | PolicyMap
     inferred: np.dtype | None
     covering: frozenset[type]
+
+    @functools.cached_property
+    def reference(self) -> "weakref.ref[Frame]":
+        """What stands for the frame where it is not to be kept alive."""
+        return weakref.ref(self)
 
     @functools.cached_property
     def attachment(self) -> "Frame":
@@ -102,15 +133,21 @@ class Frame:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""
         if isinstance(self.policy, Policy) or self.place.lineage:  # they may be for modules of nnx
             return []
-        known = _met_before(self, jax.tree.structure(module.variables.get("params")))
+        # Those inside a jitted module are met only once: all that were met in models of one structure count.
+        structure = jax.tree.structure(module.variables.get("params"))
+        known = self._met_before.setdefault(structure, weakref.WeakValueDictionary())
         known.update(_MET.get())
-        return self.policy.explain_unused(known)
+        return self.policy.explain_unused(dict(known))
+
+    @functools.cached_property
+    def _met_before(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:
+        return {}
 
     def _resolved(self, policy: Policy) -> Policy:
         return policy if policy.compute_dtype is not None else policy.replace(compute_dtype=self.inferred)
 
 
-@functools.cache
+@remember_on_class
 def frame_of(
     owner: Any,
     path: tuple[str, ...],
@@ -131,9 +168,3 @@ def outermost_call(frame: Frame) -> Iterator[None]:
             yield
     finally:
         _MET.reset(before)
-
-
-@functools.cache
-def _met_before(frame: Frame, params: Any) -> dict[str, type[nn.Module]]:
-    """All modules met in models of one structure: those inside a jitted one are met only once."""
-    return {}

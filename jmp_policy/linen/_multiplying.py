@@ -1,6 +1,5 @@
 """The field of a linen layer that holds the function it multiplies with, in whose place a policy may write ours."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from flax import linen as nn
 from jax import lax
 
+from .._memory import remember_weakly
 from ..quant._float8_layer import Float8Multiply
 from ..quant._layer import Multiply, Promote
 
@@ -18,7 +18,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 """The names of such fields, and the functions that they hold by default."""
 
 
-@functools.cache
+@remember_weakly
 def operation_field(kind: type[nn.Module]) -> str | None:
     """The field of a class of layers; `None` if it has none, or is none of Flax's kind."""
     if not hasattr(kind, "promote_dtype"):

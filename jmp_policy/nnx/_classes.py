@@ -8,27 +8,30 @@ from typing import Any
 from flax import nnx
 
 from .._boundary import check_keep
+from .._made_classes import make_subclass
+from .._memory import remember_on_class
 from ._call import Adopt, call_method
 from ._roles import ROLE, Role, blank, role_of
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
-@functools.cache
 def policied_class(role: Role, adopt: Adopt) -> type:
     """The subclass of `role.runs` for the modules of a role; one for equal roles, so that jit caches hit."""
+    return _policied_class(role.base, role, adopt)
+
+
+@remember_on_class
+def _policied_class(_: type, role: Role, adopt: Adopt) -> type:
     base = role.runs
     namespace = {
         ROLE: role,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         "__reduce__": lambda self: (_remade, (role, adopt, vars(self).copy())),
     }
     if role.calls:
         namespace |= policied_methods(base, adopt)
-    options = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return type(base)(base.__name__, (base,), namespace, **options)
+    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    return make_subclass(base, namespace, (policied_class, (role, adopt)), **options)
 
 
 def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:

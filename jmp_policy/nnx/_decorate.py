@@ -1,10 +1,11 @@
 """Decorated classes, whose instances get the policy when their constructor ends."""
 
-import functools
 from typing import Any
 
 from flax import nnx
 
+from .._made_classes import make_subclass, pickle_by_recipe
+from .._memory import remember_on_class
 from .._once import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -17,6 +18,7 @@ from ._roles import Kind, items_of, kind_of
 _GIVEN = "__jmp_given__"
 
 
+@remember_on_class
 def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
     """The subclass of an nnx class whose instances, and those of its own subclasses, get a policy.
 
@@ -25,13 +27,11 @@ def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> t
     forget_warnings(given)
     namespace = {
         _GIVEN: (given, keep),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         **policied_methods(base, adopt),
     }
-    options = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return _metaclass(type(base))(base.__name__, (base,), namespace, **options)
+    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    recipe = decorated, (base, given, keep)
+    return make_subclass(base, namespace, recipe, metaclass=_metaclass(type(base)), **options)
 
 
 def given_to(kind: type) -> Policy | PolicyMap | None:
@@ -39,7 +39,7 @@ def given_to(kind: type) -> Policy | PolicyMap | None:
     return getattr(kind, _GIVEN, (None, ()))[0]
 
 
-@functools.cache
+@remember_on_class
 def _metaclass(parent: type[type]) -> type[type]:
     """A metaclass whose classes attach the policy where a call of the class ends: after the outermost `__init__`."""
     if getattr(parent, "attaches_policy", False):
@@ -50,7 +50,7 @@ def _metaclass(parent: type[type]) -> type[type]:
         given, keep = getattr(kind, _GIVEN)
         return _attached(module, given, keep, (args, kwargs))
 
-    return type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True})
+    return pickle_by_recipe(type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True}))
 
 
 def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: Any) -> Any:

@@ -10,6 +10,8 @@ from flax import nnx
 from jax import lax
 
 from .._float8_format import Float8
+from .._made_classes import make_subclass
+from .._memory import remember_on_class
 from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
@@ -73,7 +75,7 @@ def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, fo
     return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
 
 
-@functools.cache
+@remember_on_class
 def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
     """A subclass of a layer that multiplies in 8 bits; one for equal classes.
 
@@ -88,9 +90,7 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
-    namespace = {"__module__": base.__module__, "__doc__": base.__doc__, name: property(multiply, keep)}
-    metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), namespace)
+    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, name, format)))
 
 
 def _state_of(layer: Any) -> State:

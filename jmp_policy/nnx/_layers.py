@@ -1,6 +1,5 @@
 """The dtype fields of layers: which ones their author left open, and what a policy writes there."""
 
-import functools
 import inspect
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._dtypes import at_least_float32
+from .._memory import remember_weakly
 from .._policy import Policy
 from ._quantized import quantized_attributes
 
@@ -60,7 +60,7 @@ def _stored_dtype(attributes: dict[str, Any], param_dtype: np.dtype | None) -> d
     return {"dtype": param_dtype}
 
 
-@functools.cache
+@remember_weakly
 def _constructor_default(base: type) -> Any:
     for kind in base.__mro__:  # a constructor that takes **kwargs hands them to the next
         parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}

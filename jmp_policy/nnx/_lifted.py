@@ -3,13 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
+
+from .._tree import is_flax_object
 
 
 def lifted(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs a function of nnx objects by means of one that knows trees of arrays only.
 
     What the function writes, to Variables or attributes, lands in the caller's objects afterwards, as with `nnx.jit`.
+    What it only reads is not touched: the objects may be of an outer trace, as those that `jax.grad` does not
+    differentiate with respect to, and JAX allows no writing there.
 
     Args:
       run: called with a pure function and its argument, a tree of arrays; returns what that returns.
@@ -24,13 +29,53 @@ def lifted(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs
         with nnx.split_context(lifted) as outside:
             graphdef, state = outside.split((args, kwargs))
 
-        def pure(state: Any) -> Any:
+        def pure(state: Any) -> dict[str, Any]:
             with nnx.merge_context(lifted, inner=True) as inside:
-                args, kwargs = inside.merge(graphdef, state)
-            out = fun(*args, **kwargs)
-            with nnx.split_context(lifted) as inside:
-                return inside.split((args, kwargs, out))
+                copies = inside.merge(graphdef, state)
+            before = _Contents(copies)
+            out = fun(*copies[0], **copies[1])
+            written = None if _has_objects(out) else _Contents(copies).written_since(before)
+            if written is not None:
+                return {"written": written, "out": out}
+            with nnx.split_context(lifted) as inside:  # every object is made anew in its place
+                return {"graph": inside.split((*copies, out))}
 
-        new_graphdef, new_state = run(pure, state)
-        with nnx.merge_context(lifted, inner=False) as outside:
-            return outside.merge(new_graphdef, new_state)[2]
+        result = run(pure, state)
+        if "graph" in result:
+            with nnx.merge_context(lifted, inner=False) as outside:
+                return outside.merge(*result["graph"])[2]
+    variables = _Contents((args, kwargs)).variables
+    for number, value in result["written"].items():
+        variables[number].set_raw_value(value)
+    return result["out"]
+
+
+class _Contents:
+    """What a tree of nnx objects holds.
+
+    Attributes:
+      variables: its Variables, in an order that copies of the tree share.
+    """
+
+    def __init__(self, tree: Any):
+        self._graphdef, state = nnx.split(tree, graph=True)
+        nodes = [node for _, node in nnx.iter_graph(tree, graph=True)]
+        self.variables = [node for node in nodes if isinstance(node, nnx.Variable)]
+        self._values = [variable.get_raw_value() for variable in self.variables]
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+        self._bare = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_variable) if not is_variable(leaf)]
+
+    def written_since(self, before: "_Contents") -> dict[int, Any] | None:
+        """The values of the Variables that were written, by their numbers; `None` if more was, such as attributes."""
+        if self._graphdef != before._graphdef or not _are_same(self._bare, before._bare):
+            return None
+        pairs = enumerate(zip(self._values, before._values, strict=True))
+        return {i: new for i, (new, old) in pairs if not _are_same(jax.tree.leaves(new), jax.tree.leaves(old))}
+
+
+def _are_same(new: list[Any], old: list[Any]) -> bool:
+    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _has_objects(tree: Any) -> bool:
+    return any(map(is_flax_object, jax.tree.leaves(tree, is_leaf=is_flax_object)))

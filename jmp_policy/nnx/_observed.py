@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from .._memory import remember_on_class
 from ..explanation._observation import observe_call
 from ._classes import public_methods
 from ._roles import ROLE, Kind, items_of, kind_of
@@ -68,7 +69,7 @@ def _inside(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple
         yield from _inside(item, (*path, name), seen)
 
 
-@functools.cache
+@remember_on_class
 def _watched_class(kind: Any, watch: Watch) -> type:
     """The subclass whose public methods are watched; one for each class, because JAX never forgets a pytree class."""
     methods = {name: _watched_method(inspect.getattr_static(kind, name), watch) for name, _ in public_methods(kind)}

@@ -11,6 +11,7 @@ from jax import lax
 
 from .._float8_format import Float8
 from .._formats import Quantization, integers_of
+from .._memory import remember_weakly
 from .._policy import Policy
 from ..quant import QuantizedArray
 from ..quant._bilinear import Einsum, einsum as labels_of
@@ -203,7 +204,7 @@ _LAYERS: dict[type, _Layer] = {
 }
 
 
-@functools.cache
+@remember_weakly
 def _layer_of(base: type) -> _Layer | None:
     """What there is to know of a class of layers: of Flax's own, or of the one that it is a subclass of."""
     return next((_LAYERS[kind] for kind in base.__mro__ if kind in _LAYERS), None)

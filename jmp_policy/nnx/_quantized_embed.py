@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._made_classes import make_subclass
+from .._memory import remember_on_class
 from ..quant import dot_general, take
 from ..quant._layer import Promote, weight_of
 from ..quant._layout import table_layout
@@ -34,16 +36,15 @@ class PromoteTable(Promote):
         return super().__call__((query, table, None), dtype=dtype)[:2]
 
 
-@functools.cache
+@remember_on_class
 def quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
     """A subclass of an embedding that reads rows, and attends to them, by their integers; one for equal classes."""
-    methods: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    methods: dict[str, Any] = {}
     if base.__call__ is nnx.Embed.__call__:
         methods["__call__"] = _call
     if base.attend is nnx.Embed.attend:
         methods["attend"] = _attend
-    metaclass: Any = type(base)
-    return metaclass(base.__name__, (base,), methods)
+    return make_subclass(base, methods, (quantized_embed, (base,)))
 
 
 def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax import nnx
 
 from .._dtypes import is_floating_dtype
 from .._float8_format import Float8
+from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._float8 import float8_layer
@@ -89,7 +89,7 @@ class Kind(enum.Enum):
     OTHER = enum.auto()
 
 
-@functools.cache
+@remember_weakly
 def kind_of(kind: type) -> Kind:
     """The kind of the values of a type; a dictionary look-up, where `isinstance` of nnx runs Python code."""
     if issubclass(kind, nnx.Param):

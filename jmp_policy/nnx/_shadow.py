@@ -1,13 +1,13 @@
 """A stand-in for a module during one call: its own class, and its parameters read in compute dtype."""
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 
+from .._memory import remember_on_class
 from .._tree import cast_floating
 from ._roles import Kind, blank, floating_dtypes, items_of, kind_of, with_items
 
@@ -110,7 +110,7 @@ class _Record:
         return stand_in
 
 
-@functools.cache
+@remember_on_class
 def _view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
     """The class of Params that hold what a Param of class `kind` holds, and show it in another dtype.
 

@@ -58,7 +58,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
         traceable = _traceable(fun, overflows)
         for adapter in loaded_adapters():
             traceable = adapter.named(traceable, register.enter)
-        with TRACING(register):
+        with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
         return inspect(program, overflows, Paths(register.modules()))
 

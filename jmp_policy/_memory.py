@@ -1,0 +1,72 @@
+"""Results that are remembered for as long as what they are for is alive: `functools.cache` would keep that alive."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_MEMORY = "_jmp_memory"
+_LOCK = threading.Lock()
+_UNKNOWN = object()
+
+
+def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Remembers the results of a function of a class, or of another object, that they do not refer to.
+
+    >>> name_of = remember_weakly(lambda kind: kind.__name__)
+    >>> name_of(dict), name_of(dict)
+    ('dict', 'dict')
+    """
+    results: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def remembered(key: Any) -> T:
+        found = results.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = results[key] = fun(key)
+        return found
+
+    return remembered
+
+
+def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
+    """Remembers the results of a function of a class, and of more, that refer to the class, as a subclass of it does.
+
+    They are kept in an attribute of the class, for a weak dictionary would keep both alive. All calls with equal
+    arguments return one object.
+
+    >>> class Base: pass
+    >>> subclass_of = remember_on_class(lambda base, name: type(name, (base,), {}))
+    >>> subclass_of(Base, "A") is subclass_of(Base, "A"), subclass_of(Base, "B").__name__
+    (True, 'B')
+    """
+
+    @functools.wraps(fun)
+    def remembered(kind: Any, *args: Any) -> T:
+        results = _memory_of(kind)
+        key = (fun, *args)
+        found = results.get(key, _UNKNOWN)
+        return results.setdefault(key, fun(kind, *args)) if found is _UNKNOWN else found
+
+    return remembered
+
+
+class _Memory(dict[tuple, Any]):
+    """Results of functions by their arguments; nothing that goes into a pickle with its class."""
+
+    def __reduce__(self) -> tuple:
+        return _Memory, ()
+
+
+def _memory_of(kind: type) -> _Memory:
+    found = vars(kind).get(_MEMORY)
+    if found is None:
+        with _LOCK:
+            found = vars(kind).get(_MEMORY)
+            if found is None:
+                found = _Memory()
+                setattr(kind, _MEMORY, found)
+    return found

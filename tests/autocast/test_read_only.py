@@ -1,0 +1,150 @@
+"""nnx objects that an autocasted function only reads: they may belong to a trace outside, and stay what they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from programs import products
+
+import jmp_policy as jmp
+
+MIXED = "p=f32,c=bf16,o=none"
+X = jax.random.normal(jax.random.key(1), (8, 16))
+
+
+class Teacher(nnx.Module):
+    """Has statistics, RNG state, and a child that is shared."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.again = self.up
+
+    def __call__(self, x):
+        return self.again(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+
+def teacher():
+    made = Teacher(nnx.Rngs(0))
+    made.eval()
+    return made
+
+
+def loss_fn(weight, teacher, x):
+    return jnp.mean((x @ weight - teacher(x)).astype(jnp.float32) ** 2)
+
+
+def merged_loss(weight, state, x):
+    return loss_fn(weight, nnx.merge(nnx.graphdef(teacher()), state), x)
+
+
+def grad(fun):
+    return lambda weight, model: jax.grad(fun)(weight, model, X)
+
+
+TRANSFORMS = {
+    "grad": grad,
+    "jitted grad": lambda fun: lambda w, m: jax.jit(lambda w: grad(fun)(w, m))(w),
+    "vmapped grad": lambda fun: lambda w, m: jax.jit(jax.vmap(lambda w: grad(fun)(w, m)))(w[None])[0],
+    "scanned": lambda fun: lambda w, m: jax.lax.scan(lambda c, x: (c, fun(w, m, x[None])), 0, X)[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_objects_that_are_not_differentiated_may_be_read(transform):
+    weight, model = jnp.ones((16, 16)), teacher()
+    before = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    half = TRANSFORMS[transform](jmp.autocast(loss_fn, MIXED))(weight, model)
+    full = TRANSFORMS[transform](loss_fn)(weight, model)
+    np.testing.assert_allclose(half, full, rtol=0, atol=0.02 * float(jnp.abs(full).max()))
+    after = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
+
+
+@pytest.mark.parametrize(("loss", "model"), [(merged_loss, nnx.state), (loss_fn, nnx.clone)], ids=["state", "merged"])
+def test_a_state_and_a_merged_model_may_be_read(loss, model):
+    gradient = jax.grad(jmp.autocast(loss, MIXED))(jnp.ones((16, 16)), model(teacher()), X)
+    assert gradient.dtype == jnp.float32
+
+
+def test_what_is_written_lands_and_all_else_stays():
+    model = teacher()
+    model.train()
+    kernel, count = model.up.kernel.get_raw_value(), int(model.dropout.rngs.count[...])
+    mean = model.norm.mean[...]
+    jmp.autocast(lambda model, x: model(x), MIXED)(model, X)
+    assert model.up.kernel.get_raw_value() is kernel
+    assert int(model.dropout.rngs.count[...]) == count + 1
+    assert (model.norm.mean[...] != mean).any()
+    assert model.again is model.up
+
+
+def test_new_attributes_and_objects_land():
+    def grow(model, x):
+        model.seen = nnx.Intermediate(model.up(x))
+        model.calls = 1
+        return model, nnx.Param(x)
+
+    model = teacher()
+    returned, made = jmp.autocast(grow, MIXED)(model, X)
+    assert returned is model
+    assert (model.calls, model.seen.shape, type(made)) == (1, X.shape, nnx.Param)
+
+
+def test_an_array_in_an_attribute_lands():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.total = nnx.data(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.total = self.total + 1
+            return x
+
+    counter = Counter()
+    jmp.autocast(lambda counter, x: counter(x), MIXED)(counter, X)
+    assert float(counter.total) == 1
+
+
+def distilled(student, teacher, x, labels):
+    """The loss of Hinton et al., Distilling the Knowledge in a Neural Network, 2015."""
+    logits, wanted = x @ student["up"], teacher(x)
+    logits = jax.nn.relu(logits) @ student["down"]
+    soft = optax.losses.kl_divergence(jax.nn.log_softmax(logits / 2), jax.nn.softmax(wanted / 2)).mean()
+    return 4 * soft + optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def test_a_student_learns_from_a_teacher_under_autocast():
+    keys = jax.random.split(jax.random.key(0), 2)
+    student = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip(("up", "down"), keys, strict=True)}
+    model, labels = teacher(), jnp.arange(8)
+    loss_fn, tx = jmp.autocast(distilled, MIXED), optax.sgd(0.3, momentum=0.9)
+
+    # Against float64 gradients of the same loss: bfloat16 keeps 8 bits, and products of 16 terms lose few of them.
+    with jax.enable_x64(True):
+        wide = nnx.merge(*jmp.cast_floating(nnx.split(model), jnp.float64))
+        for layer in (wide.up, wide.norm):
+            layer.dtype = layer.param_dtype = jnp.float64
+        of_student = jax.jit(jax.grad(lambda student, x: distilled(student, wide, x, labels)))
+        exact = of_student(jax.tree.map(jnp.float64, student), jnp.float64(X))
+    assert exact["up"].dtype == jnp.float64
+    gradients = jax.jit(jax.grad(lambda student: loss_fn(student, model, X, labels)))(student)
+    for name, gradient in gradients.items():
+        scale = np.abs(exact[name]).max()
+        assert np.abs(np.float64(gradient) - np.float64(exact[name])).max() < 0.03 * scale
+
+    @jax.jit
+    def train_step(student, state):
+        loss, grads = jax.value_and_grad(loss_fn)(student, model, X, labels)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(student, updates), state, loss
+
+    state, losses = tx.init(student), []
+    for _ in range(20):
+        student, state, loss = train_step(student, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    program = jax.make_jaxpr(lambda student: jax.grad(loss_fn)(student, model, X, labels))(student)
+    assert {dtype for _, dtype in products(program)} == {"bfloat16"}

@@ -1,0 +1,344 @@
+"""What had a policy is freed as what had none, and a policy that is applied again compiles nothing again."""
+
+import functools
+import gc
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from compiles import alive_of, compiles
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+import jmp_policy.nnx
+from jmp_policy.autocast import AutocastRules
+from jmp_policy.explanation._observation import Observation
+
+MIXED = "p=f32,c=bf16,o=f32"
+X = jnp.ones(3)
+
+inside = jax.jit(lambda x: jnp.tanh(x) + 1)
+
+
+def plain(target, policy):
+    return target
+
+
+class Trainer:
+    """Holds its parameters, and a method of its own that has a policy."""
+
+    def __init__(self, give, weight=X):
+        self.weight = jnp.array(weight)
+        self.loss_fn = give(self.loss, MIXED)
+        self.train_step = jax.jit(lambda x: self.loss_fn(x))
+
+    def loss(self, x):
+        return jnp.sum(inside(x) * self.weight.astype(x.dtype))
+
+
+class Callable:
+    def __call__(self, x):
+        return inside(x) * jnp.cos(x)
+
+
+KINDS = {
+    "a function": lambda: lambda x: inside(x) * jnp.cos(x),
+    "a closure": lambda: (lambda weight: lambda x: inside(x) * weight.astype(x.dtype))(jnp.ones(3)),
+    "a partial": lambda: functools.partial(lambda scale, x: inside(x) * scale, 2),
+    "a callable object": Callable,
+    "a bound method": lambda: Callable().__call__,
+    "a jitted function": lambda: jax.jit(lambda x: inside(x)),
+}
+
+
+@pytest.mark.parametrize("give", [plain, jmp.with_policy])
+def test_trainers_whose_method_has_a_policy_are_freed(give):
+    def train(_):
+        trainer = Trainer(give)
+        trainer.loss_fn(X)
+        trainer.train_step(X)
+        return trainer
+
+    assert alive_of(30, train) == 0
+
+
+@pytest.mark.parametrize("give", [plain, jmp.with_policy])
+def test_arrays_that_a_function_with_a_policy_closes_over_are_freed(give):
+    def use(_):
+        weight = jnp.ones(3)
+        give(lambda x: inside(x) * weight.astype(x.dtype), MIXED)(X)
+        return weight
+
+    assert alive_of(30, use) == 0
+
+
+@pytest.mark.parametrize("are_kept", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_functions_under_a_policy_compile_nothing_again(kind, are_kept):
+    def compiled(give):
+        kept = []
+
+        def run():
+            fun = give(KINDS[kind](), MIXED)
+            fun(X)
+            kept.append(fun if are_kept else None)
+
+        run()
+        with compiles() as count:
+            for _ in range(30):
+                run()
+        return count[0]
+
+    assert compiled(jmp.with_policy) == compiled(plain)
+
+
+def test_trainers_under_a_policy_compile_what_they_would_without():
+    def compiled(give):
+        trainers = [Trainer(give)]
+        trainers[0].loss_fn(X)
+        with compiles() as count:
+            for _ in range(30):
+                trainers.append(Trainer(give))
+                trainers[-1].loss_fn(X)
+        return count[0]
+
+    assert compiled(jmp.with_policy) == compiled(plain) == 0
+
+
+def recursive(depths):
+    """A function with a policy, and a jitted one that calls it, which tells what dtypes it got back."""
+
+    @jmp.with_policy("bfloat16")
+    def fun(x, depth, call=lambda x, depth: None):
+        call(x.astype(jnp.float32), depth)
+        return x
+
+    jitted = jax.jit(fun, static_argnums=1)
+
+    def call(x, depth):
+        depths.append(str(jitted(x, depth).dtype))
+
+    return fun, call
+
+
+def test_functions_of_one_kind_that_call_a_jitted_one_are_told_apart():
+    seen = []
+    functions = [recursive(seen) for _ in range(3)]
+    for _ in range(2):
+        for fun, call in functions:
+            fun(X, 1, call)  # inside of itself: passes through
+        for (fun, _), (_, call) in zip(functions, functions[1:] + functions[:1], strict=True):
+            fun(X, 1, call)  # inside of another: casts
+    assert seen == (["float32"] * 3 + ["bfloat16"] * 3) * 2
+
+
+def test_a_function_that_was_called_inside_of_another_is_told_from_that_one():
+    seen = []
+    (first, call_first), (second, call_second) = recursive(seen), recursive(seen)
+    first(X, 1, call_second)  # traced where the second is not running
+    second(X, 1, call_second)
+    second(X, 1, call_first)
+    first(X, 1, call_first)
+    first(X, 1, call_second)
+    assert seen == ["bfloat16", "float32", "bfloat16", "float32", "bfloat16"]
+
+
+def test_functions_that_run_in_other_threads_are_told_apart():
+    seen = []
+    (first, call_first), (second, _) = recursive(seen), recursive(seen)
+    inside_first, called_by_second = threading.Event(), threading.Event()
+
+    def in_thread():
+        inside_first.wait(10)
+        second(X, 1, call_first)  # not running in this thread
+        called_by_second.set()
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+
+    def wait_and_call(x, depth):
+        inside_first.set()
+        called_by_second.wait(10)
+        call_first(x, depth)
+
+    first(X, 1, wait_and_call)
+    thread.join(10)
+    second(X, 1, call_first)
+    assert seen == ["bfloat16", "float32", "bfloat16"]
+
+
+def redefined(give):
+    """Redefines a linen class, as a cell of a notebook that is run again, and uses it under what `give` gives it."""
+
+    def define_and_run(number):
+        class Inner(nn.Module):
+            def setup(self):
+                self.dense = nn.Dense(2)
+
+            def __call__(self, x):
+                return self.dense(x)
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.relu(Inner()(x))
+
+        model = give(Net, Inner)
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        jax.eval_shape(model.apply, variables, X)
+        if number % 15 == 0:  # compiled and run, which takes longer
+            variables = jax.jit(model.init)(jax.random.key(0), X)
+            jax.jit(model.apply)(variables, X)
+            model.apply(variables, X)
+        return Net
+
+    return define_and_run
+
+
+GIVEN = {
+    "none": lambda net, inner: net(),
+    "a policy": lambda net, inner: jmp.with_policy(net(), MIXED),
+    "a class with one": lambda net, inner: jmp.with_policy(net, MIXED)(),
+    "a map by type": lambda net, inner: jmp.with_policy(net(), jmp.PolicyMap({inner: "float32"}, MIXED)),
+    "a map by path": lambda net, inner: jmp.with_policy(net(), jmp.PolicyMap({"Inner_0": "float32"}, MIXED)),
+    "quantized": lambda net, inner: jmp.with_policy(net(), f"int8_from_{MIXED}"),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_redefined_linen_classes_under_a_policy_are_freed(given):
+    assert alive_of(30, redefined(GIVEN[given])) == 0
+
+
+class Outer(nn.Module):
+    inner: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.inner()(x)
+
+
+@pytest.mark.parametrize("policy", [MIXED, jmp.PolicyMap({nn.Dense: "float32"}, MIXED), None])
+def test_redefined_linen_classes_inside_of_one_that_stays_are_freed(policy):
+    def define_and_run(_):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(2)(x)
+
+        given = jmp.PolicyMap({Inner: "float32"}, MIXED) if policy is None else policy
+        model = jmp.with_policy(Outer(Inner), given)
+        jax.eval_shape(model.init, jax.random.key(0), X)
+        return Inner
+
+    assert alive_of(30, define_and_run) == 0
+
+
+def test_explaining_redefined_linen_classes_does_not_keep_them():
+    def define_and_explain(_):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(2)(x)
+
+        jmp.explain(jmp.with_policy(Net(), MIXED), X)
+        return Net
+
+    assert alive_of(5, define_and_explain) == 0
+    assert not [kept for kept in gc.get_objects() if isinstance(kept, Observation)]
+
+
+def test_a_linen_class_that_is_given_its_policy_again_compiles_nothing_again():
+    model, key = nn.Dense(2), jax.random.key(0)
+    variables = jmp.with_policy(model, MIXED).init(key, X)
+    jmp.with_policy(model, MIXED).apply(variables, X)
+    gc.collect()
+    with compiles() as count:
+        for _ in range(30):
+            jmp.with_policy(model, MIXED).apply(variables, X)
+            jmp.with_policy(nn.Dense, MIXED)(2).apply(variables, X)
+    assert count[0] == 0
+
+
+def test_nnx_classes_that_no_jax_registry_holds_are_freed():
+    def define_and_run(give):
+        def run(_):
+            class Net(nnx.Module, pytree=False):
+                def __init__(self, rngs):
+                    self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+                def __call__(self, x):
+                    return self.dense(x)
+
+            give(Net(nnx.Rngs(0)), MIXED)(X)
+            return Net
+
+        return run
+
+    assert alive_of(5, define_and_run(jmp.with_policy)) == alive_of(5, define_and_run(plain))
+
+
+def test_trainers_with_nnx_models_under_a_policy_are_freed():
+    def train(_):
+        model = jmp.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), MIXED)
+        optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        grads = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))(model, X)
+        optimizer.update(model, grads)
+        return model
+
+    assert alive_of(10, train) == 0
+
+
+def test_equal_maps_are_one_object_and_are_freed():
+    assert jmp.PolicyMap({dict: "float32"}, MIXED) is jmp.PolicyMap({dict: "float32"}, MIXED)
+
+    def make(_):
+        kind = type("Net", (), {})
+        rules = jmp.PolicyMap({kind: "float32", "a/.*": "bfloat16"}, MIXED)
+        assert rules.resolve("a/b", kind).name == "float32"
+        return rules
+
+    assert alive_of(30, make) == 0
+
+
+@pytest.mark.parametrize("scopes", [False, True])
+def test_redefined_classes_in_the_rules_of_autocast_are_freed(scopes):
+    def define_and_run(_):
+        class Inner(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return inside(nn.Dense(2)(x))
+
+        model = nn.Sequential([Inner()])
+        variables = jax.eval_shape(model.init, jax.random.key(0), X)
+        if scopes:
+            apply = jmp.autocast(model.apply, MIXED, rules=AutocastRules(scopes={Inner: "full"}))
+        else:
+            apply = jmp.autocast(model.apply, jmp.PolicyMap({Inner: "float32"}, MIXED))
+        jax.eval_shape(apply, variables, X)
+        return Inner
+
+    assert alive_of(10, define_and_run) == 0
+
+
+def test_fresh_functions_under_autocast_compile_nothing_again():
+    def run():
+        jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED)(X)
+
+    run()
+    with compiles() as count:
+        for _ in range(10):
+            run()
+    assert count[0] == 0
+
+
+def test_a_function_under_autocast_by_scopes_compiles_nothing_again():
+    fun = jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED, rules=AutocastRules(scopes={"": "full"}))
+    fun(X)
+    with compiles() as count:
+        for _ in range(5):
+            fun(X)
+    assert count[0] == 0
