@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-_LONGEST_QUOTE = 200
+_LONGEST_QUOTE = 500
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
 
 
@@ -22,7 +22,7 @@ def quote(value: object) -> str:
     """What a user gave as an error repeats it: whole, unless it is long.
 
     >>> quote("bfloat17"), len(quote("x" * 1_000_000))
-    ("'bfloat17'", 200)
+    ("'bfloat17'", 500)
     """
     text = repr(value)
     if len(text) <= _LONGEST_QUOTE:

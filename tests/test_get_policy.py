@@ -188,7 +188,7 @@ def test_an_error_does_not_repeat_a_long_input(spec):
     with pytest.raises((ValueError, TypeError)) as raised:
         jmp.get_policy(spec)
     assert " ... " in str(raised.value)
-    assert len(str(raised.value)) < 1500
+    assert len(str(raised.value)) < 3000
 
 
 @pytest.mark.parametrize(
@@ -211,4 +211,4 @@ def test_an_error_does_not_repeat_a_long_input(spec):
 def test_no_constructor_repeats_a_long_input_either(make):
     with pytest.raises((ValueError, TypeError)) as raised:
         make()
-    assert len(str(raised.value)) < 1500
+    assert len(str(raised.value)) < 3000
