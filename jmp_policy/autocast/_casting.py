@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
-from ._constants import Numbers, is_exact, numbers_of, within
+from ._constants import Numbers, is_exact, is_lost, numbers_of, within
 from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
 from ._place import Place, Places
@@ -73,8 +73,7 @@ class CastingRule(Rule):
         self._table = table(casting.rules, casting.compute_dtype)
         self._places = Places(functions(casting.rules), casting.scopes)
         self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
-        finfo = jnp.finfo(self._compute)
-        self._largest, self._smallest = float(finfo.max), float(finfo.smallest_normal)
+        self._largest = float(jnp.finfo(self._compute).max)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CastingRule) and self._casting == other._casting
@@ -89,12 +88,12 @@ class CastingRule(Rule):
         return Kind(dtype, _TRACED)
 
     def literal(self, literal: Literal) -> Kind:
-        is_scalar = is_float(literal) and np.ndim(literal.val) == 0
-        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_scalar else _TRACED)
+        is_number = np.ndim(literal.val) == 0 and (is_float(literal) or np.issubdtype(literal.aval.dtype, np.integer))
+        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_number else _TRACED)
 
     def join(self, kinds: Sequence[Kind]) -> Kind:
         first = kinds[0]
-        if first.dtype is None or all(kind == first for kind in kinds):
+        if all(kind == first for kind in kinds):
             return first
         if first.dtype not in _CASTABLE:
             return Kind(first.dtype, _TRACED)
@@ -155,6 +154,8 @@ class CastingRule(Rule):
             precision = Precision.TRACED
         elif place.treatment is not None:
             precision = _INSIDE[place.treatment].get(precision, precision)
+        if precision in (Precision.INFER, Precision.CLEAR) and self._loses_a_constant(eqn, values):
+            precision = Precision.FULL
         values = [self._arriving(value, precision, eqn, body, place) for value in values]
         if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
             results = self._conversion(eqn, values, body)
@@ -213,13 +214,9 @@ class CastingRule(Rule):
         ]
 
     def _infer(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        kind = self._followed(eqn, values)
-        if kind.mark.colour is Colour.LOW and any(self._is_out_of_range(value, eqn) for value in values):
-            kind = Kind(_FLOAT32, _FULL)
-        return self._run(eqn, values, body, kind)
-
-    def _clear(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         return self._run(eqn, values, body, self._followed(eqn, values))
+
+    _clear = _infer
 
     def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
@@ -248,7 +245,8 @@ class CastingRule(Rule):
         source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
         if source is None or dtype is None:
             aval: Any = eqn.invars[0].aval
-            numbers = (0.0, 1.0) if dtype is not None and aval.dtype == bool else ()
+            known = value.kind.mark.numbers if source is None and value.kind.mark is not None else ()
+            numbers = (0.0, 1.0) if aval.dtype == bool else known
             return body.append(eqn, [value.atom], [Kind(dtype, _TRACED._replace(numbers=numbers))])
         if target == source:
             return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
@@ -289,22 +287,18 @@ class CastingRule(Rule):
     def _dtype(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
-    def _is_out_of_range(self, value: Value, eqn: JaxprEqn) -> bool:
-        """Whether it has a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon.
-
-        One that is too large is bounded where it is a mask, or added to make one; as a factor it means itself.
-        """
-        numbers = () if value.kind.dtype is None else value.kind.mark.numbers
-        sizes = [abs(number) for number in numbers if number and np.isfinite(number)]
-        too_large = eqn.primitive.name in _FACTORS and any(size > self._largest for size in sizes)
-        return too_large or any(size < self._smallest for size in sizes)
+    def _loses_a_constant(self, eqn: JaxprEqn, values: Sequence[Value]) -> bool:
+        """Whether an equation that would run in the compute dtype has a constant that the compute dtype has not."""
+        marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
+        constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
+        if not constants or _is_of_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):
+            return False
+        return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
 
 _FLOAT32 = np.dtype(np.float32)
 _CASTABLE = COMPUTE_DTYPES
 _TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
-
-_FACTORS = frozenset(("mul", "div", "rem"))
 
 _ALL_FULL = dict.fromkeys(
     (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
