@@ -22,7 +22,8 @@ from ._rules import AutocastRules, functions, table
 from ._scope import COMPUTE_DTYPES, Scope
 from ._scopes import Scopes
 from ._softmax import PATTERN, softmax_at, softmax_in
-from ._tables import Precision
+from ._steep import is_steep_in
+from ._tables import SATURATING, Precision
 
 
 class Colour(enum.IntEnum):
@@ -81,8 +82,8 @@ class CastingRule(Rule):
     def __hash__(self) -> int:
         return hash(self._casting)
 
-    def context(self, outer: Any, eqn: JaxprEqn) -> Place:
-        return self._places.of(outer, eqn)
+    def contexts(self, outer: Any, program: Jaxpr) -> list[Place]:
+        return self._places.of(outer, program)
 
     def argument(self, dtype: np.dtype | None) -> Kind:
         return Kind(dtype, _TRACED)
@@ -113,9 +114,9 @@ class CastingRule(Rule):
         return self._casting.custom_rules == "inside"
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Any
+        self, program: Jaxpr, start: int, values: list[Value], body: Body, contexts: Any
     ) -> tuple[int, list[Value]] | None:
-        eqn, place = program.eqns[start], context
+        eqn, place = program.eqns[start], contexts[start]
         if is_gradient_sum(program, start) and _is_castable(eqn):
             return 1, [self._placed(result, place) for result in self._full(eqn, values, body)]
         if eqn.primitive.name != PATTERN[0] or values[0].kind.dtype == _FLOAT32 or not _is_castable(eqn):
@@ -123,6 +124,8 @@ class CastingRule(Rule):
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
         eqns = softmax_at(program, start)
+        if eqns is not None and contexts[start + len(eqns) - 1].steep:
+            return None
         softmax = None if eqns is None else softmax_in(values[0].kind.dtype, eqns)
         if eqns is None or softmax is None:
             return None
@@ -154,9 +157,12 @@ class CastingRule(Rule):
             precision = Precision.TRACED
         elif place.treatment is not None:
             precision = _INSIDE[place.treatment].get(precision, precision)
-        if precision in (Precision.INFER, Precision.CLEAR) and self._loses_a_constant(eqn, values):
+        if precision in (Precision.INFER, Precision.CLEAR) and self._is_too_fine(eqn, values, place):
             precision = Precision.FULL
-        values = [self._arriving(value, precision, eqn, body, place) for value in values]
+        values = [
+            self._arriving(value, precision, eqn, body, place, place.steep or is_steep_in(eqn, i))
+            for i, value in enumerate(values)
+        ]
         if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
             results = self._conversion(eqn, values, body)
         elif precision in (Precision.INFER, Precision.CLEAR) and _is_of_each(eqn):
@@ -171,7 +177,9 @@ class CastingRule(Rule):
             self._in_other_dtypes[dtype] = CastingRule(self._casting._replace(compute_dtype=dtype))
         return self._in_other_dtypes[dtype]
 
-    def _arriving(self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place) -> Value:
+    def _arriving(
+        self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place, is_steep: Any
+    ) -> Value:
         """A value as it is used in `place`, which may be another one than that where it was made."""
         dtype, mark = value.kind
         if dtype not in _CASTABLE:
@@ -182,7 +190,8 @@ class CastingRule(Rule):
         if output_dtype in _CASTABLE:
             left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
             return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
-        if mark.narrow and place.treatment != "narrow" and precision not in (Precision.FULL, Precision.TRACED):
+        stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
+        if mark.narrow and not stays:
             return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
         return value
 
@@ -287,8 +296,10 @@ class CastingRule(Rule):
     def _dtype(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
-    def _loses_a_constant(self, eqn: JaxprEqn, values: Sequence[Value]) -> bool:
-        """Whether an equation that would run in the compute dtype has a constant that the compute dtype has not."""
+    def _is_too_fine(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> bool:
+        """Whether an equation that would follow its inputs makes a difference that the compute dtype has not."""
+        if place.steep and eqn.primitive.name in SATURATING:
+            return any(value.kind.dtype == self._compute for value in values)
         marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
         constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
         if not constants or _is_of_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):

@@ -18,15 +18,15 @@ class Rule(abc.ABC):
     """What becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten."""
 
     @abc.abstractmethod
-    def context(self, outer: Context, eqn: JaxprEqn) -> Context:
-        """What is known of the place of `eqn` in a body that was entered with the context `outer`."""
+    def contexts(self, outer: Context, program: Jaxpr) -> Sequence[Context]:
+        """What is known of the place of each equation of a body that was entered with the context `outer`."""
 
     @abc.abstractmethod
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """Writes what becomes of an equation without a body of its own, and returns its results."""
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Context
+        self, program: Jaxpr, start: int, values: list[Value], body: Body, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
         """Writes several equations as one, if they are something that the rule knows.
 
@@ -35,12 +35,12 @@ class Rule(abc.ABC):
           start: the number of the first of the equations.
           values: what that one reads.
           body: where the one equation goes.
-          context: that of the first.
+          contexts: those of all equations of the program.
 
         Returns:
           How many equations they were, and the results of the last: nothing else of theirs may be used later.
         """
-        del program, start, values, body, context
+        del program, start, values, body, contexts
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """What the bodies of an equation are given: the values that it reads, cast before they enter, it may be."""
