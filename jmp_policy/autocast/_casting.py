@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
-from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
+from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float, multiplies_only
 from ._constants import Numbers, is_exact, is_lost, numbers_of, within
 from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
@@ -153,6 +153,8 @@ class CastingRule(Rule):
             return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
         eqn = eqn if place.scope is None else place.scope.with_precision(eqn)
         precision = self._table.get(eqn.primitive.name, Precision.TRACED)
+        if precision is Precision.LOW and multiplies_only(eqn):
+            precision = Precision.INFER
         if not _is_castable(eqn):
             precision = Precision.TRACED
         elif place.treatment is not None:
@@ -207,9 +209,7 @@ class CastingRule(Rule):
     def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
             return self._traced(eqn, values, body)
-        wide_sum = eqn.params.get("preferred_element_type") is not None
-        params = {**eqn.params, "preferred_element_type": self._compute} if wide_sum else None
-        return self._run(eqn, values, body, Kind(self._compute, _LOW), params)
+        return self._run(eqn, values, body, Kind(self._compute, _LOW))
 
     def _full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         return self._run(eqn, values, body, Kind(_FLOAT32, _FULL))
@@ -262,15 +262,16 @@ class CastingRule(Rule):
         mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
         return body.append(eqn, [value.atom], [Kind(target, mark)])
 
-    def _run(
-        self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind, params: dict[str, Any] | None = None
-    ) -> list[Value]:
+    def _run(self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind) -> list[Value]:
         """Runs an equation in the dtype of `kind`; its floating results are of that kind."""
         atoms = [
             value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
-        return body.append(eqn, atoms, kinds, params or with_operators(eqn.params, kind, self, Place()))
+        params = with_operators(eqn.params, kind, self, Place())
+        if eqn.params.get("preferred_element_type") not in (None, kind.dtype):
+            params = {**eqn.params, "preferred_element_type": kind.dtype}
+        return body.append(eqn, atoms, kinds, params)
 
     def _cast(self, value: Value, dtype: Any, body: Body, eqn: JaxprEqn) -> Any:
         atom, source = value.atom, value.kind.dtype
