@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import enum
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,46 +14,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float, multiplies_only
-from ._constants import Numbers, is_exact, is_lost, numbers_of, within
+from ._colour import Colour, Mark, joined
+from ._constants import is_exact, is_lost, numbers_of, within
 from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
 from ._place import Place, Places
 from ._rules import AutocastRules, functions, table
-from ._scope import COMPUTE_DTYPES, Scope
+from ._runs import KEEPING, length_of_run, write_again
+from ._scope import COMPUTE_DTYPES
 from ._scopes import Scopes
 from ._softmax import PATTERN, softmax_at, softmax_in
 from ._steep import is_steep_in
 from ._tables import SATURATING, Precision
-
-
-class Colour(enum.IntEnum):
-    """Why a value has its dtype; the greater wins where two meet.
-
-    The idea is that of TensorFlow grappler's auto_mixed_precision: what must keep an operation in float32 is a value
-    that a float32-only operation made, not one that is merely float32, such as a bias.
-    """
-
-    TRACED = 0  # it came so: an argument, a parameter, a constant
-    LOW = 1  # a low operation made it, or one that followed
-    FULL = 2  # a full operation made it, or one that followed
-
-
-class Mark(NamedTuple):
-    """What autocast knows of a value beside its dtype.
-
-    Attributes:
-      colour: its colour.
-      narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
-      backward: whether a backward pass made it: a gradient, once something else uses it.
-      numbers: those that it consists of, if they are known.
-      scope: that of the rule that it was made under, which says what it leaves as.
-    """
-
-    colour: Colour
-    narrow: bool = False
-    backward: bool = False
-    numbers: Numbers = ()
-    scope: Scope | None = None
 
 
 class Casting(NamedTuple):
@@ -89,7 +61,7 @@ class CastingRule(Rule):
         return Kind(dtype, _TRACED)
 
     def literal(self, literal: Literal) -> Kind:
-        is_number = np.ndim(literal.val) == 0 and (is_float(literal) or np.issubdtype(literal.aval.dtype, np.integer))
+        is_number = np.ndim(literal.val) == 0 and (is_float(literal) or isinstance(literal.val, int | np.integer))
         return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_number else _TRACED)
 
     def join(self, kinds: Sequence[Kind]) -> Kind:
@@ -98,7 +70,7 @@ class CastingRule(Rule):
             return first
         if first.dtype not in _CASTABLE:
             return Kind(first.dtype, _TRACED)
-        mark = _joined(kinds)
+        mark = joined(kinds)
         low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
         if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
             return Kind(low_dtypes.pop(), mark)
@@ -114,25 +86,49 @@ class CastingRule(Rule):
         return self._casting.custom_rules == "inside"
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, contexts: Any
+        self, program: Jaxpr, start: int, read: Callable[[Any], Value], body: Body, contexts: Any
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
         if is_gradient_sum(program, start) and _is_castable(eqn):
-            return 1, [self._placed(result, place) for result in self._full(eqn, values, body)]
-        if eqn.primitive.name != PATTERN[0] or values[0].kind.dtype == _FLOAT32 or not _is_castable(eqn):
+            return 1, [self._placed(result, place) for result in self._full(eqn, [*map(read, eqn.invars)], body)]
+        if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
+            count = length_of_run(program, start, contexts)
+            write = functools.partial(self.equation, context=place)
+            return count, write_again(program.eqns[start : start + count], read, body, write)
+        is_softmax = eqn.primitive.name == PATTERN[0]
+        return self._softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
+
+    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: Place) -> bool:
+        """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
+        if place.backward or place.scope is not None or place.treatment is not None or not _is_castable(eqn):
+            return False
+        shape = eqn.outvars[0].aval.shape
+        if not any(
+            value.kind.dtype == self._compute != _FLOAT32 and value.atom.aval.shape == shape for value in values
+        ):
+            return False
+        colour = self._followed(eqn, values).mark.colour
+        precision = self._precision(eqn, values, place)
+        return precision is Precision.FULL or (precision is Precision.INFER and colour is Colour.FULL)
+
+    def _softmax(
+        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Any
+    ) -> tuple[int, list[Value]] | None:
+        place = contexts[start]
+        if logits.kind.dtype == _FLOAT32 or not _is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
         eqns = softmax_at(program, start)
         if eqns is not None and contexts[start + len(eqns) - 1].steep:
             return None
-        softmax = None if eqns is None else softmax_in(values[0].kind.dtype, eqns)
+        softmax = None if eqns is None else softmax_in(logits.kind.dtype, eqns)
         if eqns is None or softmax is None:
             return None
         here = softmax.replace(
             outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
         )
-        results = body.append(here, [values[0].atom], [values[0].kind])
+        results = body.append(here, [logits.atom], [logits.kind])
         return len(eqns), [self._placed(result, place) for result in results]
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
@@ -152,15 +148,7 @@ class CastingRule(Rule):
         if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
             return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
         eqn = eqn if place.scope is None else place.scope.with_precision(eqn)
-        precision = self._table.get(eqn.primitive.name, Precision.TRACED)
-        if precision is Precision.LOW and multiplies_only(eqn):
-            precision = Precision.INFER
-        if not _is_castable(eqn):
-            precision = Precision.TRACED
-        elif place.treatment is not None:
-            precision = _INSIDE[place.treatment].get(precision, precision)
-        if precision in (Precision.INFER, Precision.CLEAR) and self._is_too_fine(eqn, values, place):
-            precision = Precision.FULL
+        precision = self._precision(eqn, values, place)
         values = [
             self._arriving(value, precision, eqn, body, place, place.steep or is_steep_in(eqn, i))
             for i, value in enumerate(values)
@@ -172,6 +160,19 @@ class CastingRule(Rule):
         else:
             results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
         return [self._placed(result, place) for result in results]
+
+    def _precision(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> Precision:
+        """What the tables, the place and the constants of an equation say."""
+        if not _is_castable(eqn):
+            return Precision.TRACED
+        precision = self._table.get(_operation(eqn), Precision.TRACED)
+        if precision is Precision.LOW and multiplies_only(eqn):
+            precision = Precision.INFER
+        if place.treatment is not None:
+            precision = _INSIDE[place.treatment].get(precision, precision)
+        if precision in (Precision.INFER, Precision.CLEAR) and self._is_too_fine(eqn, values, place):
+            return Precision.FULL
+        return precision
 
     def _with_compute_dtype(self, dtype: Any) -> CastingRule:
         """This rule in a scope that computes in another dtype."""
@@ -287,7 +288,7 @@ class CastingRule(Rule):
     def _followed(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
         """The kind that follows of several: the greatest colour, and its dtype."""
         kinds = [value.kind for value in values if value.kind.dtype is not None]
-        mark = _joined(kinds)
+        mark = joined(kinds)
         if mark.colour is not Colour.TRACED:
             return Kind(self._dtype(mark.colour), mark)
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
@@ -332,6 +333,12 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
+def _operation(eqn: JaxprEqn) -> str:
+    """The row of the tables that an equation has: a product of a value with itself is its square."""
+    is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
+    return "square" if is_square else eqn.primitive.name
+
+
 def _is_of_each(eqn: JaxprEqn) -> bool:
     """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
     return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
@@ -341,9 +348,3 @@ def _is_castable(eqn: JaxprEqn) -> bool:
     """Whether there are floating arrays, and none that autocast leaves alone: float64, float8."""
     dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
     return bool(dtypes) and dtypes <= _CASTABLE
-
-
-def _joined(kinds: Sequence[Kind]) -> Mark:
-    marks = [kind.mark for kind in kinds]
-    colour = max((mark.colour for mark in marks), default=Colour.TRACED)
-    return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))

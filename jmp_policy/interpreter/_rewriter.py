@@ -80,9 +80,8 @@ class Rewriter:
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            values = [read(atom) for atom in eqn.invars]
-            several = rule.together(old, i, values, body, places)
-            count, results = several or (1, self._write(eqn, values, body, places[i]))
+            several = rule.together(old, i, read, body, places)
+            count, results = several or (1, self._write(eqn, [read(atom) for atom in eqn.invars], body, places[i]))
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
 

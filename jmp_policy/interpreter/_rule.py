@@ -1,14 +1,14 @@
 """What a rule has to say about a program."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ._body import Body
-from ._kind import Kind, Value
+from ._kind import Atom, Kind, Value
 
 Context = Any
 """What a rule knows of the place of an equation; hashable."""
@@ -26,21 +26,21 @@ class Rule(abc.ABC):
         """Writes what becomes of an equation without a body of its own, and returns its results."""
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, contexts: Sequence[Context]
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
         """Writes several equations as one, if they are something that the rule knows.
 
         Args:
           program: the program that is rewritten.
           start: the number of the first of the equations.
-          values: what that one reads.
+          read: what stands for a variable or literal of the program, before the first of the equations.
           body: where the one equation goes.
           contexts: those of all equations of the program.
 
         Returns:
           How many equations they were, and the results of the last: nothing else of theirs may be used later.
         """
-        del program, start, values, body, contexts
+        del program, start, read, body, contexts
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """What the bodies of an equation are given: the values that it reads, cast before they enter, it may be."""
