@@ -102,10 +102,9 @@ class CastingRule(Rule):
         """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
         if place.backward or place.scope is not None or place.treatment is not None or not _is_castable(eqn):
             return False
-        shape = eqn.outvars[0].aval.shape
-        if not any(
-            value.kind.dtype == self._compute != _FLOAT32 and value.atom.aval.shape == shape for value in values
-        ):
+        made: Any = eqn.outvars[0].aval
+        halves = [value.atom.aval.shape for value in values if value.kind.dtype == self._compute != _FLOAT32]
+        if made.shape not in halves:
             return False
         colour = self._followed(eqn, values).mark.colour
         precision = self._precision(eqn, values, place)

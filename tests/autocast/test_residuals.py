@@ -67,9 +67,9 @@ def test_a_norm_by_hand_has_the_numbers_that_it_has_in_float32(norm, half):
     """Two roundings of the matmuls' operands, each way."""
     fun = jmp.autocast(between_matmuls(norm), jmp.Policy("float32", half, None))
     value, backward = jax.vjp(jax.jit(fun), *arguments())
-    expected, exact = jax.vjp(jax.jit(between_matmuls(norm)), *arguments())
+    expected, exact_backward = jax.vjp(jax.jit(between_matmuls(norm)), *arguments())
     unit = float(jnp.finfo(half).eps)
-    for ours, exact in zip((value, *backward(value)), (expected, *exact(expected)), strict=True):
+    for ours, exact in zip((value, *backward(value)), (expected, *exact_backward(expected)), strict=True):
         assert ours.dtype == jnp.float32
         assert np.abs(ours - exact).mean() < 2 * unit * np.abs(exact).mean()
 
