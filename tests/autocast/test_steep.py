@@ -132,22 +132,22 @@ def test_the_same_jitted_function_is_half_where_it_is_a_gate(half):
 
 
 def test_a_classifier_with_a_cross_entropy_by_hand_learns_what_float32_learns():
-    """Logistic regression whose logits start at 20, on the wrong side: without gradients it would stay there."""
+    """Its logits start at about 10, and none is to be above 0: where sigmoids are 1, there is no way back."""
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(64, 8)).astype(np.float32)
-    labels = (inputs[:, 0] > 0).astype(np.float32)
+    inputs[:, 0] = 1
 
     def loss(weights):
         p = jnp.clip(sigmoid(inputs @ weights), 1e-7, 1 - 1e-7)
-        return -jnp.mean(labels * jnp.log(p) + (1 - labels) * jnp.log(1 - p))
+        return -jnp.mean(jnp.log(1 - p))
 
     @functools.partial(jax.jit, static_argnums=0)
     def train(fun, weights):
-        return lax.fori_loop(0, 200, lambda _, w: w - 0.5 * jax.grad(fun)(w), weights)
+        return lax.fori_loop(0, 100, lambda _, w: w - 0.5 * jax.grad(fun)(w), weights)
 
-    start = jnp.zeros(8).at[0].set(-8.0)
+    start = jnp.zeros(8).at[0].set(10.0)
     float32 = loss(train(loss, start))
-    assert float32 < 0.3 < loss(start)
+    assert float32 < 0.1 < 9 < loss(start)
     for half in HALVES:
         trained = train(jmp.autocast(loss, jmp.Policy("float32", half, None)), start)
         np.testing.assert_allclose(loss(trained), float32, rtol=0.05)
