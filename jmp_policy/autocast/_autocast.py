@@ -20,7 +20,9 @@ def autocast(
 
     The function may be written in plain float32. Matrix products and convolutions run in the compute dtype; what loses
     numbers in half precision (exponentials, logarithms, sums, linear algebra) runs in float32, and so do the
-    operations that follow its result, until the next matrix product; all others follow their inputs. Parameters enter
+    operations that follow its result, until the next matrix product; all others follow their inputs. A bound or an
+    epsilon that half precision would round away keeps its operation in float32, and so does a sigmoid or softmax that
+    a logarithm reads; masks, large negative numbers and limits of a dtype, are clamped instead. Parameters enter
     in the dtype they have and are cast where they are used, so that gradients have the dtype of the parameters, and
     optimizers inside compute in float32. Casts that the author wrote and `force_full_precision` stay. The function is
     traced at each call, and the result is a function of JAX: `jit`, `grad`, `vmap` and the like go around and inside.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import enum
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,46 +13,19 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
-from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float
-from ._constants import Numbers, is_exact, numbers_of, within
+from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float, multiplies_only
+from ._colour import Colour, Mark, joined
+from ._constants import is_exact, is_lost, numbers_of, within
 from ._gradient_sums import is_gradient_sum
 from ._operators import with_operators
 from ._place import Place, Places
 from ._rules import AutocastRules, functions, table
-from ._scope import COMPUTE_DTYPES, Scope
+from ._runs import KEEPING, length_of_run, write_again
+from ._scope import COMPUTE_DTYPES
 from ._scopes import Scopes
 from ._softmax import PATTERN, softmax_at, softmax_in
-from ._tables import Precision
-
-
-class Colour(enum.IntEnum):
-    """Why a value has its dtype; the greater wins where two meet.
-
-    The idea is that of TensorFlow grappler's auto_mixed_precision: what must keep an operation in float32 is a value
-    that a float32-only operation made, not one that is merely float32, such as a bias.
-    """
-
-    TRACED = 0  # it came so: an argument, a parameter, a constant
-    LOW = 1  # a low operation made it, or one that followed
-    FULL = 2  # a full operation made it, or one that followed
-
-
-class Mark(NamedTuple):
-    """What autocast knows of a value beside its dtype.
-
-    Attributes:
-      colour: its colour.
-      narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
-      backward: whether a backward pass made it: a gradient, once something else uses it.
-      numbers: those that it consists of, if they are known.
-      scope: that of the rule that it was made under, which says what it leaves as.
-    """
-
-    colour: Colour
-    narrow: bool = False
-    backward: bool = False
-    numbers: Numbers = ()
-    scope: Scope | None = None
+from ._steep import is_steep_in
+from ._tables import SATURATING, Precision
 
 
 class Casting(NamedTuple):
@@ -73,8 +46,7 @@ class CastingRule(Rule):
         self._table = table(casting.rules, casting.compute_dtype)
         self._places = Places(functions(casting.rules), casting.scopes)
         self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
-        finfo = jnp.finfo(self._compute)
-        self._largest, self._smallest = float(finfo.max), float(finfo.smallest_normal)
+        self._largest = float(jnp.finfo(self._compute).max)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CastingRule) and self._casting == other._casting
@@ -82,23 +54,23 @@ class CastingRule(Rule):
     def __hash__(self) -> int:
         return hash(self._casting)
 
-    def context(self, outer: Any, eqn: JaxprEqn) -> Place:
-        return self._places.of(outer, eqn)
+    def contexts(self, outer: Any, program: Jaxpr) -> list[Place]:
+        return self._places.of(outer, program)
 
     def argument(self, dtype: np.dtype | None) -> Kind:
         return Kind(dtype, _TRACED)
 
     def literal(self, literal: Literal) -> Kind:
-        is_scalar = is_float(literal) and np.ndim(literal.val) == 0
-        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_scalar else _TRACED)
+        is_number = np.ndim(literal.val) == 0 and (is_float(literal) or isinstance(literal.val, int | np.integer))
+        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_number else _TRACED)
 
     def join(self, kinds: Sequence[Kind]) -> Kind:
         first = kinds[0]
-        if first.dtype is None or all(kind == first for kind in kinds):
+        if all(kind == first for kind in kinds):
             return first
         if first.dtype not in _CASTABLE:
             return Kind(first.dtype, _TRACED)
-        mark = _joined(kinds)
+        mark = joined(kinds)
         low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
         if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
             return Kind(low_dtypes.pop(), mark)
@@ -114,23 +86,48 @@ class CastingRule(Rule):
         return self._casting.custom_rules == "inside"
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Any
+        self, program: Jaxpr, start: int, read: Callable[[Any], Value], body: Body, contexts: Any
     ) -> tuple[int, list[Value]] | None:
-        eqn, place = program.eqns[start], context
+        eqn, place = program.eqns[start], contexts[start]
         if is_gradient_sum(program, start) and _is_castable(eqn):
-            return 1, [self._placed(result, place) for result in self._full(eqn, values, body)]
-        if eqn.primitive.name != PATTERN[0] or values[0].kind.dtype == _FLOAT32 or not _is_castable(eqn):
+            return 1, [self._placed(result, place) for result in self._full(eqn, [*map(read, eqn.invars)], body)]
+        if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
+            count = length_of_run(program, start, contexts)
+            write = functools.partial(self.equation, context=place)
+            return count, write_again(program.eqns[start : start + count], read, body, write)
+        is_softmax = eqn.primitive.name == PATTERN[0]
+        return self._softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
+
+    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: Place) -> bool:
+        """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
+        if place.backward or place.scope is not None or place.treatment is not None or not _is_castable(eqn):
+            return False
+        made: Any = eqn.outvars[0].aval
+        halves = [value.atom.aval.shape for value in values if value.kind.dtype == self._compute != _FLOAT32]
+        if made.shape not in halves:
+            return False
+        colour = self._followed(eqn, values).mark.colour
+        precision = self._precision(eqn, values, place)
+        return precision is Precision.FULL or (precision is Precision.INFER and colour is Colour.FULL)
+
+    def _softmax(
+        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Any
+    ) -> tuple[int, list[Value]] | None:
+        place = contexts[start]
+        if logits.kind.dtype == _FLOAT32 or not _is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
         eqns = softmax_at(program, start)
-        softmax = None if eqns is None else softmax_in(values[0].kind.dtype, eqns)
+        if eqns is not None and contexts[start + len(eqns) - 1].steep:
+            return None
+        softmax = None if eqns is None else softmax_in(logits.kind.dtype, eqns)
         if eqns is None or softmax is None:
             return None
         here = softmax.replace(
             outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
         )
-        results = body.append(here, [values[0].atom], [values[0].kind])
+        results = body.append(here, [logits.atom], [logits.kind])
         return len(eqns), [self._placed(result, place) for result in results]
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
@@ -150,12 +147,11 @@ class CastingRule(Rule):
         if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
             return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
         eqn = eqn if place.scope is None else place.scope.with_precision(eqn)
-        precision = self._table.get(eqn.primitive.name, Precision.TRACED)
-        if not _is_castable(eqn):
-            precision = Precision.TRACED
-        elif place.treatment is not None:
-            precision = _INSIDE[place.treatment].get(precision, precision)
-        values = [self._arriving(value, precision, eqn, body, place) for value in values]
+        precision = self._precision(eqn, values, place)
+        values = [
+            self._arriving(value, precision, eqn, body, place, place.steep or is_steep_in(eqn, i))
+            for i, value in enumerate(values)
+        ]
         if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
             results = self._conversion(eqn, values, body)
         elif precision in (Precision.INFER, Precision.CLEAR) and _is_of_each(eqn):
@@ -164,6 +160,19 @@ class CastingRule(Rule):
             results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
         return [self._placed(result, place) for result in results]
 
+    def _precision(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> Precision:
+        """What the tables, the place and the constants of an equation say."""
+        if not _is_castable(eqn):
+            return Precision.TRACED
+        precision = self._table.get(_operation(eqn), Precision.TRACED)
+        if precision is Precision.LOW and multiplies_only(eqn):
+            precision = Precision.INFER
+        if place.treatment is not None:
+            precision = _INSIDE[place.treatment].get(precision, precision)
+        if precision in (Precision.INFER, Precision.CLEAR) and self._is_too_fine(eqn, values, place):
+            return Precision.FULL
+        return precision
+
     def _with_compute_dtype(self, dtype: Any) -> CastingRule:
         """This rule in a scope that computes in another dtype."""
         if dtype not in self._in_other_dtypes:
@@ -171,7 +180,9 @@ class CastingRule(Rule):
             self._in_other_dtypes[dtype].rewritten = self.rewritten
         return self._in_other_dtypes[dtype]
 
-    def _arriving(self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place) -> Value:
+    def _arriving(
+        self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place, is_steep: Any
+    ) -> Value:
         """A value as it is used in `place`, which may be another one than that where it was made."""
         dtype, mark = value.kind
         if dtype not in _CASTABLE:
@@ -182,7 +193,8 @@ class CastingRule(Rule):
         if output_dtype in _CASTABLE:
             left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
             return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
-        if mark.narrow and place.treatment != "narrow" and precision not in (Precision.FULL, Precision.TRACED):
+        stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
+        if mark.narrow and not stays:
             return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
         return value
 
@@ -198,9 +210,7 @@ class CastingRule(Rule):
     def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
             return self._traced(eqn, values, body)
-        wide_sum = eqn.params.get("preferred_element_type") is not None
-        params = {**eqn.params, "preferred_element_type": self._compute} if wide_sum else None
-        return self._run(eqn, values, body, Kind(self._compute, _LOW), params)
+        return self._run(eqn, values, body, Kind(self._compute, _LOW))
 
     def _full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         return self._run(eqn, values, body, Kind(_FLOAT32, _FULL))
@@ -214,13 +224,9 @@ class CastingRule(Rule):
         ]
 
     def _infer(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        kind = self._followed(eqn, values)
-        if kind.mark.colour is Colour.LOW and any(self._is_out_of_range(value, eqn) for value in values):
-            kind = Kind(_FLOAT32, _FULL)
-        return self._run(eqn, values, body, kind)
-
-    def _clear(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         return self._run(eqn, values, body, self._followed(eqn, values))
+
+    _clear = _infer
 
     def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
@@ -249,22 +255,24 @@ class CastingRule(Rule):
         source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
         if source is None or dtype is None:
             aval: Any = eqn.invars[0].aval
-            numbers = (0.0, 1.0) if dtype is not None and aval.dtype == bool else ()
+            known = value.kind.mark.numbers if source is None and value.kind.mark is not None else ()
+            numbers = (0.0, 1.0) if aval.dtype == bool else known
             return body.append(eqn, [value.atom], [Kind(dtype, _TRACED._replace(numbers=numbers))])
         if target == source:
             return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
         mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
         return body.append(eqn, [value.atom], [Kind(target, mark)])
 
-    def _run(
-        self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind, params: dict[str, Any] | None = None
-    ) -> list[Value]:
+    def _run(self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind) -> list[Value]:
         """Runs an equation in the dtype of `kind`; its floating results are of that kind."""
         atoms = [
             value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
-        return body.append(eqn, atoms, kinds, params or with_operators(eqn.params, kind, self, Place()))
+        params = with_operators(eqn.params, kind, self, Place())
+        if eqn.params.get("preferred_element_type") not in (None, kind.dtype):
+            params = {**eqn.params, "preferred_element_type": kind.dtype}
+        return body.append(eqn, atoms, kinds, params)
 
     def _cast(self, value: Value, dtype: Any, body: Body, eqn: JaxprEqn) -> Any:
         atom, source = value.atom, value.kind.dtype
@@ -280,7 +288,7 @@ class CastingRule(Rule):
     def _followed(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
         """The kind that follows of several: the greatest colour, and its dtype."""
         kinds = [value.kind for value in values if value.kind.dtype is not None]
-        mark = _joined(kinds)
+        mark = joined(kinds)
         if mark.colour is not Colour.TRACED:
             return Kind(self._dtype(mark.colour), mark)
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
@@ -290,22 +298,20 @@ class CastingRule(Rule):
     def _dtype(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
-    def _is_out_of_range(self, value: Value, eqn: JaxprEqn) -> bool:
-        """Whether it has a constant that the compute dtype has not: 1e-8 in float16 is 0, and no longer an epsilon.
-
-        One that is too large is bounded where it is a mask, or added to make one; as a factor it means itself.
-        """
-        numbers = () if value.kind.dtype is None else value.kind.mark.numbers
-        sizes = [abs(number) for number in numbers if number and np.isfinite(number)]
-        too_large = eqn.primitive.name in _FACTORS and any(size > self._largest for size in sizes)
-        return too_large or any(size < self._smallest for size in sizes)
+    def _is_too_fine(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> bool:
+        """Whether an equation that would follow its inputs makes a difference that the compute dtype has not."""
+        if place.steep and eqn.primitive.name in SATURATING:
+            return any(value.kind.dtype == self._compute for value in values)
+        marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
+        constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
+        if not constants or _is_of_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):
+            return False
+        return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
 
 _FLOAT32 = np.dtype(np.float32)
 _CASTABLE = COMPUTE_DTYPES
 _TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
-
-_FACTORS = frozenset(("mul", "div", "rem"))
 
 _ALL_FULL = dict.fromkeys(
     (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
@@ -327,6 +333,12 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
+def _operation(eqn: JaxprEqn) -> str:
+    """The row of the tables that an equation has: a product of a value with itself is its square."""
+    is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
+    return "square" if is_square else eqn.primitive.name
+
+
 def _is_of_each(eqn: JaxprEqn) -> bool:
     """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
     return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
@@ -336,9 +348,3 @@ def _is_castable(eqn: JaxprEqn) -> bool:
     """Whether there are floating arrays, and none that autocast leaves alone: float64, float8."""
     dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
     return bool(dtypes) and dtypes <= _CASTABLE
-
-
-def _joined(kinds: Sequence[Kind]) -> Mark:
-    marks = [kind.mark for kind in kinds]
-    colour = max((mark.colour for mark in marks), default=Colour.TRACED)
-    return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))

@@ -1,4 +1,4 @@
-"""Values that consist of a few known numbers: epsilons, factors, and masks that are added or selected."""
+"""Values that consist of a few known numbers: epsilons, bounds, factors, and masks that are added or selected."""
 
 import functools
 import itertools
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
@@ -48,6 +49,58 @@ def numbers_of(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
     return tuple(sorted(found)) if len(found) <= _MOST and not any(map(np.isnan, found)) else ()
 
 
+_BOUNDS = frozenset(("max", "min", "clamp"))
+_FACTORS = frozenset(("mul", "div", "rem"))
+
+
+def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> bool:
+    """Whether a constant operand of an equation would no longer mean in `dtype` what its author wrote it for.
+
+    Args:
+      numbers: those that the operand consists of.
+      eqn: the equation.
+      position: which of its operands it is.
+      dtype: the dtype that the equation would run in.
+    """
+    name = eqn.primitive.name
+    sign = -1 if name == "sub" and position == 1 else 1
+    return any(number and np.isfinite(number) and _is_lost(sign * number, name, dtype) for number in numbers)
+
+
+def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
+    smallest, largest = _range_of(dtype)
+    is_in_range = smallest <= abs(number) <= largest  # 1e-8 in float16 is 0, and no longer an epsilon
+    if name in _FACTORS:
+        return not is_in_range
+    if _is_mask(number):
+        return False
+    if not is_in_range:
+        return True
+    rounded = _rounded(number, dtype)
+    # A bound is a promise about the result, which a rounded one breaks. Elsewhere one rounding is as good as that of
+    # any result, but for 1 - 1e-7: its author meant to stay clear of 1, where logarithms and quotients end.
+    return rounded != number and (name in _BOUNDS or abs(rounded) == 1)
+
+
+def _is_mask(number: float) -> bool:
+    """Whether a number hides something, for which the largest one of any dtype is as good: far below zero, or a limit.
+
+    A large positive one may be a value.
+    """
+    return number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max)
+
+
+@functools.cache
+def _range_of(dtype: np.dtype) -> tuple[float, float]:
+    finfo = jnp.finfo(dtype)
+    return float(finfo.smallest_normal), float(finfo.max)
+
+
+def _rounded(number: float, dtype: np.dtype) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.asarray(number, np.float32).astype(dtype))
+
+
 def within(atom: Any, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Body) -> Any:
     """A value whose finite numbers are not above `largest`: what is beyond in a mask becomes the largest number.
 
@@ -63,8 +116,7 @@ def within(atom: Any, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Bod
 
 def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
     """Whether a value consists of numbers that a dtype has."""
-    exact = (float(np.asarray(number, np.float32).astype(dtype)) == number for number in numbers)
-    return bool(numbers) and all(exact)
+    return bool(numbers) and all(_rounded(number, dtype) == number for number in numbers)
 
 
 def _bounded(atom: Any, bound: np.float32, eqn: JaxprEqn, body: Body) -> Any:

@@ -18,7 +18,7 @@ def is_gradient_sum(program: Jaxpr, number: int) -> bool:
     What the backward pass itself goes on with is the gradient of an activation: those are half, as by hand. That of a
     weight is summed in float32, as it is where the casts of its uses are differentiated.
     """
-    if program.eqns[number].primitive.name != "add_any" or not _is_backward(program.eqns[number]):
+    if program.eqns[number].primitive.name != "add_any" or not is_backward(program.eqns[number]):
         return False
     if program not in _FOUND:
         _FOUND[program] = _gradient_sums(program)
@@ -30,7 +30,7 @@ def _gradient_sums(program: Jaxpr) -> set[int]:
     found = set()
     for number in reversed(range(len(program.eqns))):
         eqn = program.eqns[number]
-        if not _is_backward(eqn):
+        if not is_backward(eqn):
             continue
         passes = eqn.primitive.name in _PASSING and staying.isdisjoint(eqn.outvars)
         if passes and eqn.primitive.name == "add_any":
@@ -40,6 +40,6 @@ def _gradient_sums(program: Jaxpr) -> set[int]:
     return found
 
 
-def _is_backward(eqn: JaxprEqn) -> bool:
+def is_backward(eqn: JaxprEqn) -> bool:
     """By its own name alone: what leaves the body of a loop or call of a backward pass may be of an activation."""
     return "transpose(" in str(eqn.source_info.name_stack)

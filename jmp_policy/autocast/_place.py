@@ -2,13 +2,14 @@
 
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._full_precision import FULL_PRECISION
 from ._functions import Function, Functions
 from ._paths import AUTOCAST
 from ._scope import Scope
 from ._scopes import Scopes
+from ._steep import NONE, steep_results
 
 
 class Place(NamedTuple):
@@ -20,12 +21,14 @@ class Place(NamedTuple):
       path: of the module or named scope that it belongs to; only where a rule may depend on it, because a program that
         is used at two paths is rewritten for both.
       scope: what the rules say for that path.
+      steep: which of its results reach an operation that is steep where others saturate.
     """
 
     backward: bool = False
     function: Function | None = None
     path: str = ""
     scope: Scope | None = None
+    steep: frozenset[int] = NONE
 
     @property
     def treatment(self) -> str | None:
@@ -51,8 +54,12 @@ class Places:
         self._functions = functions
         self._scopes = scopes
 
-    def of(self, outer: Place, eqn: JaxprEqn) -> Place:
-        """The place of an equation in a body that stands at `outer`."""
+    def of(self, outer: Place, program: Jaxpr) -> list[Place]:
+        """The places of the equations in a body that stands at `outer`."""
+        steep = steep_results(program, outer.steep)
+        return [self._of(outer, eqn, results) for eqn, results in zip(program.eqns, steep, strict=True)]
+
+    def _of(self, outer: Place, eqn: JaxprEqn, steep: frozenset[int]) -> Place:
         stack = str(eqn.source_info.name_stack)
         backward = outer.backward or "transpose(" in stack
         function = outer.function
@@ -62,10 +69,11 @@ class Places:
             function = _REGION
         elif function is None:
             function = self._functions.find(eqn)
-        if self._scopes is None:
-            return outer if (backward, function) == outer[:2] else Place(backward, function)
-        path = self._scopes.paths.of(outer.path, eqn)
-        return Place(backward, function, path, self._scopes.at(path, backward))
+        if self._scopes is not None:
+            path = self._scopes.paths.of(outer.path, eqn)
+            return Place(backward, function, path, self._scopes.at(path, backward), steep)
+        is_outer = (backward, function, steep) == (outer.backward, outer.function, outer.steep)
+        return outer if is_outer else Place(backward, function, steep=steep)
 
 
 _REGION = Function(FULL_PRECISION, "full")

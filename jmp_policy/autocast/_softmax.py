@@ -1,7 +1,8 @@
 """The softmax of half-precision logits as one operation: float32 inside, and half of everything that is kept.
 
 Written out, its exponentials are kept for the backward pass in float32, which for attention is the largest array of
-all. The derivative needs the result alone, y (t - sum(y t)), and the result is half.
+all. The derivative needs the result alone, y (t - sum(y t)), and the result is half. Its numbers no longer add up to 1,
+so they are divided by their sum: what a saturated softmax differs from 1 by is all that is left of its derivative.
 """
 
 import functools
@@ -79,8 +80,9 @@ def _change(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array], jax.Array
     @functools.partial(jax.checkpoint, prevent_cse=False)  # or `wide` is what would be kept
     def change(y: jax.Array, tangent: jax.Array) -> jax.Array:
         wide = y.astype(jnp.float32)
-        products = wide * tangent.astype(jnp.float32)
-        return (products - wide * products.sum(axes, keepdims=True)).astype(y.dtype)
+        normal = wide / wide.sum(axes, keepdims=True)  # XLA:CPU reads more where the sum of the products is divided
+        products = normal * tangent.astype(jnp.float32)
+        return (products - normal * products.sum(axes, keepdims=True)).astype(y.dtype)
 
     return change
 

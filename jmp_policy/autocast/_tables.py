@@ -124,6 +124,33 @@ INFER = {
     "unreduced_reduce_scatter": "as psum",
 }
 
+SATURATING = {
+    "logistic": "1 in bfloat16 from 6.2 on, where float32 has what is missing up to 17",
+    "tanh": "1 in bfloat16 from 3.5 on, where float32 has what is missing up to 9",
+    "erf": "as tanh",
+}
+"""Full where what they make reaches a steep operation, through such as only move, add or multiply: so do the results
+of `narrow` functions stay in float32."""
+
+STEEP = {
+    "log": "of what a sigmoid is short of 1, or a softmax of 0",
+    "log2": "as log",
+    "log1p": "as log",
+    "pow": "as log",
+    "div": "of the other side of a sigmoid, by what it is short of 1: steep in what it divides by",
+    "sqrt": "of what the square of a tanh is short of 1: steep at 0",
+    "rsqrt": "as sqrt",
+    "asin": "steep at the ends of what a tanh is between",
+    "acos": "as asin",
+    "acosh": "steep at 1",
+    "atanh": "as asin",
+    "erf_inv": "as asin",
+    "lgamma": "steep at 0",
+    "digamma": "as lgamma",
+    "regularized_incomplete_beta": "steep at 0 and 1",
+}
+"""What has a pole, or ends, where a saturating operation does."""
+
 CLEAR = (
     dict.fromkeys(
         ["reshape", "squeeze", "transpose", "rev", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "pad",
@@ -226,6 +253,22 @@ FUNCTIONS = {
     "jax.nn.log1mexp": "full",
     "jax.nn.logmeanexp": "full",
     "jax.nn.squareplus": "narrow",
+    "jax.numpy.linalg": "full",
+    "jax.numpy.linalg.cross": "infer",
+    "jax.numpy.linalg.diagonal": "infer",
+    "jax.numpy.linalg.matmul": "infer",
+    "jax.numpy.linalg.matrix_transpose": "infer",
+    "jax.numpy.linalg.multi_dot": "infer",
+    "jax.numpy.linalg.outer": "infer",
+    "jax.numpy.linalg.tensordot": "infer",
+    "jax.numpy.linalg.vecdot": "infer",
+    "jax.scipy.linalg": "full",
+    "jax.scipy.linalg.block_diag": "infer",
+    "jax.numpy.corrcoef": "full",
+    "jax.numpy.cov": "full",
+    "jax.numpy.poly": "full",
+    "jax.numpy.polyfit": "full",
+    "jax.numpy.polyval": "full",
     "optax.losses": "full",
     "flax.linen.LayerNorm.__call__": "narrow",
     "flax.linen.RMSNorm.__call__": "narrow",

@@ -32,3 +32,16 @@ def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def multiplies_only(eqn: JaxprEqn) -> bool:
+    """Whether an equation is written as a matmul and sums nothing: an outer product, as `einsum("i,j->ij")` traces to.
+
+    >>> outer = jax.make_jaxpr(lambda x: jnp.einsum("i,j->ij", x, x))(jnp.ones(2))
+    >>> [multiplies_only(eqn) for eqn in outer.eqns if eqn.primitive.name == "dot_general"]
+    [True]
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return not contracted

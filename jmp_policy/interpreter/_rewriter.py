@@ -75,13 +75,12 @@ class Rewriter:
         def read(atom: Any) -> Value:
             return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
 
-        done = 0
+        done, places = 0, rule.contexts(context, old)
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            place = rule.context(context, eqn)
-            values = [read(atom) for atom in eqn.invars]
-            count, results = rule.together(old, i, values, body, place) or (1, self._write(eqn, values, body, place))
+            several = rule.together(old, i, read, body, places)
+            count, results = several or (1, self._write(eqn, [read(atom) for atom in eqn.invars], body, places[i]))
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
 

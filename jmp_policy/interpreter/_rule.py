@@ -2,14 +2,14 @@
 
 import abc
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ._body import Body
-from ._kind import Kind, Value
+from ._kind import Atom, Kind, Value
 
 Context = Any
 """What a rule knows of the place of an equation; hashable."""
@@ -28,29 +28,29 @@ class Rule(abc.ABC):
     rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
 
     @abc.abstractmethod
-    def context(self, outer: Context, eqn: JaxprEqn) -> Context:
-        """What is known of the place of `eqn` in a body that was entered with the context `outer`."""
+    def contexts(self, outer: Context, program: Jaxpr) -> Sequence[Context]:
+        """What is known of the place of each equation of a body that was entered with the context `outer`."""
 
     @abc.abstractmethod
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """Writes what becomes of an equation without a body of its own, and returns its results."""
 
     def together(
-        self, program: Jaxpr, start: int, values: list[Value], body: Body, context: Context
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
         """Writes several equations as one, if they are something that the rule knows.
 
         Args:
           program: the program that is rewritten.
           start: the number of the first of the equations.
-          values: what that one reads.
+          read: what stands for a variable or literal of the program, before the first of the equations.
           body: where the one equation goes.
-          context: that of the first.
+          contexts: those of all equations of the program.
 
         Returns:
           How many equations they were, and the results of the last: nothing else of theirs may be used later.
         """
-        del program, start, values, body, context
+        del program, start, read, body, contexts
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
         """What the bodies of an equation are given: the values that it reads, cast before they enter, it may be."""

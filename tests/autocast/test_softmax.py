@@ -116,3 +116,27 @@ def test_two_of_them_in_a_row_and_under_vmap_and_remat():
         cast = jmp.autocast(fun, policy("bfloat16"))
         np.testing.assert_allclose(jax.jit(cast)(x), fun(x), atol=0.01)
         assert jax.jit(jax.grad(lambda x, cast=cast: cast(x).sum()))(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("deviation", [10, 50])
+def test_the_gradient_of_a_saturated_softmax_is_that_of_float32_inside(half, deviation):
+    """Row by row, for most rows have a gradient that is small beside that of those that are not saturated."""
+    rng = np.random.default_rng(0)
+    x, cotangent = (jnp.asarray(rng.normal(0, size, (256, 64)), half) for size in (deviation, 1))
+    by_hand = lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(half)
+    fun = jmp.autocast(after_a_matmul(jax.nn.softmax), jmp.Policy("float32", half, half))
+    [ours] = jax.vjp(fun, x.astype(jnp.float32))[1](cotangent)
+    [float32] = jax.vjp(by_hand, x)[1](cotangent)
+
+    exact_x, exact_cotangent = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
+    y = np.exp(exact_x - exact_x.max(-1, keepdims=True))
+    y /= y.sum(-1, keepdims=True)
+    exact = y * (exact_cotangent - (y * exact_cotangent).sum(-1, keepdims=True))
+    size = np.abs(exact).sum(-1)
+    is_held = size > max(1e4 * float(jnp.finfo(half).smallest_subnormal), 1e-4)  # float32 has too few digits below
+
+    def error(gradient):
+        return np.mean((np.abs(np.asarray(gradient, np.float64) - exact).sum(-1) / size)[is_held])
+
+    assert error(ours) < 2 * error(float32) < 0.01

@@ -19,8 +19,8 @@ from jmp_policy.interpreter import Kind, Rewriter, Rule, float_dtype, is_float, 
 class Copying(Rule):
     """Writes every equation as it was traced."""
 
-    def context(self, outer, eqn):
-        return outer
+    def contexts(self, outer, program):
+        return [outer] * len(program.eqns)
 
     def equation(self, eqn, values, body, context):
         return body.append(eqn, [value.atom for value in values], [Kind(float_dtype(var)) for var in eqn.outvars])
@@ -50,8 +50,8 @@ class Counting(Copying):
 
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter, hash=False, compare=False)
 
-    def context(self, outer, eqn):
-        return outer + (eqn.primitive.name == "jit")
+    def contexts(self, outer, program):
+        return [outer + (eqn.primitive.name == "jit") for eqn in program.eqns]
 
     def equation(self, eqn, values, body, context):
         self.counts[eqn.primitive.name, context] += 1

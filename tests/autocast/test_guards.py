@@ -1,0 +1,145 @@
+"""An author's guards under autocast: bounds, epsilons and large values that half precision has not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jmp_policy as jmp
+
+HALVES = ["bfloat16", "float16"]
+EYE = np.eye(8, dtype=np.float32)
+
+
+def under(half, function):
+    """A function of the result of a low operation."""
+    return jmp.autocast(lambda x: function(x @ EYE), jmp.Policy("float32", half, None))
+
+
+def filled(value):
+    return np.full((8, 8), value, np.float32)
+
+
+def with_gradient(fun, x):
+    return jax.jit(jax.value_and_grad(lambda x: jnp.sum(fun(x))))(x)
+
+
+def dtype_of(primitive, fun):
+    """The dtypes that the equations of a primitive return."""
+
+    def found(program):
+        for eqn in program.eqns:
+            if eqn.primitive.name == primitive:
+                yield from (str(var.aval.dtype) for var in eqn.outvars)
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from found(inner)
+
+    return set(found(jax.make_jaxpr(fun)(EYE).jaxpr))
+
+
+EPSILONS = {
+    "maximum": lambda h: jnp.log(jnp.maximum(h, 1e-8)),
+    "clip": lambda h: jnp.log(jnp.clip(h, 1e-8, 1)),
+    "clamp": lambda h: jnp.log(lax.clamp(1e-8, h, 1.0)),
+    "where": lambda h: jnp.log(jnp.where(h > 0, h, 1e-8)),
+    "quotient": lambda h: 1 / jnp.maximum(h, 1e-8),
+    "of an array": lambda h: jnp.log(jnp.maximum(h, jnp.full((8, 8), 1e-8))),
+    "in a loop": lambda h: lax.fori_loop(0, 2, lambda _, x: jnp.log(jnp.maximum(h, 1e-8)) + x * 0, h),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("guarded", EPSILONS.values(), ids=EPSILONS)
+def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, half):
+    value, gradient = with_gradient(under(half, guarded), filled(0))
+    expected, exact_gradient = with_gradient(guarded, filled(0))
+    np.testing.assert_allclose(value, expected, rtol=2e-3)  # in bfloat16, 1e-8 is a number like any other
+    np.testing.assert_allclose(gradient, exact_gradient, rtol=2e-3)
+
+
+@pytest.mark.parametrize("chosen", [
+    lambda h: jnp.concatenate([h, jnp.full((1, 8), 1e-8)]),
+    lambda h: jnp.pad(h, 1, constant_values=1e-8),
+    lambda h: lax.dynamic_update_slice(h, jnp.full((1, 8), 1e-8), (0, 0)),
+], ids=["concatenate", "pad", "dynamic_update_slice"])  # fmt: skip
+def test_a_small_constant_among_others_stays_what_it_is(chosen):
+    found = jax.jit(under("float16", chosen))(filled(1))
+    np.testing.assert_array_equal(np.min(found), np.float32(1e-8))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("bounded", [
+    lambda h: jnp.minimum(h, 1 - 1e-7),
+    lambda h: jnp.clip(h, -1 + 1e-7, 1 - 1e-7),
+    lambda h: jnp.where(h >= 1, 1 - 1e-7, h),
+    lambda h: jnp.clip(h, 0, 1.3),
+    lambda h: jnp.clip(h, 0, 1023),
+], ids=["minimum", "clip", "where", "a third", "an index"])  # fmt: skip
+def test_a_result_is_within_its_bounds(bounded, half):
+    found = jax.jit(under(half, bounded))(filled(2000))
+    np.testing.assert_array_equal(found, bounded(filled(2000)))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_an_epsilon_beside_one_keeps_a_logarithm_finite(half):
+    found = under(half, lambda h: jnp.log(1 + 1e-6 - h))(filled(1))
+    np.testing.assert_allclose(found, np.log(np.float32(1 + 1e-6) - np.float32(1)), rtol=1e-6)
+
+
+LARGE = {
+    "maximum": lambda h: jnp.maximum(h, 1e6) / 1e6,
+    "where": lambda h: jnp.where(h >= 0, 1e6, h) / 1e6,
+    "pad": lambda h: jnp.pad(h, 1, constant_values=1e6)[:8, :8] / 1e6,
+    "clip": lambda h: jnp.clip(h, 1e6, 2e6) / 1e6,
+    "whole": lambda h: jnp.maximum(h, 1_000_000) / 1e6,
+    "add": lambda h: (h + 1e6) / 1e6,
+    "taken from": lambda h: (1e6 - h) / 1e6,
+    "concatenate": lambda h: jnp.concatenate([jnp.full_like(h, 1e6), h]) / 1e6,
+}
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
+def test_a_large_number_that_is_no_mask_means_itself(large):
+    value, gradient = with_gradient(under("float16", large), EYE)
+    expected, exact_gradient = with_gradient(large, EYE)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, exact_gradient, rtol=2e-2)  # 1e-6 is a subnormal number of float16
+
+
+MASKS = {
+    "where": lambda h: jnp.where(h > 0, h, -1e9),
+    "maximum": lambda h: jnp.maximum(h, -1e9),
+    "whole": lambda h: jnp.where(h > 0, h, -1_000_000_000),
+    "added": lambda h: h + jnp.where(np.tri(8, dtype=bool), 0.0, -1e9),
+    "taken away": lambda h: h - 1e9 * ~np.tri(8, dtype=bool),
+    "lowest": lambda h: jnp.where(h > 0, h, jnp.finfo(jnp.float32).min),
+    "highest": lambda h: jnp.where(h > 0, h, jnp.finfo(jnp.float32).max),
+    "nan_to_num": jnp.nan_to_num,
+    "infinite": lambda h: jnp.where(h > 0, h, jnp.inf),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_stays_half(name, half):
+    fun = under(half, lambda h: MASKS[name](h) * 1.0)
+    with jax.numpy_dtype_promotion("standard"):
+        assert dtype_of("mul", fun) - {"float32"} == {half}
+        assert jax.make_jaxpr(fun)(EYE).eqns[-1].invars[0].aval.dtype == half  # before the cast to what was traced
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("bounded", [
+    lambda h: jnp.clip(h, -1, 1), jax.nn.relu6, jax.nn.hard_tanh, lambda h: jnp.clip(h, -20, 2),
+    lambda h: jnp.where(h > 0, h, 0.1), lambda h: h * 0.1 + 0.3, lambda h: jnp.maximum(h, 0.1 * h),
+], ids=["clip", "relu6", "hard_tanh", "log_std", "where", "affine", "leaky"])  # fmt: skip
+def test_what_half_precision_can_hold_stays_half(bounded, half):
+    fun = under(half, bounded)
+    assert jax.make_jaxpr(fun)(EYE).eqns[-1].invars[0].aval.dtype == half
+
+
+@pytest.mark.parametrize("number", [1e6, -1e9, 1e-8])
+def test_a_comparison_with_what_float16_has_not_is_exact_and_warns_of_nothing(number):
+    found = under("float16", lambda h: h > number)(EYE)  # warnings are errors in these tests
+    np.testing.assert_array_equal(found, np.greater(EYE, number))
