@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..autocast._paths import Paths
-from ..interpreter import Step, float_dtype, walk
+from ..interpreter import Step, float_dtype, multiplies_only, walk
 from ._catalogue import FINDINGS, REMEDIES
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
@@ -117,7 +117,7 @@ class _Inspector:
         work = step.trips * flops(step.eqn)
         key = path, step.name, _dtype(step), backward
         _add(self._rows, key, step.trips, work, step.trips * bytes_of(step.eqn))
-        if step.name in MATMULS:
+        if step.name in MATMULS and not multiplies_only(step.eqn):
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
             matmul = step.name, dtypes, key[2], line(origin(step)), path, backward
             _add(self._matmuls, matmul, step.trips, work)

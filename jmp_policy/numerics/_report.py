@@ -33,7 +33,7 @@ class AuditRow:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The matrix products or convolutions of one line of the source, in one dtype, at one place.
+    """The matrix products, outer ones excepted, or convolutions of one line of the source, in one dtype and place.
 
     Attributes:
       operation: the name of the primitive.

@@ -294,6 +294,19 @@ class TestAssertions:
         with pytest.raises(AssertionError, match=r"^6 of 6 matmuls are not in bfloat16:\n.* reads float32, 6 times$"):
             report.assert_matmuls_in("bfloat16")
 
+    def test_an_outer_product_is_none_of_the_matmuls(self):
+        """`autocast` leaves the tables of rotary embeddings in float32."""
+
+        def rotate(weights, x, positions, frequencies):
+            angles = jnp.einsum("i,j->ij", positions, frequencies)
+            return (x @ weights) * jnp.cos(angles)
+
+        shapes = f32(8, 8), f32(4, 8), f32(4), f32(8)
+        report = audit(jmp.autocast(rotate, "mixed_bfloat16"))(*shapes)
+        report.assert_matmuls_in("bfloat16")
+        assert [(matmul.dtype, matmul.count) for matmul in report.matmuls] == [("bfloat16", 1)]
+        assert [row.dtype for row in report.rows if row.operation == "dot_general"] == ["float32", "bfloat16"]
+
     def test_no_matmul_at_all_is_no_success(self):
         with pytest.raises(AssertionError, match="There is no matrix product or convolution, in bfloat16 or any other"):
             audit(jnp.sin)(f32(3)).assert_matmuls_in("bfloat16")
