@@ -20,14 +20,18 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
     >>> name_of(dict), name_of(dict)
     ('dict', 'dict')
     """
-    results: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    results: dict[weakref.ref[Any], T] = {}  # where a WeakKeyDictionary would call two functions more at each look
 
     @functools.wraps(fun)
     def remembered(key: Any) -> T:
-        found = results.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = results[key] = fun(key)
-        return found
+        try:
+            return results[weakref.ref(key)]
+        except KeyError:
+            found = results[weakref.ref(key, forget)] = fun(key)
+            return found
+
+    def forget(reference: weakref.ref[Any]) -> None:
+        results.pop(reference, None)
 
     return remembered
 

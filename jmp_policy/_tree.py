@@ -197,7 +197,7 @@ def _is_mapping(kind: type) -> bool:
 
 
 def _holds_state(mapping: Any) -> bool:
-    return OVERWRITE in mapping or _holds_product(mapping)
+    return OVERWRITE in mapping or ("input_scale" in mapping and _holds_product(mapping))
 
 
 def _holds_product(mapping: Any) -> bool:
