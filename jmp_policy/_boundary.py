@@ -14,6 +14,7 @@ import jax
 from ._class_alias import keep_parameters, named_by, renamed
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._memory import remember_weakly
+from ._messages import quote, shorten
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._recursion import Recursion
@@ -169,21 +170,25 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
       ValueError: it does not, or it is a string, which is a collection of letters.
     """
     if isinstance(keep, str):
-        raise ValueError(f"keep must be a collection of argument names, got the string {keep!r}; write [{keep!r}].")
+        raise ValueError(
+            f"keep must be a collection of argument names, got the string {quote(keep)}; write [{quote(keep)}]."
+        )
     if not keep:
         return
     try:
         parameters = inspect.signature(fun).parameters
     except ValueError:
         raise ValueError(
-            f"keep names {sorted(keep)}, but Python knows no argument names of {_name(fun)}. Give the policy to a "
-            "function that calls it. For example: lambda x, position: f(x, position)."
+            f"keep names {quote(sorted(keep))}, but Python knows no argument names of {_name(fun)}. Give the policy to "
+            "a function that calls it. For example: lambda x, position: f(x, position)."
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in keep:
         if name not in parameters and not takes_any:
             known = ", ".join(map(repr, parameters)) or "none"
-            raise ValueError(f"keep names {name!r}, which is no argument of {_name(fun)}. Its arguments are {known}.")
+            raise ValueError(
+                f"keep names {quote(name)}, which is no argument of {_name(fun)}. Its arguments are {known}."
+            )
 
 
 def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
@@ -299,7 +304,7 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 
 def _name(fun: Any) -> str:
-    return getattr(fun, "__qualname__", repr(fun))
+    return shorten(getattr(fun, "__qualname__", repr(fun)))
 
 
 def _shown(value: object) -> str:

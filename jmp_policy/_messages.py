@@ -24,7 +24,15 @@ def quote(value: object) -> str:
     >>> quote("bfloat17"), len(quote("x" * 1_000_000))
     ("'bfloat17'", 500)
     """
-    text = repr(value)
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
+    """A text, whole, or its beginning and its end.
+
+    >>> shorten("bfloat17"), len(shorten("x" * 1_000_000))
+    ('bfloat17', 500)
+    """
     if len(text) <= _LONGEST_QUOTE:
         return text
     half = (_LONGEST_QUOTE - 5) // 2
