@@ -14,7 +14,7 @@ import jax
 from ._class_alias import keep_parameters, named_by, renamed
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._memory import remember_weakly
-from ._messages import quote, shorten
+from ._messages import describe, quote, shorten
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._recursion import Recursion
@@ -203,7 +203,7 @@ def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> A
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
         each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
-            f"with_policy takes a function or a Flax module, got {_shown(target)}.{each} "
+            f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
     return _function_with_policy(target, policy, keep)
@@ -305,9 +305,3 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 def _name(fun: Any) -> str:
     return shorten(getattr(fun, "__qualname__", repr(fun)))
-
-
-def _shown(value: object) -> str:
-    """A value on one line of an error message: a model or a train state may print on a thousand."""
-    line = " ".join(repr(value).split())
-    return line if len(line) <= 100 else f"{line[:100]}... (a {type(value).__name__})"

@@ -4,6 +4,7 @@ import inspect
 import warnings
 
 _LONGEST_QUOTE = 500
+_LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
 
 
@@ -25,6 +26,16 @@ def quote(value: object) -> str:
     ("'bfloat17'", 500)
     """
     return shorten(repr(value))
+
+
+def describe(value: object) -> str:
+    """A value on one line of an error message: a model or a train state may print on a thousand.
+
+    >>> describe([1, 2]), describe("x" * 1_000)[-11:]
+    ('[1, 2]', '... (a str)')
+    """
+    line = " ".join(repr(value).split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}... (a {type(value).__name__})"
 
 
 def shorten(text: str) -> str:
