@@ -14,6 +14,7 @@ import jax
 from ._class_alias import keep_parameters, named_by, renamed
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._memory import remember_weakly
+from ._messages import describe, quote, shorten
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._recursion import Recursion
@@ -169,21 +170,25 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
       ValueError: it does not, or it is a string, which is a collection of letters.
     """
     if isinstance(keep, str):
-        raise ValueError(f"keep must be a collection of argument names, got the string {keep!r}; write [{keep!r}].")
+        raise ValueError(
+            f"keep must be a collection of argument names, got the string {quote(keep)}; write [{quote(keep)}]."
+        )
     if not keep:
         return
     try:
         parameters = inspect.signature(fun).parameters
     except ValueError:
         raise ValueError(
-            f"keep names {sorted(keep)}, but Python knows no argument names of {_name(fun)}. Give the policy to a "
-            "function that calls it. For example: lambda x, position: f(x, position)."
+            f"keep names {quote(sorted(keep))}, but Python knows no argument names of {_name(fun)}. Give the policy to "
+            "a function that calls it. For example: lambda x, position: f(x, position)."
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in keep:
         if name not in parameters and not takes_any:
             known = ", ".join(map(repr, parameters)) or "none"
-            raise ValueError(f"keep names {name!r}, which is no argument of {_name(fun)}. Its arguments are {known}.")
+            raise ValueError(
+                f"keep names {quote(name)}, which is no argument of {_name(fun)}. Its arguments are {known}."
+            )
 
 
 def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
@@ -198,7 +203,7 @@ def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> A
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
         each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
-            f"with_policy takes a function or a Flax module, got {_shown(target)}.{each} "
+            f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
     return _function_with_policy(target, policy, keep)
@@ -299,10 +304,4 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 
 def _name(fun: Any) -> str:
-    return getattr(fun, "__qualname__", repr(fun))
-
-
-def _shown(value: object) -> str:
-    """A value on one line of an error message: a model or a train state may print on a thousand."""
-    line = " ".join(repr(value).split())
-    return line if len(line) <= 100 else f"{line[:100]}... (a {type(value).__name__})"
+    return shorten(getattr(fun, "__qualname__", repr(fun)))

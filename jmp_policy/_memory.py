@@ -59,18 +59,30 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Memory(dict[tuple, Any]):
-    """Results of functions by their arguments; nothing that goes into a pickle with its class."""
+    """Results of functions by their arguments; nothing that goes into a pickle with its class.
+
+    It knows its class: one that is made of the attributes of another, as `dataclass(slots=True)` makes it, has the
+    memory of that among them.
+    """
+
+    def __init__(self, owner: type | None = None):
+        super().__init__()
+        self._owner = None if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> tuple:
         return _Memory, ()
 
+    def is_of(self, kind: type) -> bool:
+        """Whether this is the memory of a class."""
+        return self._owner is not None and self._owner() is kind
+
 
 def _memory_of(kind: type) -> _Memory:
     found = vars(kind).get(_MEMORY)
-    if found is None:
+    if found is None or not found.is_of(kind):
         with _LOCK:
             found = vars(kind).get(_MEMORY)
-            if found is None:
-                found = _Memory()
+            if found is None or not found.is_of(kind):
+                found = _Memory(kind)
                 setattr(kind, _MEMORY, found)
     return found

@@ -4,6 +4,7 @@ import inspect
 import warnings
 
 _LONGEST_QUOTE = 500
+_LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
 
 
@@ -24,7 +25,25 @@ def quote(value: object) -> str:
     >>> quote("bfloat17"), len(quote("x" * 1_000_000))
     ("'bfloat17'", 500)
     """
-    text = repr(value)
+    return shorten(repr(value))
+
+
+def describe(value: object) -> str:
+    """A value on one line of an error message: a model or a train state may print on a thousand.
+
+    >>> describe([1, 2]), describe("x" * 1_000)[-11:]
+    ('[1, 2]', '... (a str)')
+    """
+    line = " ".join(repr(value).split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}... (a {type(value).__name__})"
+
+
+def shorten(text: str) -> str:
+    """A text, whole, or its beginning and its end.
+
+    >>> shorten("bfloat17"), len(shorten("x" * 1_000_000))
+    ('bfloat17', 500)
+    """
     if len(text) <= _LONGEST_QUOTE:
         return text
     half = (_LONGEST_QUOTE - 5) // 2

@@ -250,12 +250,13 @@ _MOST_PATHS = 1 << 16
 def _rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
     """The place of the first rule that names a module itself, or the number of rules where none does."""
     known = rules._ranks.setdefault(module_type or _Untyped, {})  # a model of many modules is traced many times
-    if path not in known:
+    rank = known.get(path)
+    if rank is None:
         if len(known) >= _MOST_PATHS:
             known.clear()
         ranks = (i for i, rule in enumerate(rules.rules) if rule.matches(path, module_type))
-        known[path] = next(ranks, len(rules.rules))
-    return known[path]
+        rank = known[path] = next(ranks, len(rules.rules))
+    return rank
 
 
 class _Untyped:

@@ -348,3 +348,13 @@ def test_a_target_that_is_none_is_an_error_not_a_decorator(give):
         give(None, policy="bfloat16")
     with pytest.raises(ValueError, match="bflaot16"):
         give(policy="bflaot16")
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(("fun", "keep"), [(square_sum, [LONG]), (square_sum, LONG), (int.from_bytes, [LONG])])
+def test_errors_of_keep_do_not_repeat_a_long_input(fun, keep):
+    with pytest.raises(ValueError, match=r"^keep .* \.\.\. ") as error:
+        jmp.with_policy(fun, MIXED, keep=keep)
+    assert len(str(error.value)) < 2000

@@ -144,3 +144,15 @@ def test_function_may_return_a_module_that_has_a_policy_or_that_it_was_given():
     assert jmp.with_policy(lambda model: model, POLICY)(model) is model
     returned = jmp.with_policy(lambda: jmp.with_policy(model, POLICY), "float32")()
     assert jmp.policy_of(returned) == jmp.get_policy(POLICY)
+
+
+@pytest.mark.parametrize("base", [nn.Module, nnx.Module])
+def test_a_class_made_of_the_attributes_of_another_is_not_taken_for_it(base):
+    class Net(base):
+        def tell(self):
+            return "first"
+
+    jmp.with_policy(Net, POLICY)
+    attributes = {name: value for name, value in vars(Net).items() if name not in ("__dict__", "__weakref__")}
+    other = type("Other", (base,), attributes | {"tell": lambda self: "other"})
+    assert jmp.with_policy(other, POLICY)().tell() == "other"

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from .._boundary import (
 )
 from .._dtypes import did_you_mean
 from .._get_policy import PolicySpec
+from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._tree import is_flax_object
@@ -62,9 +62,7 @@ def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, c
         return type(fun)(_with_autocast(fun.__func__, policy, rules, custom_rules))
     adapter = adapter_of(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
-        line = " ".join(repr(fun).split())
-        shown = line if len(line) <= 100 else f"{line[:100]}... (a {type(fun).__name__})"
-        raise TypeError(f"autocast takes a function, got {shown}. {_what_to_write(fun, adapter)}")
+        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_what_to_write(fun, adapter)}")
     return _Autocast(fun, policy, rules, custom_rules).function()
 
 
@@ -95,10 +93,10 @@ class _Autocast:
             adapter = lifting_adapter((args, kwargs))
             traceable = self._traceable(fun, policy)
             if adapter is None:
-                return self._run(policy, traceable, args, kwargs, caller=4)
+                return self._run(policy, traceable, args, kwargs)
 
             def run_lifted(pure: Callable[..., Any], state: Any) -> Any:
-                return self._run(policy, pure, (state,), {}, caller=6)
+                return self._run(policy, pure, (state,), {})
 
             return adapter.lifted(run_lifted, traceable, args, kwargs)
 
@@ -118,27 +116,25 @@ class _Autocast:
                 traceable = adapter.named(traceable, self._register.enter)
         return traceable
 
-    def _run(
-        self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, caller: int
-    ) -> Any:
-        """Traces, rewrites and runs; warnings are of the line that is `caller` frames away from where they are made."""
+    def _run(self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Traces, rewrites and runs."""
         with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        new = Rewriter(self._rule(policy, old, caller)).rewrite(old, kinds, Place(), wanted).program
+        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, Place(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
-    def _rule(self, policy: Policy, program: Any, caller: int) -> CastingRule:
+    def _rule(self, policy: Policy, program: Any) -> CastingRule:
         scopes = None
         unused = unused_functions(self._rules, program.jaxpr)
         if self._register is not None:
             scopes = Scopes(self._policy, self._rules, self._register.modules())
             unused += scopes.unused(program.jaxpr)
         for message in unused:
-            warnings.warn(message, stacklevel=caller)
+            warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
         rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
         if scopes is not None:  # it knows the modules that the function called, which may be freed with that

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from .._dtypes import did_you_mean
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
+from .._messages import quote
 from .._scaled_state import get_loss_scale
 from .._tree import PyTree
 
@@ -76,7 +77,7 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
     2048.0
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected the state dict of a GradScaler, got {state_dict!r}. For example: {_EXAMPLE}.")
+        raise TypeError(f"Expected the state dict of a GradScaler, got {quote(state_dict)}. For example: {_EXAMPLE}.")
     if not state_dict:
         return NoOpLossScale()
     _check_keys(state_dict)
@@ -133,20 +134,21 @@ def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
 def _check_keys(state_dict: Mapping[str, Any]) -> None:
     for key in state_dict:
         if key not in _ENTRIES:
-            raise ValueError(f"Unknown key {key!r} in the state dict of a GradScaler. {did_you_mean(key, _ENTRIES)}")
+            remedy = did_you_mean(key, _ENTRIES)
+            raise ValueError(f"Unknown key {quote(key)} in the state dict of a GradScaler. {remedy}")
     missing = [key for key in _ENTRIES if key not in state_dict]
     if missing:
         raise ValueError(
-            f"The state dict of a GradScaler lacks {', '.join(map(repr, missing))}: it has {sorted(state_dict)}. "
-            f"For example: {_EXAMPLE}."
+            f"The state dict of a GradScaler lacks {', '.join(map(repr, missing))}: it has "
+            f"{quote(sorted(state_dict))}. For example: {_EXAMPLE}."
         )
 
 
 def _number(key: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and getattr(value, "shape", None) != ():
-        raise TypeError(f"{key!r} must be {_ENTRIES[key].must_be}, got {value!r}. For example: {_EXAMPLE[key]}.")
+        raise TypeError(f"{key!r} must be {_ENTRIES[key].must_be}, got {quote(value)}. For example: {_EXAMPLE[key]}.")
     number = float(value)
     if not _ENTRIES[key].holds(number):
-        raise ValueError(f"{key!r} must be {_ENTRIES[key].must_be}, got {value!r}. For example: {_EXAMPLE[key]}.")
+        raise ValueError(f"{key!r} must be {_ENTRIES[key].must_be}, got {quote(value)}. For example: {_EXAMPLE[key]}.")
     return number

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap
+from .._policy_map import Match, PolicyMap, Rule
 from ._path import path_of
 from ._place import PLACE, Place
 
@@ -47,7 +47,7 @@ CURRENT = _Current()
 
 
 # The types of the modules met in the outermost call that is running, by path. No cache may depend on what is read here:
-# all that it decides for a program, `Frame.covering` says too.
+# all that it decides for a program, `Frame.rule` says too.
 _MET: contextvars.ContextVar[dict[str, type[nn.Module]]] = contextvars.ContextVar("modules met")
 
 
@@ -64,14 +64,14 @@ class Frame:
       policy: the policy it was given.
       inferred: what stands for a compute dtype that a policy leaves open: that of the first floating input of the
         attached module, or of the innermost one around that a rule matches which leaves it open.
-      covering: the keys of the policy map, types, that cover the module whose method is running.
+      rule: the rule of the policy map that covers the module whose method is running, if one does.
     """
 
     owner: type[nn.Module]
     path: tuple[str, ...]
     policy: Policy | PolicyMap
     inferred: np.dtype | None
-    covering: frozenset[type]
+    rule: Rule | None
 
     @functools.cached_property
     def reference(self) -> "weakref.ref[Frame]":
@@ -93,12 +93,6 @@ class Frame:
         """Whether a rule may tell modules of equal fields apart by where they stand."""
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
 
-    @functools.cached_property
-    def types(self) -> tuple[type, ...]:
-        """The keys of the policy map that are types."""
-        rules = self.policy.rules if isinstance(self.policy, PolicyMap) else ()
-        return tuple(rule.key for rule in rules if isinstance(rule.key, type))
-
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
         return self.path == path_of(module) and issubclass(type(module), self.owner)
@@ -114,20 +108,17 @@ class Frame:
         is_frames = names == () and self.place.boundary
         return Match(self._resolved(found.policy), found.rule, found.boundary and not is_frames)
 
-    def inside(self, module: nn.Module) -> "Frame":
-        """The frame that holds while a method of `module` runs.
+    def under(self, rule: Rule | None) -> "Frame":
+        """The frame that holds while a method of a module runs that this rule covers.
 
-        It differs from this one where a key of the map is the module's type: the modules inside compute by that key
-        then, and the program of a jitted one (`nn.jit`) must not be taken for that of its like elsewhere.
+        The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
+        that runs one by `.apply`, must not be taken for that of its like elsewhere.
         """
-        keys = {key for key in self.types if isinstance(module, key)}
-        if keys <= self.covering:
-            return self
-        return frame_of(self.owner, self.path, self.policy, self.inferred, self.covering | keys)
+        return self if rule is self.rule else frame_of(self.owner, self.path, self.policy, self.inferred, rule)
 
     def inferring(self, dtype: np.dtype | None) -> "Frame":
         """The frame in which this dtype stands for one left open."""
-        return frame_of(self.owner, self.path, self.policy, dtype, self.covering)
+        return frame_of(self.owner, self.path, self.policy, dtype, self.rule)
 
     def warnings(self, module: nn.Module) -> list[str]:
         """What to say, when the call of the attached module is over, of rules that decided for no module."""
@@ -153,10 +144,10 @@ def frame_of(
     path: tuple[str, ...],
     policy: Policy | PolicyMap,
     inferred: np.dtype | None,
-    covering: frozenset[type] = frozenset(),
+    rule: Rule | None = None,
 ) -> Frame:
     """The one frame of these values."""
-    return Frame(owner, path, policy, inferred, covering)
+    return Frame(owner, path, policy, inferred, rule)
 
 
 @contextlib.contextmanager

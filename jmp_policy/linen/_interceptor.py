@@ -53,7 +53,8 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
             next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
             with calling(module), misread_weights_named(module):
                 return next_fun(*args, **kwargs)
-        match, inside = current.match(module), current.inside(module)
+        match = current.match(module)
+        inside = current.under(match.rule)
         # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
         is_method = hasattr(type(module), context.method_name)
         at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)

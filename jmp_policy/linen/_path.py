@@ -18,7 +18,8 @@ _AROUND = "jmp_policy_around"
 """The flag of a scope: the path of the module whose scope is the outermost around it."""
 
 # The module whose method is running, and what is around its scope. No context of JAX's, which would compile everything
-# anew in each module: what is jitted inside of a method and runs modules by `.apply` is a closure of that method.
+# anew in each module. What is jitted and runs modules by `.apply` is mostly a closure of the method that calls it; a
+# function that several modules call is told apart by the rule that covers them, `Frame.rule`.
 _CALLING: contextvars.ContextVar[tuple[nn.Module, tuple[str, ...]] | None]
 _CALLING = contextvars.ContextVar("_CALLING", default=None)
 

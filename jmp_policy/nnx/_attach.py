@@ -1,9 +1,9 @@
 """What `with_policy`, `policy_of` and `explain` do with nnx modules and module classes."""
 
-import warnings
 from collections.abc import Collection
 from typing import Any
 
+from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._adopt import adopt
@@ -37,7 +37,7 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
     attachment = Attachment(policy, reject, adopt, keep=names)
     module = attachment.attach(target)
     for message in (*attachment.unused_rules(), *attachment.written_explained()):
-        warnings.warn(message, stacklevel=4)  # where with_policy is called
+        warn_user(message)
     return module
 
 

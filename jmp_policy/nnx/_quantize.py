@@ -1,12 +1,12 @@
 """Post-training quantization of nnx models."""
 
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._messages import warn_user
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
@@ -41,7 +41,7 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     unused = attachment.unused_rules()
     quantizer.check(unused)
     for message in unused:
-        warnings.warn(message, stacklevel=3)
+        warn_user(message)
     return attached
 
 

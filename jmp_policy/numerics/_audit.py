@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from .._boundary import adapter_of, loaded_adapters
+from .._messages import describe
 from .._tree import is_array
 from ..autocast._modules import TRACING, Register
 from ..autocast._paths import Paths
@@ -87,7 +88,5 @@ def _check(fun: Any) -> None:
     adapter = adapter_of(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
-    line = " ".join(repr(fun).split())
-    shown = line if len(line) <= 100 else f"{line[:100]}... (a {type(fun).__name__})"
     example = "audit(train_step)(state, batch)" if adapter is None else adapter.AUDIT_EXAMPLE
-    raise TypeError(f"audit takes a function, got {shown}. For example: {example}.")
+    raise TypeError(f"audit takes a function, got {describe(fun)}. For example: {example}.")

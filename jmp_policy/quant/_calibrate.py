@@ -1,11 +1,11 @@
 """Calibration: where to clip the inputs of the layers of a model, from data."""
 
 import functools
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from .._boundary import adapter_of
+from .._messages import warn_user
 from ._calibration import Calibration
 from ._clip import Clip, checked
 
@@ -73,7 +73,7 @@ def _check(calibration: Calibration, count: int) -> None:
     if calibration.unseen:
         named = ", ".join(map(repr, calibration.unseen))
         message = f"calibrate saw no numbers enter {named}, inside of vmap or remat: these inputs are not clipped"
-        warnings.warn(message, stacklevel=3)
+        warn_user(message)
     elif not calibration.layers:
         raise ValueError(
             "No layer that was called quantizes its inputs. Give the model a policy under which they do. "

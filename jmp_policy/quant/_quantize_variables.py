@@ -2,13 +2,13 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray
@@ -46,7 +46,7 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
     quantizer.check(unused)
     for message in unused:
-        warnings.warn(message, stacklevel=3)
+        warn_user(message)
     if "params" not in variables:
         return new
     make: Any = type(variables)

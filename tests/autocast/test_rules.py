@@ -95,3 +95,11 @@ def test_a_primitive_of_the_users_own_can_be_named():
 def test_a_function_that_is_never_called_is_warned_of():
     with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing: no operation is of a function"):
         dtypes(jax.jit(lambda x: my_softmax(x @ x)), AutocastRules(functions={"my_sotfmax": "full"}))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
+def test_warning_of_an_idle_rule_is_at_the_users_line_through_transforms(transform):
+    fun = transform(autocast(jnp.sum, LOW, rules=AutocastRules(functions={"my_sotfmax": "low"})))
+    with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing") as caught:
+        fun(X[0])
+    assert caught[0].filename == __file__

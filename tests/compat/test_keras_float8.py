@@ -126,7 +126,7 @@ def test_a_mode_other_than_float8_is_a_value_error(mode):
 @pytest.mark.parametrize(("length", "error", "text"), [
     (True, TypeError, "must be an integer. Received: amax_history_length=True"),
     (2.0, TypeError, "must be an integer. Received: amax_history_length=2.0"),
-    ("16", TypeError, "must be an integer. Received: amax_history_length=16"),
+    ("16", TypeError, "must be an integer. Received: amax_history_length='16'"),
     (None, TypeError, "must be an integer. Received: amax_history_length=None"),
     (0, ValueError, "must be positive. Received: amax_history_length=0"),
     (-1, ValueError, "must be positive. Received: amax_history_length=-1"),

@@ -99,6 +99,58 @@ def _dtypes(jaxpr):
             yield from _dtypes(inner)
 
 
+@jax.jit
+def look_up(ids):
+    """A jitted function of the whole program, which knows no module that calls it."""
+    return nn.Embed(16, 4, parent=None).apply({"params": {"embedding": jnp.ones((16, 4))}}, ids)
+
+
+class Reader(nn.Module):
+    """It runs a module by a function that other modules call as well."""
+
+    def __call__(self, ids):
+        return look_up(ids)
+
+
+class Readers(nn.Module):
+    """Two that are equal but for where they stand."""
+
+    @nn.compact
+    def __call__(self, ids):
+        return Reader(name="first")(ids), Reader(name="second")(ids)
+
+
+@pytest.mark.parametrize("key", ["first", "second"])
+def test_a_rule_for_one_caller_of_a_jitted_function_is_not_taken_for_that_of_another(key):
+    model = under(Readers(), {key: "bfloat16"}, "p=f32,c=f32,o=none")
+    first, second = jax.eval_shape(model.apply, {}, IDS)
+    assert {"first": first.dtype, "second": second.dtype} == {"first": F32, "second": F32} | {key: BF16}
+
+
+def test_a_jitted_function_is_traced_once_for_all_callers_under_one_rule():
+    traces = []
+
+    class Block(nn.Module):
+        def __call__(self, x):
+            return counted(x)
+
+    @jax.jit
+    def counted(x):
+        traces.append(x)
+        return x
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("block_0", "block_1", "block_2", "head"):
+                x = Block(name=name)(x)
+            return x
+
+    model = under(Model(), {r"block_\d": MIXED, "head": MIXED}, MIXED)
+    jax.eval_shape(model.apply, {}, IDS)
+    assert len(traces) == 2
+
+
 @pytest.mark.parametrize("key", ["cls", "cls/.*", Head, "cls/decoder"])
 def test_rule_reaches_a_layer_that_runs_through_apply_inside_another_module(key):
     body, transform, decoder = matmul_dtypes(under(MaskedLM(), {key: "float32"}), IDS)

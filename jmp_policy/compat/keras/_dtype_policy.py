@@ -5,6 +5,7 @@ from typing import Any
 
 from ..._get_policy import default_policy
 from ..._grammar import parse_policy
+from ..._messages import quote
 from ..._policy import Policy as JmpPolicy
 from ..._tree import cast_floating
 
@@ -102,7 +103,7 @@ def default_jmp_policy() -> JmpPolicy:
 def _parse(name: object) -> JmpPolicy:
     if not isinstance(name, str):
         raise TypeError(
-            f"'name' must be a string, such as 'mixed_float16'. Received: name={name} (of type {type(name)})"
+            f"'name' must be a string, such as 'mixed_float16'. Received: name={quote(name)} (of type {type(name)})"
         )
     try:
         policy = parse_policy(name)
@@ -117,7 +118,7 @@ def _parse(name: object) -> JmpPolicy:
 
 def _cannot_convert(name: str) -> str:
     return (
-        f"Cannot convert '{name}' to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
+        f"Cannot convert {quote(name)} to a mixed precision DTypePolicy. Valid policies include 'mixed_float16', "
         "'mixed_bfloat16', and the name of any float dtype such as 'float32'."
     )
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+from ..._messages import quote, shorten
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy
 from ._find_dtype_policy import dtype_policy_named, dtype_policy_of
@@ -41,7 +42,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         if policy_map is not None and not isinstance(policy_map, dict):
             raise TypeError(
                 "If specified, `policy_map` must be a dict. "
-                f"Received: policy_map={policy_map} of type {type(policy_map)}"
+                f"Received: policy_map={quote(policy_map)} of type {type(policy_map)}"
             )
         if isinstance(default_policy, DTypePolicyMap):  # maps do not nest
             default_policy = default_policy._default
@@ -80,19 +81,19 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         matching = [pattern for pattern in self._policies if re.fullmatch(pattern, key)]
         if len(matching) > 1:
             raise ValueError(
-                f"Path '{key}' matches multiple dtype policy specification keys: {matching}. Please make sure each "
-                "path only matches at most one dtype policy specification key in the DTypePolicyMap."
+                f"Path {quote(key)} matches multiple dtype policy specification keys: {quote(matching)}. Please make "
+                "sure each path only matches at most one dtype policy specification key in the DTypePolicyMap."
             )
         return self._policies[matching[0]] if matching else self.default_policy
 
     def __setitem__(self, key: str, policy: Any) -> None:
         if key in self._policies:
             raise ValueError(
-                f"{key} already exist in the DTypePolicyMap with value {self._policies[key]}. "
+                f"{shorten(key)} already exist in the DTypePolicyMap with value {self._policies[key]}. "
                 "Please make sure to not use duplicated keys."
             )
         if not isinstance(key, str):
-            raise TypeError(f"A key of a DTypePolicyMap is a path or a pattern, got {key!r}. For example: 'head'.")
+            raise TypeError(f"A key of a DTypePolicyMap is a path or a pattern, got {quote(key)}. For example: 'head'.")
         value = _policy_of(policy)
         PolicyMap({key: value.__jmp_policy__()})  # which raises for a bad pattern, now and not at the first lookup
         self._policies[key] = value

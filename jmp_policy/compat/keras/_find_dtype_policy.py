@@ -5,6 +5,7 @@ from typing import Any
 
 from ..._formats import KINDS, Float8
 from ..._get_policy import get_policy, is_policy_spec
+from ..._messages import quote
 from ..._policy import FROM, Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy, default_jmp_policy
 from ._int4_dtype_policy import Int4DTypePolicy, read_block_size
@@ -35,7 +36,7 @@ def dtype_policy_of(
     policy = get_policy(spec) if is_policy_spec(spec) else None
     if not isinstance(policy, JmpPolicy):
         raise ValueError(
-            f"Cannot interpret {what} as a dtype policy. Received: {spec!r} of type {type(spec)}. "
+            f"Cannot interpret {what} as a dtype policy. Received: {quote(spec)} of type {type(spec)}. "
             "For example: 'mixed_bfloat16'."
         )
     return dtype_policy_like(policy)
@@ -90,7 +91,7 @@ def _unquantized(name: str) -> DTypePolicy:
         if not name.strip().lower().startswith(KINDS):
             raise
     raise ValueError(
-        f"Cannot convert `policy` into a valid pair of mode and source name. Received: {name!r}. "
+        f"Cannot convert `policy` into a valid pair of mode and source name. Received: {quote(name)}. "
         "For example: 'int8_from_mixed_bfloat16'."
     )
 

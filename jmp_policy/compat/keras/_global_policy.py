@@ -1,6 +1,7 @@
 """Keras's global policy: our default policy, under Keras's names."""
 
 from ..._get_policy import default_origin, default_policy, set_default_policy
+from ..._messages import quote
 from ..._policy import Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
@@ -29,7 +30,9 @@ def dtype_policy() -> DTypePolicy:
     policies = DTypePolicyMap(current.default)
     for rule in current.rules:
         if not isinstance(rule.key, str):
-            raise ValueError(f"The default policy has the module type {rule.key.__qualname__} as a key: {current}.")
+            raise ValueError(
+                f"The default policy has the module type {rule.key.__qualname__} as a key: {quote(current)}."
+            )
         policies[rule.key] = rule.policy
     return policies
 
@@ -55,7 +58,7 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
     if not isinstance(policy, DTypePolicy):
         raise ValueError(
             "Invalid `policy` argument. Expected the string name of a policy (such as 'mixed_float16') or a "
-            f"`DTypePolicy` instance. Received: policy={policy} (of type {type(policy)})"
+            f"`DTypePolicy` instance. Received: policy={quote(policy)} (of type {type(policy)})"
         )
     set_default_policy(policy)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..._messages import quote
 from ._quantized_dtype_policy import QuantizedDTypePolicy
 
 INT4 = "int4"
@@ -35,7 +36,9 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
     def __init__(self, mode: str, source_name: str | None = None):
         size = read_block_size(mode)
         if size is None:
-            raise ValueError(f"Invalid mode for Int4DTypePolicy: {mode!r}. For example: 'int4/128', or 'int4/-1'.")
+            raise ValueError(
+                f"Invalid mode for Int4DTypePolicy: {quote(mode)}. For example: 'int4/128', or 'int4/-1'."
+            )
         super().__init__(f"{INT4}/{size}", source_name)
         self._block_size = size
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from ..._messages import quote
 
 _SCALES = {kind.__name__: kind for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale)}
 _TENSORFLOW = {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0}
@@ -40,8 +41,8 @@ def read_loss_scale(spec: Any) -> LossScale | None:
         if scale is not None:
             return scale
     raise ValueError(
-        f"Could not interpret loss scale identifier: {spec!r}. It is 'dynamic', a number, a LossScale or None, for "
-        "example Policy('mixed_float16', loss_scale='dynamic')."
+        f"Could not interpret loss scale identifier: {quote(spec)}. It is 'dynamic', a number, a LossScale or None, "
+        "for example Policy('mixed_float16', loss_scale='dynamic')."
     )
 
 

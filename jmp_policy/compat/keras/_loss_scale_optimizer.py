@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from ..._loss_scale import StaticLossScale
+from ..._messages import quote
 from ...optim import loss_scaled
 from ._loss_scale import make_dynamic_loss_scale
 
@@ -57,7 +58,7 @@ def _checked_scale(value: Any) -> Any:
         )
     if isinstance(value, jax.Array):
         return value
-    received = f"got {value!r}. For example: LossScaleOptimizer(inner, 2.0**15)."
+    received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, 2.0**15)."
     if not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(
             f"`initial_scale` must be a number, {received} "
@@ -69,7 +70,7 @@ def _checked_scale(value: Any) -> Any:
 
 
 def _checked_steps(value: Any) -> int:
-    received = f"got {value!r}. For example: LossScaleOptimizer(inner, dynamic_growth_steps=2000)."
+    received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, dynamic_growth_steps=2000)."
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`dynamic_growth_steps` must be an int, {received}")
     if value < 1:

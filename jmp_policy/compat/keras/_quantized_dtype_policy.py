@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..._formats import DelayedScaling, Float8, Int8, Quantization, parse_quantization
+from ..._messages import quote, shorten
 from ..._policy import FROM
 from ._dtype_policy import DTypePolicy
 
@@ -65,12 +66,12 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
         raise ValueError(expected_mode(mode))
     if isinstance(format, Int8) and compute_dtype == "float16":
         raise ValueError(
-            f"Quantization mode='{mode}' doesn't work well with compute_dtype='float16' in Keras. For example: "
-            f"QuantizedDTypePolicy('{mode}', 'mixed_bfloat16')."
+            f"Quantization mode={quote(mode)} doesn't work well with compute_dtype='float16' in Keras. For example: "
+            f"QuantizedDTypePolicy({quote(mode)}, 'mixed_bfloat16')."
         )
     return format
 
 
 def expected_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
     """What Keras says of a bad mode."""
-    return f"Invalid quantization mode. Expected one of {modes}. Received: mode={mode}"
+    return f"Invalid quantization mode. Expected one of {modes}. Received: mode={shorten(str(mode))}"

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ..._messages import quote
 from ._quantized_dtype_policy import FLOAT8, KERAS_FLOAT8, QuantizedDTypePolicy, expected_mode
 
 
@@ -55,7 +56,7 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 
 
 def _checked(amax_history_length: object) -> int:
-    received = f"Received: amax_history_length={amax_history_length}. For example: 1024."
+    received = f"Received: amax_history_length={quote(amax_history_length)}. For example: 1024."
     if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
         raise TypeError(f"`amax_history_length` must be an integer. {received}")
     if amax_history_length < 1:

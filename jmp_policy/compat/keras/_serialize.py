@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._dtypes import did_you_mean
+from ..._messages import quote
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy
 from ._int4_dtype_policy import Int4DTypePolicy
 from ._legacy_policy import Policy
@@ -47,10 +48,10 @@ def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type
       ValueError: `config` is no such dictionary, or of a class that is none of these.
     """
     if not isinstance(config, dict) or not {"class_name", "config"} <= config.keys():
-        raise ValueError(f"Expected a serialized dtype policy, got {config!r}. For example: {_EXAMPLE}.")
+        raise ValueError(f"Expected a serialized dtype policy, got {quote(config)}. For example: {_EXAMPLE}.")
     classes = _CLASSES | dict(custom_objects or {})
     kind = classes.get(str(config["class_name"]))
     if kind is None:
         remedy = did_you_mean(config["class_name"], classes)
-        raise ValueError(f"Unknown class of dtype policies in {config!r}. {remedy} For example: {_EXAMPLE}.")
+        raise ValueError(f"Unknown class of dtype policies in {quote(config)}. {remedy} For example: {_EXAMPLE}.")
     return kind.from_config(config["config"])

@@ -7,6 +7,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..._messages import quote
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
 from ._find_dtype_policy import dtype_policy_of
@@ -56,7 +57,9 @@ def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
     {'mode': 'int4/64', 'source_name': 'bfloat16'}
     """
     if not isinstance(dtype_policy, DTypePolicy):
-        raise TypeError(f"Expected a dtype policy, got {dtype_policy!r}. For example: DTypePolicy('mixed_bfloat16').")
+        raise TypeError(
+            f"Expected a dtype policy, got {quote(dtype_policy)}. For example: DTypePolicy('mixed_bfloat16')."
+        )
     return serialize_policy(dtype_policy)
 
 
