@@ -9,7 +9,7 @@ from ._functions import Function, Functions
 from ._paths import AUTOCAST
 from ._scope import Scope
 from ._scopes import Scopes
-from ._steep import NONE, steep_results
+from ._steep import NONE, logarithmic_results, steep_results
 
 
 class Place(NamedTuple):
@@ -22,6 +22,7 @@ class Place(NamedTuple):
         is used at two paths is rewritten for both.
       scope: what the rules say for that path.
       steep: which of its results reach an operation that is steep where others saturate.
+      logarithmic: which of these reach a logarithm, through sums or without.
     """
 
     backward: bool = False
@@ -29,6 +30,7 @@ class Place(NamedTuple):
     path: str = ""
     scope: Scope | None = None
     steep: frozenset[int] = NONE
+    logarithmic: frozenset[int] = NONE
 
     @property
     def treatment(self) -> str | None:
@@ -57,9 +59,13 @@ class Places:
     def of(self, outer: Place, program: Jaxpr) -> list[Place]:
         """The places of the equations in a body that stands at `outer`."""
         steep = steep_results(program, outer.steep)
-        return [self._of(outer, eqn, results) for eqn, results in zip(program.eqns, steep, strict=True)]
+        logarithmic = logarithmic_results(program, outer.logarithmic)
+        return [
+            self._of(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
+        ]
 
-    def _of(self, outer: Place, eqn: JaxprEqn, steep: frozenset[int]) -> Place:
+    def _of(self, outer: Place, eqn: JaxprEqn, steep: frozenset[int], logarithmic: frozenset[int]) -> Place:
+        steep |= logarithmic
         stack = str(eqn.source_info.name_stack)
         backward = outer.backward or "transpose(" in stack
         function = outer.function
@@ -71,9 +77,9 @@ class Places:
             function = self._functions.find(eqn)
         if self._scopes is not None:
             path = self._scopes.paths.of(outer.path, eqn)
-            return Place(backward, function, path, self._scopes.at(path, backward), steep)
-        is_outer = (backward, function, steep) == (outer.backward, outer.function, outer.steep)
-        return outer if is_outer else Place(backward, function, steep=steep)
+            return Place(backward, function, path, self._scopes.at(path, backward), steep, logarithmic)
+        here = Place(backward, function, steep=steep, logarithmic=logarithmic)
+        return outer if here == outer else here
 
 
 _REGION = Function(FULL_PRECISION, "full")

@@ -32,7 +32,7 @@ def calibrate(
 
     Returns:
       By module path, the magnitude, for `quantize(..., input_clips=...)`. A layer whose inputs are not quantized, or
-      were all zero, has none.
+      were all zero, has none, nor has one without a weight of its own, such as a head that is tied to a table.
 
     Raises:
       TypeError: `model` is no Flax module.
@@ -63,7 +63,8 @@ def calibrate(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         calibration.run(functools.partial(adapter.call_watched, bound, calibration.watch, inputs, method, kwargs))
     _check(calibration, count)
-    clips = {path: layer.clip(clip) for path, layer in calibration.layers.items()}
+    weights = adapter.weights_of(bound)
+    clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 
 

@@ -14,6 +14,7 @@ HALVES = ["bfloat16", "float16"]
 EYE = np.eye(8, dtype=np.float32)
 LOGITS = np.array([-10, -7, -3, -0.5, 0.5, 3, 7, 10], np.float32)  # numbers of bfloat16
 FILLED = np.broadcast_to(LOGITS, (8, 8)).copy()
+FIRST = EYE[0]
 sigmoid = jax.nn.sigmoid
 
 
@@ -67,6 +68,11 @@ OTHERS = {
     "angle": lambda h: jnp.arccos(jnp.tanh(h / 2)),
     "quantile": lambda h: jax.scipy.special.erfinv(lax.erf(h / 4)),
     "log of a softmax": lambda h: jnp.log(jax.nn.softmax(2 * h)),
+    "log of the probability of a class": lambda h: jnp.log(jnp.sum(jax.nn.softmax(2 * h) * FIRST, -1)),
+    "log of a sum in a jitted part": lambda h: jnp.log(jax.jit(jnp.sum)(jax.nn.softmax(2 * h) * FIRST)),
+    "log of the probability of a mixture": lambda h: jnp.log(jnp.sum(jax.nn.softmax(2 * h) * 0.3, -1) + 1e-9),
+    "log of a cumulative probability": lambda h: jnp.log(jnp.cumsum(jax.nn.softmax(2 * h), -1)),
+    "log of a mean of sigmoids": lambda h: jnp.log(jnp.mean(1 - sigmoid(h), -1)),
     "log of 1 - softmax": lambda h: jnp.log(1 - jax.nn.softmax(h / 2) + 1e-9),
     "in a branch": lambda h: jnp.log(1 - lax.cond(h[0, 0] < 0, sigmoid, jnp.tanh, h)),
     "carried": lambda h: lax.scan(lambda sum, row: (sum + jnp.log(1 - row), row), jnp.zeros(8), sigmoid(h))[0],
@@ -112,6 +118,14 @@ GATES = {
 def test_a_gate_stays_half(fun, half):
     program = jax.make_jaxpr(under(half, fun))(FILLED)
     assert program.eqns[-1].invars[0].aval.dtype == half  # before the cast to what was traced
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("norm", [lambda s: s / s.sum(), lambda s: s * lax.rsqrt(jnp.mean(s))])
+def test_a_gate_whose_sum_reaches_a_root_or_a_quotient_stays_half(norm, half):
+    program = jax.make_jaxpr(under(half, lambda h: norm(lax.logistic(h))))(FILLED)
+    [gate] = [eqn for eqn in program.eqns if eqn.primitive.name == "logistic"]
+    assert gate.outvars[0].aval.dtype == half
 
 
 @pytest.mark.parametrize("half", HALVES)

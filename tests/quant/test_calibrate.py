@@ -206,3 +206,24 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
         quant.calibrate(model.bind(variables), [x], variables=variables)
     with pytest.raises(TypeError, match="calibrate takes a Flax module, got "):
         quant.calibrate(variables, [x])
+
+
+class TiedHead(nn.Module):
+    def setup(self):
+        self.table = nn.Embed(8, 8)
+        self.layer = nn.Dense(8)
+        self.head = nn.Dense(8, use_bias=False)
+
+    def __call__(self, ids):
+        x = self.layer(self.table(ids))
+        return self.head.apply({"params": {"kernel": self.table.variables["params"]["embedding"].T}}, x)
+
+
+def test_a_head_that_is_tied_to_a_table_has_no_clip_that_quantize_would_refuse():
+    policy = jmp.PolicyMap({"table": "float32"}, POLICY)
+    model, ids = jmp.with_policy(TiedHead(), policy), jnp.arange(8)[None]
+    variables = model.init(jax.random.key(0), ids)
+    clips = quant.calibrate(model, [ids], variables=variables)
+    assert list(clips) == ["layer"]
+    quantized = quant.quantize(variables, policy, input_clips=clips)
+    assert model.apply(quantized, ids).dtype == jnp.float32
