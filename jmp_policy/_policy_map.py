@@ -76,7 +76,7 @@ class PolicyMap:
 
     rules: tuple[Rule, ...]
     default: Policy | None
-    _ranks: weakref.WeakKeyDictionary[type, dict[str, int]]
+    _ranks: dict[tuple[str, weakref.ref[type]], int]
 
     def __new__(cls, rules: Mapping[Key, Spec] | Iterable[tuple[Key, Spec]], default: Spec = None) -> "PolicyMap":
         """The one map of these rules."""
@@ -86,7 +86,7 @@ class PolicyMap:
             None if default is None else _policy(default, "as default of a PolicyMap"),
         )
         new = object.__new__(cls)
-        vars(new).update(rules=fields[0], default=fields[1], _ranks=weakref.WeakKeyDictionary())
+        vars(new).update(rules=fields[0], default=fields[1], _ranks={})
         with _LOCK:
             return _INTERNED.setdefault(_interning_key(*fields), new)
 
@@ -249,14 +249,15 @@ _MOST_PATHS = 1 << 16
 
 def _rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
     """The place of the first rule that names a module itself, or the number of rules where none does."""
-    known = rules._ranks.setdefault(module_type or _Untyped, {})  # a model of many modules is traced many times
-    rank = known.get(path)
-    if rank is None:
+    known, key = rules._ranks, (path, weakref.ref(module_type or _Untyped))
+    try:
+        return known[key]  # a model of many modules is traced many times
+    except KeyError:
         if len(known) >= _MOST_PATHS:
             known.clear()
         ranks = (i for i, rule in enumerate(rules.rules) if rule.matches(path, module_type))
-        rank = known[path] = next(ranks, len(rules.rules))
-    return rank
+        rank = known[key] = next(ranks, len(rules.rules))
+        return rank
 
 
 class _Untyped:

@@ -11,6 +11,7 @@ from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
 from .._formats import integers_of
 from .._policy import Policy
+from ..quant._misread import Misread
 from ._cache import check_cache
 from ._carry import carry_given, first_carry_dtype
 from ._fields import (
@@ -26,7 +27,7 @@ from ._fields import (
 from ._flags import boundary_of, paths_in_jit_keys, runs_inside_boundary
 from ._frame import CURRENT, Frame
 from ._path import calling
-from ._quantized import misread_weights_named, quantized_method
+from ._quantized import name_misread_weight, quantized_method
 from ._variables import policied_param, policied_variable, stores_params
 from ._written import note_layer
 
@@ -49,30 +50,41 @@ def interceptor(frame: Frame) -> Callable[..., Any]:
         # Another frame is in charge inside a submodule with a policy of its own.
         if current.attachment is not frame.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
-        if _INSIDE in vars(module):
-            next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
-            with calling(module), misread_weights_named(module):
-                return next_fun(*args, **kwargs)
-        match = current.match(module)
-        inside = current.under(match.rule)
-        # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
-        is_method = hasattr(type(module), context.method_name)
-        at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)
-        if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
-            inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
-            match = inside.match(module)
-        fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
-        with calling(module), misread_weights_named(module), _in_charge(current, inside, module), fields:
-            check_cache(module)
-            next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
-            if at_boundary:
-                out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
-            else:
-                out = next_fun(*args, **kwargs)
-        note_layer(module, match.policy)
-        return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
+        try:
+            return _call_inside(current, module, next_fun, args, kwargs, context)
+        except Misread as error:
+            name_misread_weight(module, error)
+            raise
 
     return intercept
+
+
+def _call_inside(
+    current: Frame, module: nn.Module, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any
+) -> Any:
+    """Calls a method of a module inside of the attached one."""
+    if _INSIDE in vars(module):
+        next_fun = quantized_method(module, context.orig_method, vars(module)[_INSIDE], next_fun)
+        with calling(module):
+            return next_fun(*args, **kwargs)
+    match = current.match(module)
+    inside = current.under(match.rule)
+    # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
+    is_method = hasattr(type(module), context.method_name)
+    at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)
+    if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
+        inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
+        match = inside.match(module)
+    fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
+    with calling(module), _in_charge(current, inside, module), fields:
+        check_cache(module)
+        next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
+        if at_boundary:
+            out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
+        else:
+            out = next_fun(*args, **kwargs)
+    note_layer(module, match.policy)
+    return keep_carry_dtypes(carry_given(module, context.method_name, args, kwargs), out)
 
 
 def _casts(module: nn.Module) -> bool:

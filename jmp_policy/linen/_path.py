@@ -5,9 +5,8 @@ path begins anew. Where such a scope stands is told by a flag of it, as Flax han
 clones that lifted transforms call.
 """
 
-import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -53,22 +52,25 @@ def explain_unknown(paths: Iterable[str]) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def calling(module: nn.Module) -> Iterator[None]:
-    """A context in which a method of a bound module runs, and whatever runs through `.apply` is inside of it."""
-    scope: Any = module.scope
-    around = _around(module)
-    marks = _AROUND not in scope.flags and (scope.parent is None or bool(around))
-    if marks:
-        scope.flags = FrozenDict({**scope.flags, _AROUND: around}, __unsafe_skip_copy__=True)
-    token = _CALLING.set((module, around))
-    try:
-        yield
-    finally:
-        _CALLING.reset(token)
-        if marks:  # a bound module may be called from elsewhere next
-            _unmark(scope)
-            _unmark(module.scope)  # another scope, if a method called its base's
+class calling:  # in lower case: a function to those who use it, and a class because each module of a model enters one
+    """The context in which a method of a bound module runs, and whatever runs through `.apply` is inside of it."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._scope: Any = module.scope
+
+    def __enter__(self) -> None:
+        scope, around = self._scope, _around(self._module)
+        self._marks = _AROUND not in scope.flags and (scope.parent is None or bool(around))
+        if self._marks:
+            scope.flags = FrozenDict({**scope.flags, _AROUND: around}, __unsafe_skip_copy__=True)
+        self._token = _CALLING.set((self._module, around))
+
+    def __exit__(self, *_: object) -> None:
+        _CALLING.reset(self._token)
+        if self._marks:  # a bound module may be called from elsewhere next
+            _unmark(self._scope)
+            _unmark(self._module.scope)  # another scope, if a method called its base's
 
 
 def _around(module: nn.Module) -> tuple[str, ...]:

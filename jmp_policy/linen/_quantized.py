@@ -167,20 +167,15 @@ def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def misread_weights_named(module: nn.Module) -> Iterator[None]:
-    """Says in the error of a quantized weight, which code inside of a method reads as an array, which weight it was."""
-    try:
-        yield
-    except Misread as error:
-        around = path_of(module)[: len(path_of(module)) - len(module.path)]
-        # All the variables that code inside may see, a transform's own among them; these are not the arrays outside.
-        params = module.scope.root.variables().get("params", {})  # type: ignore[union-attr]
-        for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=_is_quantized):
-            if _is_quantized(weight) and weight.values is error.weight.values:
-                *names, name = (*around, *module.scope.root.path, *(key.key for key in keys))  # type: ignore[union-attr]
-                error.name_weight("/".join(names), name)
-        raise
+def name_misread_weight(module: nn.Module, error: Misread) -> None:
+    """Says in the error of a quantized weight, which code inside of a method read as an array, which weight it was."""
+    around = path_of(module)[: len(path_of(module)) - len(module.path)]
+    # All the variables that code inside may see, a transform's own among them; these are not the arrays outside.
+    params = module.scope.root.variables().get("params", {})  # type: ignore[union-attr]
+    for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=_is_quantized):
+        if _is_quantized(weight) and weight.values is error.weight.values:
+            *names, name = (*around, *module.scope.root.path, *(key.key for key in keys))  # type: ignore[union-attr]
+            error.name_weight("/".join(names), name)
 
 
 def _check_is_rewritable(module: nn.Module) -> None:

@@ -35,10 +35,9 @@ def _operations(program):
 
 
 # Flax hides infinities, which costs nothing. In training qwix rounds the rows of each operand once, ours twice: once
-# along each of the axes that are summed over. With Flax 0.12.8 and qwix 0.1.8 these are 1.04 and 1.06, 0.72 and 0.67,
-# 0.88 and 1.22; the rest is for other releases of theirs.
+# along each of the axes that are summed over, and both look for a nan, which qwix's maximum loses on a CPU.
 @pytest.mark.parametrize(
-    ("recipe", "forward", "training"), [("delayed", 1.1, 1.15), ("current", 0.8, 0.75), ("current/row", 0.95, 1.3)]
+    ("recipe", "forward", "training"), [("delayed", 1.15, 1.2), ("current", 0.9, 0.85), ("current/row", 1.05, 1.4)]
 )
 def test_a_layer_needs_about_as_many_operations_as_its_peer(cases, recipe, forward, training):
     mine, theirs = cases[recipe], cases[PEERS[recipe][0]]

@@ -13,7 +13,7 @@ from jmp_policy.demo._checkpoints import Checkpoints
 
 
 def state_of(value: float, size: int = 3) -> dict:
-    scale = jmp.DynamicLossScale(value)
+    scale = jmp.DynamicLossScale(value, min_loss_scale=0.25)
     return {"w": [jnp.full(size, value, jnp.bfloat16), jnp.float32(value)], "scale": scale, "none": None}
 
 

@@ -334,11 +334,12 @@ def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_
     assert (out == alone.apply(variables, x)).all()
 
 
-def test_calibration_and_comparison_name_the_layer_where_it_stands():
+def test_calibration_names_the_layers_around_one_that_runs_through_apply():
     int8 = "int8(min_size=0)_from_float32"
     model = jmp.with_policy(MaskedLM(), jmp.PolicyMap({"embed": "float32"}, int8))
     variables = jax.jit(model.init)(KEY, IDS)
-    assert {"body", "cls/transform", "cls/decoder"} == quant.calibrate(model, [IDS], variables=variables).keys()
+    clips = quant.calibrate(model, [IDS], variables=variables)
+    assert {"body", "cls/transform"} == clips.keys()  # and none for the decoder, which has no weight of its own
 
 
 def test_rules_of_autocast_reach_the_layer():

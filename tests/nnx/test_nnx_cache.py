@@ -24,7 +24,8 @@ def test_cache_is_made_in_the_dtype_of_its_layer():
 
 
 def test_dtype_that_the_author_wrote_is_that_of_the_cache():
-    model = jmp.with_policy(decoder(jnp.float32), BF16_INSIDE)
+    with pytest.warns(UserWarning, match="4 of 4 layers with weights compute in the dtype that their author wrote"):
+        model = jmp.with_policy(decoder(jnp.float32), BF16_INSIDE)
     model.init_cache((2, 3, 4))
     assert model.cached_key.dtype == jnp.float32
     assert model(TOKEN).dtype == jnp.float32
