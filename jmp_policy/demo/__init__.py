@@ -3,7 +3,7 @@
 Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
-from .._errors import UserError as UserError
+from ..cli._command import UserError as UserError
 from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
 from ._doctor import (
     Diagnosis as Diagnosis,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._errors import UserError
+from ..cli._command import UserError
 
 VOCABULARY = 256
 VALIDATION_SHARE = 0.1

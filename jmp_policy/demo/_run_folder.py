@@ -10,7 +10,7 @@ from typing import Any
 
 import jmp_policy as jmp
 
-from .._errors import UserError
+from ..cli._command import UserError
 from ._gpt import GPTConfig
 
 RUNS = Path("runs")

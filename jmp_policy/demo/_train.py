@@ -11,7 +11,7 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
-from .._errors import UserError
+from ..cli._command import UserError
 from ._checkpoints import Checkpoints
 from ._data import (
     Corpus,
