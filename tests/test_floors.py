@@ -19,7 +19,9 @@ FLOORS = {
     "_scale_settings": 0,
     "_once": 0,
     "_class_alias": 0,
-    "_tree": 0,
+    "_trees": 0,
+    "_finite": 0,
+    "_flax_objects": 0,
     "_rounding": 0,
     "_format_fields": 0,
     "_loss_scale": 1,
@@ -56,7 +58,8 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
+SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_memory"), ("_finite", "_trees"), ("_flax_objects", "_memory"),
+              ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"), ("_format_fields", "_messages"),
               ("_once", "_messages"), ("_format_fields", "_dtypes"), ("_float8_format", "_float8_recipe"),
               ("_formats", "_float8_format"), ("_formats", "_float8_recipe"), ("_policy_map", "_grammar"),
