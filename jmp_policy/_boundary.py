@@ -12,13 +12,14 @@ from typing import Any
 import jax
 
 from ._class_alias import keep_parameters, named_by, renamed
+from ._flax_objects import is_flax_object
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._memory import remember_weakly
 from ._messages import describe, quote, shorten
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._recursion import Recursion
-from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object
+from ._trees import PyTree, cast_floating, floating_leaves
 
 _ADAPTERS = {
     "flax.linen": "jmp_policy.linen._attach",

@@ -21,11 +21,11 @@ from .._boundary import (
     target_and_policy,
 )
 from .._dtypes import did_you_mean
+from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec
 from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from .._tree import is_flax_object
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register

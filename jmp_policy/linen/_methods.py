@@ -13,7 +13,7 @@ from flax import linen as nn
 from .._boundary import cast_arguments, cast_result, matmul_precision
 from .._once import warn_once
 from .._policy import Policy
-from .._tree import cast_floating
+from .._trees import cast_floating
 from ..explanation._observation import observe_call
 from ._fields import layers_noted, written_explained
 from ._frame import CURRENT, Frame, frame_of, outermost_call

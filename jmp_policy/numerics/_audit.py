@@ -10,7 +10,7 @@ from jax.extend import source_info_util
 
 from .._boundary import adapter_of, loaded_adapters
 from .._messages import describe
-from .._tree import is_array
+from .._trees import is_array
 from ..autocast._modules import TRACING, Register
 from ..autocast._paths import Paths
 from ..interpreter import trace

@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from .._boundary import adapter_of
 from .._dtypes import is_floating_dtype
-from .._tree import is_array
+from .._trees import is_array
 from ._array import QuantizedArray
 from ._comparison import Comparison, LayerComparison
 from ._watched import Called

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from .._boundary import adapter_of
+from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
-from .._tree import is_flax_object
 from ._clip import Clip
 from ._quantize_variables import quantize_variables
 from ._quantizer import Quantizer
