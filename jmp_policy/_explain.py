@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ._boundary import adapter_of
+from ._adapter import adapter_of
 
 if TYPE_CHECKING:
     from .explanation import Explanation

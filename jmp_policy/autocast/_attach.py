@@ -10,16 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._boundary import (
-    NO_TARGET,
-    adapter_of,
-    cast_result,
-    lifting_adapter,
-    loaded_adapters,
-    matmul_precision,
-    resolved,
-    target_and_policy,
-)
+from .._adapter import adapter_of, lifting_adapter, loaded_adapters
+from .._boundary import NO_TARGET, target_and_policy
+from .._call_casts import cast_result, matmul_precision, resolved
 from .._dtypes import did_you_mean
 from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
+from .._call_casts import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
 from .._formats import integers_of
 from .._policy import Policy

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from .._boundary import adapter_of, policy_of
+from .._adapter import adapter_of
+from .._boundary import policy_of
 from ._roles import Role
 
 _WRAPPED = "to_nnx__module"

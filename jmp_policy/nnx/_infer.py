@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._boundary import resolved
+from .._call_casts import resolved
 from .._policy import Policy
 
 # The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not

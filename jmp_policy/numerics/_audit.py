@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from .._boundary import adapter_of, loaded_adapters
+from .._adapter import adapter_of, loaded_adapters
 from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .._boundary import adapter_of
+from .._adapter import adapter_of
 from .._messages import warn_user
 from ._calibration import Calibration
 from ._clip import Clip, checked

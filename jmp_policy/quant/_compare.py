@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._boundary import adapter_of
+from .._adapter import adapter_of
 from .._dtypes import is_floating_dtype
 from .._trees import is_array
 from ._array import QuantizedArray

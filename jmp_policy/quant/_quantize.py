@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._boundary import adapter_of
+from .._adapter import adapter_of
 from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
 from ._clip import Clip
