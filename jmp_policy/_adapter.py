@@ -19,18 +19,18 @@ _ADAPTERS = {
 function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
 
 
-def adapter_of(target: Any) -> Any:
+def find_adapter(target: Any) -> Any:
     """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
     path = _adapter_path(target if isinstance(target, type) else type(target))
     return None if path is None else importlib.import_module(path)
 
 
-def loaded_adapters() -> list[Any]:
+def find_loaded_adapters() -> list[Any]:
     """The adapters of the packages that are loaded: a function may call the modules of any of them."""
     return [importlib.import_module(path) for package, path in _ADAPTERS.items() if package in sys.modules]
 
 
-def lifting_adapter(tree: PyTree) -> Any:
+def find_lifting_adapter(tree: PyTree) -> Any:
     """The module that calls functions of objects that they write to, such as those in a tree; `None` if it has none."""
     leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
     is_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ._adapter import adapter_of
+from ._adapter import find_adapter
 from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
 from ._flax_objects import is_flax_object
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
@@ -79,14 +79,14 @@ def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Col
     >>> dtypes(jnp.ones(2), position=jnp.ones(2))
     ('bfloat16', 'float32')
     """
-    target, captured = target_and_policy(target, policy)
+    target, captured = parse_target(target, policy)
     if target is NO_TARGET:
-        return lambda decorated: _attach(decorated, captured, keep)
-    return _attach(target, captured, keep)
+        return lambda decorated: _give_policy(decorated, captured, keep)
+    return _give_policy(target, captured, keep)
 
 
-def target_and_policy(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
-    """What is given a policy, `NO_TARGET` if a decorator is wanted, and the policy, which may stand in first place."""
+def parse_target(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
+    """Returns what is given a policy, `NO_TARGET` for a decorator, and the policy, which may stand in first place."""
     if policy is None and target is not NO_TARGET and is_policy_spec(target):
         target, policy = NO_TARGET, target
     return target, get_policy(policy)
@@ -98,39 +98,39 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
     'mixed_float16'
     """
-    named = named_by(target)
-    adapter = adapter_of(named)
+    named = unwrap_alias(target)
+    adapter = find_adapter(named)
     return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(named)
 
 
-def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-    named = named_by(target)
-    adapter = adapter_of(named)
+def _give_policy(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    named = unwrap_alias(target)
+    adapter = find_adapter(named)
     if adapter is not None:
         attached = adapter.attach(named, policy, keep)
-        keep_parameters(attached, named)
-        return renamed(target, attached)
+        copy_type_parameters(attached, named)
+        return rewrap_alias(target, attached)
     if isinstance(target, staticmethod | classmethod):
-        return type(target)(_attach(target.__func__, policy, keep))
+        return type(target)(_give_policy(target.__func__, policy, keep))
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
         each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
             f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
-    return _function_with_policy(target, policy, keep)
+    return _wrap_function(target, policy, keep)
 
 
-def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
+def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
     check_keep(fun, keep)
     boundary = _Boundary(fun, given, frozenset(keep))
 
     @functools.wraps(fun)
-    def policied(*args: Any, **kwargs: Any) -> Any:
+    def call_with_policy(*args: Any, **kwargs: Any) -> Any:
         return boundary.call(args, kwargs)
 
-    policied.__jmp_attached__ = given  # type: ignore[attr-defined]
-    return policied
+    call_with_policy.__jmp_attached__ = given  # type: ignore[attr-defined]
+    return call_with_policy
 
 
 class _Boundary:
@@ -164,10 +164,10 @@ def _check_made_no_module(fun: Callable[..., Any], inputs: PyTree, out: PyTree) 
     Raises:
       TypeError: it did.
     """
-    modules = (leaf for leaf in jax.tree.leaves(out, is_leaf=is_flax_object) if adapter_of(leaf) is not None)
+    modules = (leaf for leaf in jax.tree.leaves(out, is_leaf=is_flax_object) if find_adapter(leaf) is not None)
     made = next((module for module in modules if policy_of(module) is None), None)
     inputs = [] if made is None else jax.tree.leaves(inputs, is_leaf=is_flax_object)
-    if made is not None and not any(adapter_of(leaf) is not None for leaf in inputs):
+    if made is not None and not any(find_adapter(leaf) is not None for leaf in inputs):
         raise TypeError(
             f"{name_function(fun)} returned a module of {type(made).__name__}, which would run when the policy of the "
             "function holds no more. Give the policy to the module, or to its class. "
@@ -237,10 +237,10 @@ class Recursion:
                 self._number = None
 
 
-def named_by(target: Any) -> Any:
+def unwrap_alias(target: Any) -> Any:
     """The class or object inside of partials and subscripts, or the target itself.
 
-    >>> named_by(functools.partial(functools.partial(list[int])))
+    >>> unwrap_alias(functools.partial(functools.partial(list[int])))
     <class 'list'>
     """
     while True:
@@ -252,18 +252,18 @@ def named_by(target: Any) -> Any:
             return target
 
 
-def renamed(target: Any, new: Any) -> Any:
+def rewrap_alias(target: Any, new: Any) -> Any:
     """A target of partials and subscripts that names another class or object.
 
-    >>> renamed(functools.partial(list[int], "ab"), dict)
+    >>> rewrap_alias(functools.partial(list[int], "ab"), dict)
     functools.partial(dict[int], 'ab')
     """
     if isinstance(target, functools.partial):
-        return functools.partial(renamed(target.func, new), *target.args, **target.keywords)
+        return functools.partial(rewrap_alias(target.func, new), *target.args, **target.keywords)
     return new[typing.get_args(target)] if isinstance(typing.get_origin(target), type) else new
 
 
-def keep_parameters(new: Any, generic: Any) -> None:
+def copy_type_parameters(new: Any, generic: Any) -> None:
     """Has a subclass made of a generic class take subscripts as that does: Python takes it for one of no parameters."""
     parameters = getattr(generic, "__parameters__", ())
     if isinstance(new, type) and parameters:

@@ -33,12 +33,12 @@ def cast_arguments(
         {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
         {name: x for name, x in kwargs.items() if name not in keep},
     )
-    policy = resolved(policy, entering)
+    policy = resolve_policy(policy, entering)
     by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_flax_object)
     return policy, tuple(by_position.get(i, x) for i, x in enumerate(args)), kwargs | by_name
 
 
-def resolved(policy: Policy, inputs: PyTree) -> Policy:
+def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:
     """A policy whose missing compute dtype is that of the first floating input of a call, Flax's objects excepted."""
     return policy.resolve(floating_leaves(inputs, is_leaf=is_flax_object)) if policy.compute_dtype is None else policy
 
