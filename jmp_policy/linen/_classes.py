@@ -12,7 +12,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._boundary import check_keep
+from .._call_casts import check_keep
 from .._made_classes import found_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._once import warn_once
 from .._policy import Policy
 from .._trees import cast_floating
