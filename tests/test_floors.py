@@ -17,8 +17,9 @@ FLOORS = {
     "_messages": 0,
     "_scale_settings": 0,
     "_once": 0,
-    "_class_alias": 0,
-    "_tree": 0,
+    "_trees": 0,
+    "_finite": 0,
+    "_flax_objects": 0,
     "_rounding": 0,
     "_format_fields": 0,
     "_loss_scale": 1,
@@ -32,7 +33,8 @@ FLOORS = {
     "_default": 3,
     "_policy_map": 3,
     "_get_policy": 4,
-    "_recursion": 4,
+    "_adapter": 4,
+    "_call_casts": 4,
     "_boundary": 5,
     "_carry": 5,
     "_full_precision": 5,
@@ -55,7 +57,8 @@ FLOORS = {
 }
 
 # Files of one floor that build on each other, in this order.
-SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
+SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_memory"), ("_finite", "_trees"), ("_flax_objects", "_memory"),
+              ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"), ("_format_fields", "_messages"),
               ("_once", "_messages"), ("_format_fields", "_dtypes"), ("_float8_format", "_float8_recipe"),
               ("_formats", "_float8_format"), ("_formats", "_float8_recipe"), ("_policy_map", "_grammar"),
@@ -177,7 +180,7 @@ def test_the_library_never_imports_the_demo():
 def test_the_adapters_are_the_one_import_by_name():
     by_name = [name_of(path) for path in FILES if "import_module(" in path.read_text()]
     # A map's config names the types of its keys; the state of float8 layers has a dtype of Flax's.
-    assert set(by_name) <= {"_boundary", "_policy_map", "_overwrite"}
+    assert set(by_name) <= {"_adapter", "_policy_map", "_overwrite"}
 
 
 def test_nothing_is_asserted_on():
