@@ -25,7 +25,7 @@ STRUCTURAL = frozenset({
 those around and in a loop."""
 
 
-class Value(NamedTuple):
+class OperandInfo(NamedTuple):
     """What an operation reads or makes.
 
     Attributes:
@@ -51,8 +51,8 @@ class Operation:
 
     name: str
     scope: str
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
+    operands: tuple[OperandInfo, ...]
+    results: tuple[OperandInfo, ...]
     half_sum: HalfSum | None = None
 
     @property
@@ -80,8 +80,8 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
             yield Operation(step.name, step.scope, _values(step.operands), _values(step.results), half_sum(step))
 
 
-def _values(variables: Sequence[Any]) -> tuple[Value, ...]:
-    return tuple(Value(_key(variable), _floating_dtype(variable.aval)) for variable in variables)
+def _values(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
+    return tuple(OperandInfo(_key(variable), _floating_dtype(variable.aval)) for variable in variables)
 
 
 def _key(variable: Any) -> int | None:
@@ -178,7 +178,7 @@ def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> di
     return {source: tuple(paths) for source, paths in found.items()}
 
 
-def _leaking(marks: frozenset[str], path: str, value: Value, module: ModuleInfo) -> Iterable[str]:
+def _leaking(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
     """The modules whose wide result is arithmetic's operand in the code of a module that they are not around."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:
         return ()
@@ -187,7 +187,7 @@ def _leaking(marks: frozenset[str], path: str, value: Value, module: ModuleInfo)
     return sorted(source for source in marks if not _is_inside(path, source))
 
 
-def _passed_on(operation: Operation, result: Value, marks: Marks) -> frozenset[str]:
+def _passed_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
     same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
     return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
 
