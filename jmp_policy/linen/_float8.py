@@ -22,7 +22,7 @@ from ._einsum import computed, equation_of
 from ._fields import written
 from ._frame import CURRENT
 from ._layer_table import LAYERS, open_layer
-from ._path import is_applied_inside, path_of
+from ._place import is_applied_inside, path_of
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""

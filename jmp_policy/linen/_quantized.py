@@ -24,7 +24,7 @@ from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
 from ._float8 import float8_layer, float8_method, sparing_state
 from ._layer_table import is_default, layer_of, open_layer, rewritten_by
-from ._path import path_of
+from ._place import path_of
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from .._boundary import adapter_of, policy_of
+from .._adapter import find_adapter
+from .._boundary import policy_of
 from ._roles import Role
 
 _WRAPPED = "to_nnx__module"
@@ -32,5 +33,5 @@ def linen_attributes(attributes: dict[str, Any], role: Role, inferred: np.dtype 
       inferred: what stands for a compute dtype that the policy leaves open.
     """
     module = attributes[_WRAPPED]
-    attach_inside = adapter_of(module).attach_inside
+    attach_inside = find_adapter(module).attach_inside
     return {_WRAPPED: attach_inside(module, role.given, role.keep, role.lineage, role.boundary, inferred)}

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._carry import keep_carry_dtypes
 from ._bridge import linen_attributes
 from ._cache import cache_arguments

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from .._boundary import check_keep
+from .._call_casts import check_keep
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from ._call import Adopt, call_method

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._boundary import resolved
+from .._call_casts import resolve_policy
 from .._policy import Policy
 
 # The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
@@ -21,7 +21,7 @@ def inferred(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
     around = _INFERRED.value
     if around is not None and around[0] == policy:
         return policy.replace(compute_dtype=around[1])
-    return resolved(policy, (args, kwargs))
+    return resolve_policy(policy, (args, kwargs))
 
 
 def inferred_inside(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:

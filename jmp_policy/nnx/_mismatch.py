@@ -3,7 +3,7 @@
 from flax import nnx
 
 from .._policy import Policy
-from .._tree import cast_floating
+from .._trees import cast_floating
 
 
 def reject(path: str, param: nnx.Param, policy: Policy) -> None:

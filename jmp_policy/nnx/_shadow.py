@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._memory import remember_on_class
-from .._tree import cast_floating
+from .._trees import cast_floating
 from ._roles import Kind, blank, floating_dtypes, items_of, kind_of, with_items
 
 _UNWRITTEN = object()
