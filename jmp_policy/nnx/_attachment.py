@@ -16,7 +16,7 @@ from ..quant._layer import WEIGHT_NAMES
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
-from ._float8 import multiplies_by
+from ._layer_table import open_field
 from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
 from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
 from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
@@ -181,7 +181,7 @@ class Attachment:
             open_dtype=open_dtype,
             authored=tuple((name, attributes[name]) for name in replaced),
             reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
-            multiplies_in_float8=multiplies_by(attributes) if in_float8 else None,
+            multiplies_in_float8=open_field(base, attributes) if in_float8 else None,
         )
 
     def _rebuilt(

@@ -12,8 +12,9 @@ from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
 from ._adopt import adopt
 from ._attachment import Attachment
+from ._layer_table import LayerWeight, weight_in, weight_name
 from ._mismatch import reject
-from ._quantized import QuantizedParam, Weight, weight_in, weight_name
+from ._quantized import QuantizedParam
 from ._roles import Role, role_of
 
 
@@ -46,7 +47,7 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
 
 
 def _quantized(
-    quantizer: Quantizer, path: str, module: nnx.Module, role: Role, weight: Weight
+    quantizer: Quantizer, path: str, module: nnx.Module, role: Role, weight: LayerWeight
 ) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
     is_ours = isinstance(vars(module)["promote_dtype"], Promote)

@@ -8,8 +8,9 @@ from flax import nnx
 
 from ..quant._watched import Called, Watch
 from ._explain import callable_of
+from ._layer_table import weight_in
 from ._observed import watch_modules
-from ._quantized import quantization_of, weight_in
+from ._quantized import quantization_of
 from ._roles import role_of
 
 # Not in the classes that are watched: JAX never forgets one of a pytree.
