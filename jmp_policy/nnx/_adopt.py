@@ -6,10 +6,11 @@ from flax import nnx
 
 from ._attachment import Attachment
 from ._mismatch import reject
-from ._roles import Kind, Role, items_of, kind_of, role_of
+from ._module_spec import ModuleSpec, find_spec
+from ._nodes import NodeKind, items_of, kind_of
 
 
-def adopt(module: nnx.Module, role: Role) -> None:
+def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
     """Gives the policy to the modules that were assigned to a policied one since it got its own.
 
     Policied modules call this before each call, because nothing announces that a list or a dictionary inside them
@@ -18,23 +19,23 @@ def adopt(module: nnx.Module, role: Role) -> None:
 
     Args:
       module: the policied module.
-      role: its role.
+      spec: its spec.
 
     Raises:
       ValueError: a Param is stored in another dtype than the param dtype.
     """
     for name, value in list(vars(module).items()):
-        if _has_new_module(value, role):
-            attachment = Attachment(role.given, reject, adopt, lineage=role.lineage)
-            path = (*role.path.split("/"), name) if role.path else (name,)
-            vars(module)[name] = attachment.include(value, path, role.policy)
+        if _has_new_module(value, spec):
+            attachment = Attachment(spec.given, reject, adopt, lineage=spec.lineage)
+            path = (*spec.path.split("/"), name) if spec.path else (name,)
+            vars(module)[name] = attachment.include(value, path, spec.policy)
 
 
-def _has_new_module(value: Any, role: Role) -> bool:
+def _has_new_module(value: Any, spec: ModuleSpec) -> bool:
     match kind_of(type(value)):
-        case Kind.MODULE:
-            other = role_of(value)
-            return other is None or not (other.attached or other.given is role.given)
-        case Kind.PYTREE | Kind.BUILTIN:
-            return any(_has_new_module(item, role) for _, item in items_of(value))
+        case NodeKind.MODULE:
+            other = find_spec(value)
+            return other is None or not (other.attached or other.given is spec.given)
+        case NodeKind.PYTREE | NodeKind.BUILTIN:
+            return any(_has_new_module(item, spec) for _, item in items_of(value))
     return False

@@ -18,8 +18,9 @@ from ._call import Adopt
 from ._classes import policied_class
 from ._float8 import multiplies_by
 from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
+from ._module_spec import ModuleSpec, find_spec
+from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
 from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
-from ._roles import Kind, Role, blank, floating_dtypes, items_of, kind_of, role_of, with_items
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
@@ -42,7 +43,7 @@ class _Around(NamedTuple):
 
 
 class Attachment:
-    """One walk over a module tree that gives each module its role.
+    """One walk over a module tree that gives each module its spec.
 
     Modules are copied, and share their Variables with the originals; or changed in place, where they are `owned`.
 
@@ -99,14 +100,14 @@ class Attachment:
 
     def _value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
         match kind_of(type(value)):
-            case Kind.MODULE:
+            case NodeKind.MODULE:
                 return self._module(value, path, around)
-            case Kind.PARAM:
+            case NodeKind.PARAM:
                 self._param(value, path, around)
-            case Kind.STATE:
+            case NodeKind.STATE:
                 for name, item in items_of(value):
                     self._value(item, (*path, name), around)
-            case Kind.PYTREE | Kind.BUILTIN:
+            case NodeKind.PYTREE | NodeKind.BUILTIN:
                 return self._container(value, path, around)
         return value
 
@@ -120,23 +121,23 @@ class Attachment:
         items = items_of(container)
         new = [self._value(item, (*path, name), around) for name, item in items]
         if any(a is not b for a, (_, b) in zip(new, items, strict=True)):
-            self._done[id(container)] = container, with_items(container, new)
+            self._done[id(container)] = container, replace_items(container, new)
         return self._done[id(container)][1]
 
     def _module(self, module: nnx.Module, path: tuple[str, ...], around: _Around | None, attached: bool = False) -> Any:
         if id(module) in self._done:
             return self._done[id(module)][1]
-        role = role_of(module)
-        base = type(module) if role is None else role.base
+        spec = find_spec(module)
+        base = type(module) if spec is None else spec.base
         self.types.setdefault("/".join(path), base)
-        if not attached and (around is None or (role is not None and role.attached)):
+        if not attached and (around is None or (spec is not None and spec.attached)):
             return self._rebuilt(module, type(module), path, None, vars(module), {})
-        attributes = vars(module) | dict(role.authored if role else ())
+        attributes = vars(module) | dict(spec.authored if spec else ())
         state = attributes.pop(OVERWRITE, None)
         open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
-        new_role = self._role(base, attributes, path, attached, open_dtype, rewritten)
-        policy = new_role.policy
+        new_spec = self._spec(base, attributes, path, attached, open_dtype, rewritten)
+        policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
             written = attributes["dtype"] if has_written_dtype(base, attributes, open_dtype) else None
@@ -144,13 +145,13 @@ class Attachment:
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= float8_attributes(base, known, policy.quantization)
-        if has_open_linen_module(base, attributes, role):
-            new_role = dataclasses.replace(new_role, bridges=True)
-            new_attributes |= linen_attributes(attributes, new_role)
+        if has_open_linen_module(base, attributes, spec):
+            new_spec = dataclasses.replace(new_spec, bridges=True)
+            new_attributes |= linen_attributes(attributes, new_spec)
         inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
-        return self._rebuilt(module, policied_class(new_role, self._adopt), path, inside, attributes, new_attributes)
+        return self._rebuilt(module, policied_class(new_spec, self._adopt), path, inside, attributes, new_attributes)
 
-    def _role(
+    def _spec(
         self,
         base: type,
         attributes: dict[str, Any],
@@ -158,7 +159,7 @@ class Attachment:
         attached: bool,
         open_dtype: bool,
         rewritten: bool,
-    ) -> Role:
+    ) -> ModuleSpec:
         match = self._match("/".join(path))
         rewritten_integers = rewritten and integers_of(match.policy.quantization) is not None
         policy = match.policy.replace(quantization=None) if rewritten_integers else match.policy
@@ -168,7 +169,7 @@ class Attachment:
         in_float8 = is_float8(base, attributes, policy.quantization)
         acts = boundary or policy.compute_dtype is None or in_float8
         does_nothing = not acts and _is_plain_layer(base, attributes)
-        return Role(
+        return ModuleSpec(
             base=base,
             policy=policy,
             given=self.given,
@@ -193,7 +194,7 @@ class Attachment:
         attributes: dict[str, Any],
         new_attributes: dict[str, Any],
     ) -> Any:
-        new = module if self._owned(module) else blank(type(module), {})
+        new = module if self._owned(module) else make_blank(type(module), {})
         self._done[id(module)] = module, new
         values = {name: self._value(value, (*path, name), inside) for name, value in attributes.items()}
         written = values | new_attributes
@@ -237,5 +238,7 @@ class Attachment:
 def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
     """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
     kinds = {kind_of(type(value)) for value in attributes.values()}
-    own_params = Kind.PARAM in kinds and "dtype" not in attributes
-    return base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {Kind.MODULE, Kind.PYTREE}
+    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
+    return (
+        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
+    )

@@ -1,4 +1,4 @@
-"""Policied classes: subclasses that carry a role, and whose public methods run as it says."""
+"""Policied classes: subclasses that carry a spec, and whose public methods run as it says."""
 
 import functools
 import inspect
@@ -11,31 +11,32 @@ from .._boundary import check_keep
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from ._call import Adopt, call_method
-from ._roles import ROLE, Role, blank, role_of
+from ._module_spec import SPEC, ModuleSpec, find_spec
+from ._nodes import make_blank
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
-def policied_class(role: Role, adopt: Adopt) -> type:
-    """The subclass of `role.runs` for the modules of a role; one for equal roles, so that jit caches hit."""
-    return _policied_class(role.base, role, adopt)
+def policied_class(spec: ModuleSpec, adopt: Adopt) -> type:
+    """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
+    return _policied_class(spec.base, spec, adopt)
 
 
 @remember_on_class
-def _policied_class(_: type, role: Role, adopt: Adopt) -> type:
-    base = role.runs
+def _policied_class(_: type, spec: ModuleSpec, adopt: Adopt) -> type:
+    base = spec.runs
     namespace = {
-        ROLE: role,
-        "__reduce__": lambda self: (_remade, (role, adopt, vars(self).copy())),
+        SPEC: spec,
+        "__reduce__": lambda self: (_remade, (spec, adopt, vars(self).copy())),
     }
-    if role.calls:
+    if spec.calls:
         namespace |= policied_methods(base, adopt)
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return make_subclass(base, namespace, (policied_class, (role, adopt)), **options)
+    return make_subclass(base, namespace, (policied_class, (spec, adopt)), **options)
 
 
 def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:
-    """The public methods of a class by name, made to look at the role of the module that they are called with."""
+    """The public methods of a class by name, made to look at the spec of the module that they are called with."""
     return {name: _policied_method(method, adopt) for name, method in public_methods(base)}
 
 
@@ -70,10 +71,10 @@ def public_methods(base: type) -> Iterator[tuple[str, Any]]:
 def _policied_method(method: Any, adopt: Adopt) -> Callable[..., Any]:
     @functools.wraps(method)
     def policied(self: Any, *args: Any, **kwargs: Any) -> Any:
-        role = role_of(self)
-        if role is None:  # a shadow, or an instance of a decorated class that is still being made
+        spec = find_spec(self)
+        if spec is None:  # a shadow, or an instance of a decorated class that is still being made
             return method.__get__(self, type(self))(*args, **kwargs)
-        return call_method(self, role, method, args, kwargs, adopt)
+        return call_method(self, spec, method, args, kwargs, adopt)
 
     policied._jmp_method = method  # type: ignore[attr-defined]
     return policied
@@ -84,5 +85,5 @@ def _takes(method: Any, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _remade(role: Role, adopt: Adopt, attributes: dict[str, Any]) -> Any:
-    return blank(policied_class(role, adopt), attributes)
+def _remade(spec: ModuleSpec, adopt: Adopt, attributes: dict[str, Any]) -> Any:
+    return make_blank(policied_class(spec, adopt), attributes)

@@ -13,7 +13,7 @@ from ._adopt import adopt
 from ._attachment import Attachment
 from ._classes import policied_methods
 from ._mismatch import cast_in_place, reject
-from ._roles import Kind, items_of, kind_of
+from ._nodes import NodeKind, items_of, kind_of
 
 _GIVEN = "__jmp_given__"
 
@@ -72,7 +72,7 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
 
 def _collect_ids(value: Any, ids: set[int]) -> None:
     """Collects the ids of the modules, Params and containers in a value."""
-    if id(value) not in ids and kind_of(type(value)) is not Kind.OTHER:
+    if id(value) not in ids and kind_of(type(value)) is not NodeKind.OTHER:
         ids.add(id(value))
         for _, item in items_of(value):
             _collect_ids(item, ids)
