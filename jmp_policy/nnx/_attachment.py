@@ -13,11 +13,18 @@ from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
-from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
 from ._float8 import multiplies_by
-from ._layers import WRAPPERS, dtype_attributes, has_written_dtype, is_dtype_open
+from ._layers import (
+    WRAPPERS,
+    dtype_attributes,
+    has_open_linen_module,
+    has_written_dtype,
+    is_bridge,
+    is_dtype_open,
+    linen_attributes,
+)
 from ._module_spec import ModuleSpec, find_spec
 from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
 from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows

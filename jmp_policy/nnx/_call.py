@@ -1,18 +1,24 @@
 """A call of a policied module's method."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
-from ._bridge import linen_attributes
-from ._cache import cache_arguments
-from ._carry import carry_given
-from ._infer import inferred, inferred_inside
+from .._policy import Policy
+from ._layers import linen_attributes
 from ._module_spec import ModuleSpec
 from ._shadow import call_on_shadow
+
+# The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
+# write on modules that other threads call at the same time: each thread has its own, and it is in the key of every jit
+# cache, so that a jitted function inside the call is traced for each dtype.
+_INFERRED = jax.make_user_context(None)
 
 Adopt = Callable[[nnx.Module, ModuleSpec], None]
 """Gives the policy to the modules that were assigned to a policied one since it got its own."""
@@ -53,3 +59,57 @@ def call_method(
     if casts and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)
+
+
+def inferred(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
+    """A policy with the compute dtype that a call around inferred for it, or else with that of this call's inputs."""
+    if policy.compute_dtype is not None:
+        return policy
+    around = _INFERRED.value
+    if around is not None and around[0] == policy:
+        return policy.replace(compute_dtype=around[1])
+    return resolved(policy, (args, kwargs))
+
+
+def inferred_inside(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
+    """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
+    if policy.compute_dtype is not None:
+        return nullcontext()
+    return _INFERRED((policy, resolved_policy.compute_dtype))
+
+
+def carry_given(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The carry that a call hands to a recurrent cell; `None` if the call is no step of one."""
+    if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
+        return None
+    return args[0] if args else kwargs.get("carry")
+
+
+def cache_arguments(
+    module: nnx.Module, method: Any, dtype: np.dtype | None, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments for a method of an attention layer; those of any other module as they are.
+
+    Flax makes the cache in float32 unless told otherwise, and then fails to write keys of another dtype into it.
+
+    Raises:
+      ValueError: the call decodes, and there is a cache of another dtype than the layer's.
+    """
+    if not isinstance(module, nnx.MultiHeadAttention) or dtype is None:
+        return kwargs
+    name = getattr(method, "__name__", "")
+    if name == "init_cache" and len(args) < 2:
+        return {"dtype": dtype} | kwargs
+    cache = module.cached_key
+    if name == "__call__" and _decodes(module, kwargs) and cache is not None and cache.get_value().dtype != dtype:
+        raise ValueError(
+            f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
+            "Make it anew under the policy: layer.init_cache(input_shape). "
+            f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
+        )
+    return kwargs
+
+
+def _decodes(module: nnx.MultiHeadAttention, kwargs: dict[str, Any]) -> bool:
+    decode = kwargs.get("decode")
+    return bool(module.decode if decode is None else decode)
