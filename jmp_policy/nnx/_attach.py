@@ -6,13 +6,11 @@ from typing import Any
 from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._adopt import adopt
-from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment
-from ._classes import checked_keep
+from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment, adopt, reject
+from ._call import checked_keep
 from ._decorate import decorated, given_to
 from ._explain import explain as explain
 from ._lifted import lifted as lifted
-from ._mismatch import reject
 from ._module_spec import find_spec
 from ._named import named as named
 from ._quantize import quantize as quantize

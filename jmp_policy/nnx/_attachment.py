@@ -1,20 +1,24 @@
 """Giving a policy to every module of a tree."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flax import nnx
 
 from .._formats import integers_of
+from .._get_policy import PolicySpec, get_policy
+from .._made_classes import make_subclass
+from .._memory import remember_on_class
 from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
+from .._tree import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
-from ._call import Adopt
-from ._classes import policied_class
+from ._call import Adopt, call_method, public_methods
 from ._float8 import multiplies_by
 from ._layers import (
     WRAPPERS,
@@ -25,11 +29,13 @@ from ._layers import (
     is_dtype_open,
     linen_attributes,
 )
-from ._module_spec import ModuleSpec, find_spec
+from ._module_spec import SPEC, ModuleSpec, find_spec
 from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
 from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
+
+M = TypeVar("M", bound=nnx.Module)
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
 """What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
@@ -249,3 +255,117 @@ def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
     return (
         base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
     )
+
+
+def policied_class(spec: ModuleSpec, adopt: Adopt) -> type:
+    """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
+    return _policied_class(spec.base, spec, adopt)
+
+
+@remember_on_class
+def _policied_class(_: type, spec: ModuleSpec, adopt: Adopt) -> type:
+    base = spec.runs
+    namespace = {
+        SPEC: spec,
+        "__reduce__": lambda self: (_remade, (spec, adopt, vars(self).copy())),
+    }
+    if spec.calls:
+        namespace |= policied_methods(base, adopt)
+    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    return make_subclass(base, namespace, (policied_class, (spec, adopt)), **options)
+
+
+def _remade(spec: ModuleSpec, adopt: Adopt, attributes: dict[str, Any]) -> Any:
+    return make_blank(policied_class(spec, adopt), attributes)
+
+
+def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:
+    """The public methods of a class by name, made to look at the spec of the module that they are called with."""
+    return {name: _policied_method(method, adopt) for name, method in public_methods(base)}
+
+
+def _policied_method(method: Any, adopt: Adopt) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def policied(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = find_spec(self)
+        if spec is None:  # a shadow, or an instance of a decorated class that is still being made
+            return method.__get__(self, type(self))(*args, **kwargs)
+        return call_method(self, spec, method, args, kwargs, adopt)
+
+    policied._jmp_method = method  # type: ignore[attr-defined]
+    return policied
+
+
+def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
+    """Gives the policy to the modules that were assigned to a policied one since it got its own.
+
+    Policied modules call this before each call, because nothing announces that a list or a dictionary inside them
+    got another element. The new modules are copied, as `with_policy` does, and the copies take their places. A module
+    that a call makes and uses itself has no policy until the next call: the running code holds the one it made.
+
+    Args:
+      module: the policied module.
+      spec: its spec.
+
+    Raises:
+      ValueError: a Param is stored in another dtype than the param dtype.
+    """
+    for name, value in list(vars(module).items()):
+        if _has_new_module(value, spec):
+            attachment = Attachment(spec.given, reject, adopt, lineage=spec.lineage)
+            path = (*spec.path.split("/"), name) if spec.path else (name,)
+            vars(module)[name] = attachment.include(value, path, spec.policy)
+
+
+def _has_new_module(value: Any, spec: ModuleSpec) -> bool:
+    match kind_of(type(value)):
+        case NodeKind.MODULE:
+            other = find_spec(value)
+            return other is None or not (other.attached or other.given is spec.given)
+        case NodeKind.PYTREE | NodeKind.BUILTIN:
+            return any(_has_new_module(item, spec) for _, item in items_of(value))
+    return False
+
+
+def reject(path: str, param: nnx.Param, policy: Policy) -> None:
+    """Refuses it: a policied module shares its Variables with the original, which no cast may change.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(
+        f"The parameter {path!r} is stored in {param.get_value().dtype}, but the policy '{policy.name}' stores "
+        f"parameters in {policy.param_dtype}. Cast a copy first: "
+        "with_policy(jmp_policy.nnx.cast_params(model, policy), policy)."
+    )
+
+
+def cast_in_place(path: str, param: nnx.Param, policy: Policy) -> None:
+    """Rounds it, where it was just drawn in the dtype that the author of the module chose."""
+    param.set_value(cast_floating(param.get_value(), policy.param_dtype))
+
+
+def cast_params(model: M, policy: PolicySpec) -> M:
+    """Copies a model, with its Params in the param dtype of a policy.
+
+    `with_policy` shares the Variables of an instance, and so refuses one whose Params have another dtype; it takes
+    this copy. Batch statistics, caches, RNG states and other Variables keep their dtypes. The model itself stays as
+    it is, and shares nothing with the copy.
+
+    Args:
+      model: an nnx module.
+      policy: anything that `get_policy` reads; of a map, each Param gets the dtype of the policy that covers it.
+
+    Returns:
+      A model of the same structure. It has no policy yet.
+
+    >>> from flax import nnx
+    >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    >>> half = jmp.nnx.cast_params(model, "bfloat16")
+    >>> half.scale.dtype, half.mean.dtype, model.scale.dtype
+    (dtype(bfloat16), dtype('float32'), dtype('float32'))
+    """
+    copy = nnx.clone(model)
+    # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
+    Attachment(get_policy(policy), cast_in_place, adopt).attach(copy)
+    return copy

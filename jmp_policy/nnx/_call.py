@@ -1,6 +1,7 @@
 """A call of a policied module's method."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
+from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision, resolved
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
 from ._layers import linen_attributes
@@ -19,6 +20,8 @@ from ._shadow import call_on_shadow
 # write on modules that other threads call at the same time: each thread has its own, and it is in the key of every jit
 # cache, so that a jitted function inside the call is traced for each dtype.
 _INFERRED = jax.make_user_context(None)
+
+_INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 Adopt = Callable[[nnx.Module, ModuleSpec], None]
 """Gives the policy to the modules that were assigned to a policied one since it got its own."""
@@ -113,3 +116,36 @@ def cache_arguments(
 def _decodes(module: nnx.MultiHeadAttention, kwargs: dict[str, Any]) -> bool:
     decode = kwargs.get("decode")
     return bool(module.decode if decode is None else decode)
+
+
+def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
+    """The names of `keep`, each an argument of one of the public methods of a class.
+
+    Raises:
+      ValueError: one is not, or `keep` is a string.
+    """
+    methods = dict(public_methods(base))
+    main = methods.get("__call__", base)
+    if isinstance(keep, str):
+        check_keep(main, keep)
+    for name in keep:
+        if not any(_takes(method, name) for method in methods.values()):
+            check_keep(main, [name])
+    return tuple(sorted(keep))
+
+
+def _takes(method: Any, name: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def public_methods(base: type) -> Iterator[tuple[str, Any]]:
+    """The methods of a class that are called from outside, by name, as they are without a policy."""
+    for name in dir(base):
+        if name in _INHERITED or (name.startswith("_") and name != "__call__"):
+            continue
+        found = inspect.getattr_static(base, name)
+        if isinstance(found, staticmethod | classmethod | property | type):
+            continue
+        if callable(found) and hasattr(found, "__get__"):
+            yield name, getattr(found, "_jmp_method", found)

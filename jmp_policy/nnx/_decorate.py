@@ -9,10 +9,7 @@ from .._memory import remember_on_class
 from .._once import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._adopt import adopt
-from ._attachment import Attachment
-from ._classes import policied_methods
-from ._mismatch import cast_in_place, reject
+from ._attachment import Attachment, adopt, cast_in_place, policied_methods, reject
 from ._nodes import NodeKind, items_of, kind_of
 
 _GIVEN = "__jmp_given__"

@@ -9,7 +9,7 @@ from flax import nnx
 
 from .._memory import remember_on_class
 from ..explanation._observation import observe_call
-from ._classes import public_methods
+from ._call import public_methods
 from ._module_spec import SPEC
 from ._nodes import NodeKind, items_of, kind_of
 

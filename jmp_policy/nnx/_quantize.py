@@ -10,9 +10,7 @@ from .._messages import warn_user
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
-from ._adopt import adopt
-from ._attachment import Attachment
-from ._mismatch import reject
+from ._attachment import Attachment, adopt, reject
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import QuantizedParam, Weight, weight_in, weight_name
 
