@@ -6,7 +6,7 @@ from typing import Any
 from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment, adopt, reject
+from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment, reject
 from ._call import checked_keep
 from ._decorate import decorated, given_to
 from ._explain import explain as explain
@@ -32,7 +32,7 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
     names = checked_keep(base, keep)
     if isinstance(target, type):
         return decorated(target, policy, names)
-    attachment = Attachment(policy, reject, adopt, keep=names)
+    attachment = Attachment(policy, reject, keep=names)
     module = attachment.attach(target)
     for message in (*attachment.unused_rules(), *attachment.written_explained()):
         warn_user(message)

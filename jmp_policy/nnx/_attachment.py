@@ -18,7 +18,7 @@ from .._policy_map import Match, PolicyMap
 from .._tree import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
-from ._call import Adopt, call_method, public_methods
+from ._call import call_method, public_methods
 from ._float8 import multiplies_by
 from ._layers import (
     WRAPPERS,
@@ -63,7 +63,6 @@ class Attachment:
     Args:
       given: the policy or map.
       on_mismatch: what to do about a Param of another dtype.
-      adopt: what policied modules call to notice modules assigned to them later.
       keep: names of arguments that enter the root uncast.
       owned: whether a module may be changed in place.
       lineage: the types by path of the modules around the root of the walk, where it starts inside a tree.
@@ -76,7 +75,6 @@ class Attachment:
         self,
         given: Policy | PolicyMap,
         on_mismatch: Mismatch,
-        adopt: Adopt,
         *,
         keep: tuple[str, ...] = (),
         owned: Callable[[nnx.Module], bool] = lambda module: False,
@@ -86,7 +84,6 @@ class Attachment:
         self.keep = keep
         self.types = dict(lineage)
         self._on_mismatch = on_mismatch
-        self._adopt = adopt
         self._owned = owned
         self._layers: dict[str, np.dtype | None] = {}
         self._done: dict[int, tuple[Any, Any]] = {}  # what became of what, by id; the keys are kept alive
@@ -162,7 +159,7 @@ class Attachment:
             new_spec = dataclasses.replace(new_spec, bridges=True)
             new_attributes |= linen_attributes(attributes, new_spec)
         inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
-        return self._rebuilt(module, policied_class(new_spec, self._adopt), path, inside, attributes, new_attributes)
+        return self._rebuilt(module, policied_class(new_spec), path, inside, attributes, new_attributes)
 
     def _spec(
         self,
@@ -257,40 +254,41 @@ def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
     )
 
 
-def policied_class(spec: ModuleSpec, adopt: Adopt) -> type:
+def policied_class(spec: ModuleSpec) -> type:
     """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
-    return _policied_class(spec.base, spec, adopt)
+    return _policied_class(spec.base, spec)
 
 
 @remember_on_class
-def _policied_class(_: type, spec: ModuleSpec, adopt: Adopt) -> type:
+def _policied_class(_: type, spec: ModuleSpec) -> type:
     base = spec.runs
     namespace = {
         SPEC: spec,
-        "__reduce__": lambda self: (_remade, (spec, adopt, vars(self).copy())),
+        "__reduce__": lambda self: (_remade, (spec, vars(self).copy())),
     }
     if spec.calls:
-        namespace |= policied_methods(base, adopt)
+        namespace |= policied_methods(base)
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return make_subclass(base, namespace, (policied_class, (spec, adopt)), **options)
+    return make_subclass(base, namespace, (policied_class, (spec,)), **options)
 
 
-def _remade(spec: ModuleSpec, adopt: Adopt, attributes: dict[str, Any]) -> Any:
-    return make_blank(policied_class(spec, adopt), attributes)
+def _remade(spec: ModuleSpec, attributes: dict[str, Any]) -> Any:
+    return make_blank(policied_class(spec), attributes)
 
 
-def policied_methods(base: type, adopt: Adopt) -> dict[str, Callable[..., Any]]:
+def policied_methods(base: type) -> dict[str, Callable[..., Any]]:
     """The public methods of a class by name, made to look at the spec of the module that they are called with."""
-    return {name: _policied_method(method, adopt) for name, method in public_methods(base)}
+    return {name: _policied_method(method) for name, method in public_methods(base)}
 
 
-def _policied_method(method: Any, adopt: Adopt) -> Callable[..., Any]:
+def _policied_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def policied(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         if spec is None:  # a shadow, or an instance of a decorated class that is still being made
             return method.__get__(self, type(self))(*args, **kwargs)
-        return call_method(self, spec, method, args, kwargs, adopt)
+        adopt(self, spec)
+        return call_method(self, spec, method, args, kwargs)
 
     policied._jmp_method = method  # type: ignore[attr-defined]
     return policied
@@ -312,7 +310,7 @@ def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
     """
     for name, value in list(vars(module).items()):
         if _has_new_module(value, spec):
-            attachment = Attachment(spec.given, reject, adopt, lineage=spec.lineage)
+            attachment = Attachment(spec.given, reject, lineage=spec.lineage)
             path = (*spec.path.split("/"), name) if spec.path else (name,)
             vars(module)[name] = attachment.include(value, path, spec.policy)
 
@@ -367,5 +365,5 @@ def cast_params(model: M, policy: PolicySpec) -> M:
     """
     copy = nnx.clone(model)
     # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
-    Attachment(get_policy(policy), cast_in_place, adopt).attach(copy)
+    Attachment(get_policy(policy), cast_in_place).attach(copy)
     return copy

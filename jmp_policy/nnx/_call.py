@@ -1,7 +1,7 @@
 """A call of a policied module's method."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,13 +23,8 @@ _INFERRED = jax.make_user_context(None)
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
-Adopt = Callable[[nnx.Module, ModuleSpec], None]
-"""Gives the policy to the modules that were assigned to a policied one since it got its own."""
 
-
-def call_method(
-    module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any], adopt: Adopt
-) -> Any:
+def call_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a method of the class without a policy as the spec of the module says.
 
     Args:
@@ -38,9 +33,7 @@ def call_method(
       method: the method as it stands in the class, a function or another descriptor.
       args: positional arguments, without the module.
       kwargs: keyword arguments.
-      adopt: called with the module first.
     """
-    adopt(module, spec)
     carry = carry_given(spec.base, method, args, kwargs)
     casts = spec.boundary and not spec.bridges  # the linen module inside does, and knows the names of its arguments
     if casts:

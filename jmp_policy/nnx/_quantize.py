@@ -10,7 +10,7 @@ from .._messages import warn_user
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
-from ._attachment import Attachment, adopt, reject
+from ._attachment import Attachment, reject
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import QuantizedParam, Weight, weight_in, weight_name
 
@@ -18,7 +18,7 @@ from ._quantized import QuantizedParam, Weight, weight_in, weight_name
 def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     """A copy of an nnx model with the policy, whose weights are quantized; see `jmp_policy.quant.quantize`."""
     spec = find_spec(model)
-    attachment = Attachment(quantizer.given, reject, adopt, keep=spec.keep if spec else ())
+    attachment = Attachment(quantizer.given, reject, keep=spec.keep if spec else ())
     attached = attachment.attach(nnx.clone(model))
     done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; the values keep their ids alive
     for path, module in nnx.iter_modules(attached):
