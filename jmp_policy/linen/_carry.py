@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from .._policy import Policy
-from .._tree import cast_floating
+from .._trees import cast_floating
 
 
 def carry_given(module: nn.Module, method_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

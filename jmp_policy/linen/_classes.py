@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
+from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precision
 from .._made_classes import found_by_name, make_subclass
 from .._memory import remember_on_class
 from .._once import warn_once

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._boundary import cast_arguments, cast_result, matmul_precision, resolved
+from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
 from .._formats import integers_of
 from .._policy import Policy
@@ -73,7 +73,7 @@ def _call_inside(
     is_method = hasattr(type(module), context.method_name)
     at_boundary = match.boundary and is_method and context.method_name != "setup" and _casts(module)
     if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
-        inside = inside.inferring(resolved(match.rule.policy, (args, kwargs)).compute_dtype)
+        inside = inside.inferring(resolve_policy(match.rule.policy, (args, kwargs)).compute_dtype)
         match = inside.match(module)
     fields = _fields_filled_in(module, match.policy, until_it_returns=is_method)
     with calling(module), _in_charge(current, inside, module), fields:

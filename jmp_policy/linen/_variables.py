@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from .._formats import integers_of
 from .._policy import Policy
-from .._tree import cast_floating
+from .._trees import cast_floating
 from ._fields import authors_dtype, is_filled_in
 from ._quantized import quantized_param
 

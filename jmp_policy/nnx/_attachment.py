@@ -15,7 +15,7 @@ from .._memory import remember_on_class
 from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from .._tree import cast_floating
+from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
 from ._call import call_method, public_methods

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision, resolved
+from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
 from ._layers import linen_attributes
@@ -64,7 +64,7 @@ def inferred(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
     around = _INFERRED.value
     if around is not None and around[0] == policy:
         return policy.replace(compute_dtype=around[1])
-    return resolved(policy, (args, kwargs))
+    return resolve_policy(policy, (args, kwargs))
 
 
 def inferred_inside(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:

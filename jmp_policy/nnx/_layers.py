@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._boundary import adapter_of, policy_of
+from .._adapter import find_adapter
+from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
@@ -104,5 +105,5 @@ def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.
       inferred: what stands for a compute dtype that the policy leaves open.
     """
     module = attributes[_WRAPPED]
-    attach_inside = adapter_of(module).attach_inside
+    attach_inside = find_adapter(module).attach_inside
     return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.boundary, inferred)}

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._memory import remember_on_class
-from .._tree import cast_floating
+from .._trees import cast_floating
 from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
 
 _UNWRITTEN = object()
