@@ -19,7 +19,7 @@ from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
 from ._call import call_method, public_methods
-from ._float8 import multiplies_by
+from ._layer_table import open_field
 from ._layers import (
     WRAPPERS,
     dtype_attributes,
@@ -192,7 +192,7 @@ class Attachment:
             open_dtype=open_dtype,
             authored=tuple((name, attributes[name]) for name in replaced),
             reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
-            multiplies_in_float8=multiplies_by(attributes) if in_float8 else None,
+            multiplies_in_float8=open_field(base, attributes) if in_float8 else None,
         )
 
     def _rebuilt(

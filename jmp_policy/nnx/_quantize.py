@@ -11,8 +11,9 @@ from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
 from ._attachment import Attachment, reject
+from ._layer_table import LayerWeight, weight_in, weight_name
 from ._module_spec import ModuleSpec, find_spec
-from ._quantized import QuantizedParam, Weight, weight_in, weight_name
+from ._quantized import QuantizedParam
 
 
 def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
@@ -44,7 +45,7 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
 
 
 def _quantized(
-    quantizer: Quantizer, path: str, module: nnx.Module, spec: ModuleSpec, weight: Weight
+    quantizer: Quantizer, path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
 ) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
     is_ours = isinstance(vars(module)["promote_dtype"], Promote)

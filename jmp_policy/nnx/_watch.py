@@ -8,9 +8,10 @@ from flax import nnx
 
 from ..quant._watched import Called, Watch
 from ._explain import callable_of
+from ._layer_table import weight_in
 from ._module_spec import find_spec
 from ._observed import watch_modules
-from ._quantized import quantization_of, weight_in
+from ._quantized import quantization_of
 
 # Not in the classes that are watched: JAX never forgets one of a pytree.
 _WATCH: contextvars.ContextVar[Watch] = contextvars.ContextVar("_WATCH")
