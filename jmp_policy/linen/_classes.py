@@ -17,7 +17,7 @@ from .._made_classes import found_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import differentiable, storable
+from ._float8 import mark_state, store_state
 from ._interceptor import POLICY
 from ._methods import KEEP, OWNER, call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import PLACE, ModulePlace
@@ -83,7 +83,7 @@ def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
         policy = getattr(self, POLICY)
-        return storable(policy, apply(self, differentiable(policy, variables), *args, **kwargs))
+        return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
