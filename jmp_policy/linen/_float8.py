@@ -11,8 +11,8 @@ from flax import linen as nn
 from jax import lax
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, has_state, is_prepared, map_state, prepare_state, read_leaf
 from .._memory import remember_weakly
-from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, map_state
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
@@ -92,7 +92,7 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
 
 def differentiable(given: Policy | PolicyMap, variables: Any) -> Any:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return by_max(variables, 1.0) if _has_state(given) else variables
+    return prepare_state(variables, 1.0) if _has_state(given) else variables
 
 
 def storable(given: Policy | PolicyMap, out: Any) -> Any:
@@ -100,7 +100,7 @@ def storable(given: Policy | PolicyMap, out: Any) -> Any:
     if not _has_state(given) or not has_state(out):
         return out
     # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
-    plain = lambda leaf: lax.stop_gradient(as_float32(leaf)) if is_by_max(leaf) else leaf
+    plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
     return map_state(plain, out, otherwise=lambda leaf: leaf)
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from .._float8_state import OVERWRITE
 from .._formats import integers_of
-from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from ..explanation._written import explain_written, wider_dtype

@@ -9,7 +9,7 @@ from jax.custom_batching import custom_vmap
 
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
-from .._overwrite import as_float32, is_by_max, like_state
+from .._float8_state import is_prepared, read_leaf, write_leaf
 from ._amax import amax_of
 from ._float8 import E4M3, E5M2, Scaled, saturated, scale_of, select
 from ._varying import maximum_over, varying_axes
@@ -86,7 +86,7 @@ def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8)
     used, made = _scales(name, memory, format)
     history = jnp.maximum(_numbers(memory.amax_history), 0.0)
     history, is_finite = _recorded(lax.stop_gradient(x), lax.stop_gradient(history))
-    after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+    after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
     return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 
 
@@ -107,7 +107,7 @@ def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.A
 
 def _numbers(leaf: jax.Array) -> jax.Array:
     """A leaf of state to compute with."""
-    return as_float32(leaf) if is_by_max(leaf) else leaf
+    return read_leaf(leaf) if is_prepared(leaf) else leaf
 
 
 @custom_vmap
