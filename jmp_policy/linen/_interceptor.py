@@ -15,7 +15,7 @@ from flax.core import freeze
 from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
-from ..quant._misread import Misread
+from ..quant._array import Misread
 from ._fields import has_dtype_field, note_layer, takes_dtype
 from ._frame import CURRENT, Frame
 from ._place import calling, path_of, paths_in_jit_keys

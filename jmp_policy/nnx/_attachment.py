@@ -12,7 +12,7 @@ from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from ..explanation._written import explain_written, wider_dtype
-from ..quant._layer import WEIGHT_NAMES
+from ..quant._weight import WEIGHT_NAMES
 from ._bridge import has_open_linen_module, is_bridge, linen_attributes
 from ._call import Adopt
 from ._classes import policied_class
