@@ -16,7 +16,7 @@ from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
+from ..quant._layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._einsum import computed, equation_of
