@@ -27,9 +27,9 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._tree import is_flax_object
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
+from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register
-from ._paths import AUTOCAST
 from ._place import Place
 from ._rules import AutocastRules, unused_functions
 from ._scope import COMPUTE_DTYPES

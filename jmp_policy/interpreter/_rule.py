@@ -201,12 +201,12 @@ class Rewritten(NamedTuple):
     """A program that was rewritten.
 
     Attributes:
-      program: the new program.
+      program: the new program, of the class of the old one.
       kinds: the kinds of its results.
       made: the same before its results were cast to the dtypes that were asked for.
     """
 
-    program: Program
+    program: Any
     kinds: tuple[Kind, ...]
     made: tuple[Kind, ...]
 
