@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from .._tree import is_array
+from .._trees import is_array
 from ._program import list_variables
 
 
