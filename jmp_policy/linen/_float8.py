@@ -18,9 +18,9 @@ from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
+from ._active_policy import CURRENT
 from ._einsum import computed, equation_of
-from ._fields import written
-from ._frame import CURRENT
+from ._fields import temporarily_set
 from ._layer_table import LAYERS, open_layer
 from ._place import is_applied_inside, path_of
 
@@ -51,7 +51,7 @@ def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[.
         return next_fun
 
     def multiplying(*args: Any, **kwargs: Any) -> Any:
-        with written(module, fields):
+        with temporarily_set(module, fields):
             return next_fun(*args, **kwargs)
 
     return multiplying
@@ -69,7 +69,7 @@ def sparing_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[.
     fields = {name: _sparing_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
 
     def rewriting(*args: Any, **kwargs: Any) -> Any:
-        with written(module, fields):
+        with temporarily_set(module, fields):
             return next_fun(*args, **kwargs)
 
     return rewriting

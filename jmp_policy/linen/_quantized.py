@@ -21,7 +21,7 @@ from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_
 from ..quant._misread import Misread
 from ..quant._weight import Unquantized, fake_quantized
 from ._einsum import bias_shape, computed, equation_of
-from ._fields import is_parameter_wrapper, written
+from ._fields import is_parameter_wrapper, temporarily_set
 from ._float8 import float8_layer, float8_method, sparing_state
 from ._layer_table import is_default, layer_of, open_layer, rewritten_by
 from ._place import path_of
@@ -62,7 +62,7 @@ def quantized_method(
         return next_fun
 
     def multiplying(*args: Any, **kwargs: Any) -> Any:
-        with written(module, fields | {_MULTIPLIES: True}):
+        with temporarily_set(module, fields | {_MULTIPLIES: True}):
             return next_fun(*args, **kwargs)
 
     return multiplying
@@ -82,7 +82,7 @@ def quantized_param(
         return _read(module, format, param, name, init_fn, *args)
     # The author's own `param` makes something of the numbers that Flax's returns, which has them of the scope.
     scope: Any = module.scope
-    with written(scope, {"param": functools.partial(_read, module, format, scope.param)}):
+    with temporarily_set(scope, {"param": functools.partial(_read, module, format, scope.param)}):
         return param(name, init_fn, *args)
 
 
@@ -261,7 +261,7 @@ def _einsum(
     layout = kernel_layout(tuple(module.shape), bias_shape(module, equation, inputs))
     if why_left(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
-    with written(module, {_MULTIPLIES: True}):
+    with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_where(module, "kernel"))
     return computed(module, equation, inputs, kernel, promote, einsum)
