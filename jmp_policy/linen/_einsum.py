@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..quant._bilinear import Einsum, einsum
+from ..quant._bilinear import Einsum, label_einsum
 
 
 def equation_of(module: nn.Einsum, einsum_str: str | None) -> str | None:
@@ -17,7 +17,7 @@ def equation_of(module: nn.Einsum, einsum_str: str | None) -> str | None:
 
 def bias_shape(module: nn.Einsum, equation: str, inputs: jax.Array) -> tuple[int, ...] | None:
     """The shape of its bias: the axes of its kernel that are in the result; `None` without one."""
-    labels = einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
     lengths = dict(zip(labels.right, module.shape, strict=True))
     return tuple(lengths[label] for label in labels.out if label in lengths) if module.use_bias else None
 
@@ -38,7 +38,7 @@ def computed(
     shape, bias = bias_shape(module, equation, inputs), None
     if shape is not None:
         bias = module.param("bias", module.bias_init, list(shape), module.param_dtype)
-    labels = einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
     lengths = dict(zip(labels.right, module.shape, strict=True))
     inputs, kernel, bias = promote(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}

@@ -16,7 +16,7 @@ from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, ma
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
+from ..quant._layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._einsum import computed, equation_of

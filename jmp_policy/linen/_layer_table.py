@@ -5,8 +5,7 @@ import inspect
 from flax import linen as nn
 
 from .._memory import remember_weakly
-from ..quant._float8_layer import Float8Multiply
-from ..quant._layer import Multiply, Promote, WeightedLayer, find_row
+from ..quant._layer import Float8Multiply, Multiply, Promote, WeightedLayer, find_row
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),

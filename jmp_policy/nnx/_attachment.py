@@ -17,7 +17,7 @@ from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
-from ..quant._layer import WEIGHT_NAMES
+from ..quant._weight import WEIGHT_NAMES
 from ._call import call_method, public_methods
 from ._layer_table import open_field
 from ._layers import (

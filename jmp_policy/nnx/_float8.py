@@ -12,7 +12,7 @@ from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
+from ..quant._layer import Float8Multiply, has_state, why_layer_wide
 from ..quant._layout import Layout, stack_of
 from ._layer_table import Attributes, layer_of, open_field
 
