@@ -16,7 +16,7 @@ from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
 from ..explanation._written import explain_written, wider_dtype
-from ..quant._layer import WEIGHT_NAMES
+from ..quant._weight import WEIGHT_NAMES
 from ._place import path_of
 
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"

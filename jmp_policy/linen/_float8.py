@@ -11,12 +11,12 @@ from flax import linen as nn
 from jax import lax
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, has_state, is_prepared, map_state, prepare_state, read_leaf
 from .._memory import remember_weakly
-from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, map_state
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
+from ..quant._layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
@@ -91,7 +91,7 @@ def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ..
 
 def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return by_max(variables, 1.0) if _has_state(given) else variables
+    return prepare_state(variables, 1.0) if _has_state(given) else variables
 
 
 def store_state(given: Policy | PolicyMap, out: Any) -> Any:
@@ -99,7 +99,7 @@ def store_state(given: Policy | PolicyMap, out: Any) -> Any:
     if not _has_state(given) or not has_state(out):
         return out
     # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
-    plain = lambda leaf: lax.stop_gradient(as_float32(leaf)) if is_by_max(leaf) else leaf
+    plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
     return map_state(plain, out, otherwise=lambda leaf: leaf)
 
 

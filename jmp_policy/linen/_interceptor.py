@@ -15,7 +15,7 @@ from flax.core import freeze
 from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
-from ..quant._misread import Misread
+from ..quant._array import Misread
 from ._active_policy import CURRENT, ActivePolicy
 from ._fields import has_dtype_field, has_open_dtype, note_layer
 from ._place import add_paths_to_jit_keys, calling, path_of

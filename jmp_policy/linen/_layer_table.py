@@ -8,9 +8,8 @@ import jax
 from flax import linen as nn
 
 from .._memory import remember_weakly
-from ..quant._bilinear import Einsum, einsum
-from ..quant._float8_layer import Float8Multiply
-from ..quant._layer import Multiply, Promote, WeightedLayer, find_row
+from ..quant._bilinear import Einsum, label_einsum
+from ..quant._layer import Float8Multiply, Multiply, Promote, WeightedLayer, find_row
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),
@@ -64,7 +63,7 @@ def find_equation(module: nn.Einsum, einsum_str: str | None) -> str | None:
 
 def find_bias_shape(module: nn.Einsum, equation: str, inputs: jax.Array) -> tuple[int, ...] | None:
     """The shape of its bias: the axes of its kernel that are in the result; `None` without one."""
-    labels = einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
     lengths = dict(zip(labels.right, module.shape, strict=True))
     return tuple(lengths[label] for label in labels.out if label in lengths) if module.use_bias else None
 
@@ -85,7 +84,7 @@ def compute_einsum(
     shape, bias = find_bias_shape(module, equation, inputs), None
     if shape is not None:
         bias = module.param("bias", module.bias_init, list(shape), module.param_dtype)
-    labels = einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
     lengths = dict(zip(labels.right, module.shape, strict=True))
     inputs, kernel, bias = promote(inputs, kernel, bias, dtype=module.dtype)
     options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}

@@ -16,10 +16,10 @@ from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
-from ..quant._layer import WEIGHT_NAMES, Promote, WeightedLayer, as_format, weight_of
+from ..quant._array import Misread
+from ..quant._layer import Promote, WeightedLayer
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
-from ..quant._misread import Misread
-from ..quant._weight import Unquantized, fake_quantized
+from ..quant._weight import WEIGHT_NAMES, Unquantized, as_format, fake_quantized, weight_of
 from ._fields import is_parameter_wrapper, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by

@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax.core import DenyList, meta
 
 from ..quant import QuantizedArray
-from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
+from ..quant._weight import WEIGHT_NAMES
 from ._active_policy import CURRENT, ActivePolicy
 from ._classes import unpolicied_class
 from ._place import calling, is_trial, path_of
