@@ -5,10 +5,18 @@ import re
 from typing import Any
 
 from ._dtypes import did_you_mean
-from ._float8_format import Float8 as Float8
-from ._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
-from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
+from ._float8_format import (
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    Float8 as Float8,
+    check_count,
+    check_flag,
+    spelled_options,
+)
 from ._messages import quote
+
+DEFAULT_MIN_SIZE = 4096
+"""The number of elements below which a product takes less time than the conversions around it."""
 
 
 @dataclasses.dataclass(frozen=True)

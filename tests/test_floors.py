@@ -21,9 +21,7 @@ FLOORS = {
     "_class_alias": 0,
     "_tree": 0,
     "_rounding": 0,
-    "_format_fields": 0,
     "_loss_scale": 1,
-    "_float8_recipe": 1,
     "_float8_format": 1,
     "_formats": 1,
     "_overwrite": 1,
@@ -57,9 +55,8 @@ FLOORS = {
 
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
-              ("_scale_settings", "_messages"), ("_dtypes", "_messages"), ("_format_fields", "_messages"),
-              ("_once", "_messages"), ("_format_fields", "_dtypes"), ("_float8_format", "_float8_recipe"),
-              ("_formats", "_float8_format"), ("_formats", "_float8_recipe"), ("_policy_map", "_grammar"),
+              ("_scale_settings", "_messages"), ("_dtypes", "_messages"),
+              ("_once", "_messages"), ("_formats", "_float8_format"), ("_policy_map", "_grammar"),
               ("_policy_map", "_default"), ("_default", "_grammar"), ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 

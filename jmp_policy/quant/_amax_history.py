@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from .._overwrite import as_float32, is_by_max, like_state
 from ._amax import amax_of
 from ._float8 import E4M3, E5M2, Scaled, saturated, scale_of, select

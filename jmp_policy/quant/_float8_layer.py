@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from ._amax_history import State
 from ._calls import CALLS
 from ._float8_product import float8_product

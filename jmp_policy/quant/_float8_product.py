@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._float8_format import Float8
-from .._float8_recipe import CurrentScaling, DelayedScaling
+from .._float8_format import CurrentScaling, DelayedScaling, Float8
 from ._amax import amax_of
 from ._amax_history import DTYPES, Memory, State, memory_of, scaled_and_recorded, scaled_by_history, state_of
 from ._bilinear import Bilinear

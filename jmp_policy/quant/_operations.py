@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DTypeLike, is_floating_dtype
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from .._formats import parse_quantization
 from . import _calls
 from ._amax_history import State, new_state
