@@ -1,9 +1,9 @@
 """The house: a module imports only from floors below its own, and only public JAX."""
 
 import ast
+import functools
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 import jmp_policy
 
@@ -60,6 +60,15 @@ SAME_FLOOR = [("_tree", "_dtypes"), ("_tree", "_memory"), ("_made_classes", "_me
               ("_policy_map", "_default"), ("_default", "_grammar"), ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"), ("__main__", "cli")]  # fmt: skip
 
+# The circles that are still to be untied: the list only gets shorter.
+KNOWN_CIRCLES = [
+    {"demo._trainer", "demo._trainer_linen", "demo._trainer_nnx"},
+    {"explanation._explanation", "explanation._html", "explanation._text", "explanation._wording"},
+    {"interpreter._control_flow", "interpreter._custom_rules", "interpreter._rewriter"},
+    {"numerics._html", "numerics._report", "numerics._text", "numerics._wording"},
+    {"quant._comparison", "quant._comparison_plot", "quant._comparison_table"},
+]
+
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -72,6 +81,11 @@ def top(name: str) -> str:
     return name.split(".")[0]
 
 
+def floor(path: Path) -> int:
+    return FLOORS[top(name_of(path))]
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """What a file imports, absolute, wherever in the file the import stands; types alone do not count."""
     tree = ast.parse(path.read_text())
@@ -88,35 +102,74 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def offenders(wrong: Callable[[Path], object], files: list[Path] = FILES) -> dict[str, object]:
+    """What is wrong with each file, of the files with which anything is."""
+    return {name_of(path): found for path in files if (found := wrong(path))}
+
+
+def circles() -> set[tuple[str, ...]]:
+    """The files of one room that reach each other by imports, each circle once, sorted."""
+    names = {name_of(path) for path in FILES}
+
+    def file_of(module: str) -> str:
+        while module not in names and "." in module:
+            module = module.rpartition(".")[0]
+        return module
+
+    ours = {name_of(path): [name for name in imported(path) if name.startswith("jmp_policy.")] for path in FILES}
+    edges = {name: {file_of(to.removeprefix("jmp_policy.")) for to in found} - {name} for name, found in ours.items()}
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = {to for to in edges.get(waiting.pop(), ()) if top(to) == top(start)} - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reach = {name: reached(name) for name in edges}
+    return {tuple(sorted(to for to in reach[name] if name in reach[to])) for name in edges if name in reach[name]}
+
+
 def test_every_file_stands_on_a_floor():
     assert [name_of(path) for path in FILES if top(name_of(path)) not in FLOORS] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_down(path):
-    here = top(name_of(path))
-    inside = {top(name.removeprefix("jmp_policy.")) for name in imported(path) if name.startswith("jmp_policy.")}
-    if here in ("cli", "demo", "__main__"):
-        inside &= set(FLOORS)  # they may import the package itself: `import jmp_policy as jmp`
-    above = {name for name in inside - {here} if FLOORS[name] >= FLOORS[here] and (here, name) not in SAME_FLOOR}
-    assert above == set()
+def test_imports_go_down():
+    def imports_from_above(path):
+        here = top(name_of(path))
+        inside = {top(name.removeprefix("jmp_policy.")) for name in imported(path) if name.startswith("jmp_policy.")}
+        if here in ("cli", "demo", "__main__"):
+            inside &= set(FLOORS)  # they may import the package itself: `import jmp_policy as jmp`
+        return {name for name in inside - {here} if FLOORS[name] >= FLOORS[here] and (here, name) not in SAME_FLOOR}
+
+    assert offenders(imports_from_above) == {}
 
 
-@pytest.mark.parametrize("path", [*FILES, PACKAGE / "__init__.py"], ids=name_of)
-def test_only_public_jax_is_read(path):
-    source = path.read_text()
-    assert "jax._src" not in source
-    assert not [name for name in imported(path) if name.startswith("jaxlib")]
+def test_no_files_of_a_room_import_each_other_in_a_circle():
+    assert [circle for circle in circles() if not any(set(circle) <= known for known in KNOWN_CIRCLES)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if FLOORS[top(name_of(path))] <= 5], ids=name_of)
-def test_the_core_imports_neither_flax_nor_optax(path):
-    assert not [name for name in imported(path) if top(name) in ("flax", "optax", "matplotlib", "orbax", "rich")]
+def test_only_public_jax_is_read():
+    def private(path):
+        jaxlib = {name for name in imported(path) if name.startswith("jaxlib")}
+        return jaxlib | ({"jax._src"} if "jax._src" in path.read_text() else set())
+
+    assert offenders(private, [*FILES, PACKAGE / "__init__.py"]) == {}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if FLOORS[top(name_of(path))] < 9], ids=name_of)
-def test_the_library_never_imports_the_demo(path):
-    assert not [name for name in imported(path) if name.startswith(("jmp_policy.demo", "jmp_policy.cli"))]
+def test_the_core_imports_neither_flax_nor_optax():
+    def heavy(path):
+        return {name for name in imported(path) if top(name) in ("flax", "optax", "matplotlib", "orbax", "rich")}
+
+    assert offenders(heavy, [path for path in FILES if floor(path) <= 5]) == {}
+
+
+def test_the_library_never_imports_the_demo():
+    def demo(path):
+        return {name for name in imported(path) if name.startswith(("jmp_policy.demo", "jmp_policy.cli"))}
+
+    assert offenders(demo, [path for path in FILES if floor(path) < 9]) == {}
 
 
 def test_the_adapters_are_the_one_import_by_name():
@@ -125,9 +178,12 @@ def test_the_adapters_are_the_one_import_by_name():
     assert set(by_name) <= {"_boundary", "_policy_map", "_overwrite"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_asserted_on_and_nothing_is_left_to_do(path):
-    tree = ast.parse(path.read_text())
-    if FLOORS[top(name_of(path))] <= 5:
-        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-    assert "TODO" not in path.read_text()
+def test_nothing_is_asserted_on():
+    def asserts(path):
+        return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+
+    assert offenders(asserts, [path for path in FILES if floor(path) <= 5]) == {}
+
+
+def test_nothing_is_left_to_do():
+    assert offenders(lambda path: "TODO" in path.read_text()) == {}
