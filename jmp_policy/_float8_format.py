@@ -58,7 +58,7 @@ def check_word(format: Any, name: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"Unknown {name} {quote(value)}. {did_you_mean(value, known)} {example}")
 
 
-def spelled_options(format: Any, *names: str) -> str:
+def spell_options(format: Any, *names: str) -> str:
     """What differs from the defaults, as the options of a string: `"(activations=false)"`, or nothing."""
     default = type(format)()
     differing = [name for name in names if getattr(format, name) != getattr(default, name)]
@@ -236,4 +236,4 @@ class Float8:
 
     def __str__(self) -> str:
         length = "" if self.amax_history_length == Float8().amax_history_length else f"/{self.amax_history_length}"
-        return f"float8{length}" + spelled_options(self, "recipe", "margin", "weight_grad", "min_size")
+        return f"float8{length}" + spell_options(self, "recipe", "margin", "weight_grad", "min_size")

@@ -16,9 +16,9 @@ import numpy as np
 from flax import linen as nn
 
 from .._boundary import cast_arguments, cast_result, check_keep, matmul_precision
-from .._made_classes import found_by_name, make_subclass
+from .._made_classes import find_by_name, make_subclass
 from .._memory import remember_on_class
-from .._once import warn_once
+from .._messages import warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..explanation._observation import observe_call
@@ -73,7 +73,7 @@ def _first_to_die(base: type, policy: Policy | PolicyMap) -> type:
     That is the first that no module has under its name: one made by a function, or in a notebook.
     """
     keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
-    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or found_by_name(kind) is not kind)
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
     return next(passing, base)
 
 
@@ -244,7 +244,7 @@ def _check_keep(base: Any, keep: frozenset[str]) -> None:
 def _reduce(self: nn.Module) -> tuple:
     """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
     cls: Any = type(self)
-    if found_by_name(cls) is cls:
+    if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
     return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, _KEEP, PLACE))), vars(self)
 

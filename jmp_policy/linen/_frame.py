@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap, Rule
+from .._policy_map import MapRule, Match, PolicyMap
 from ._path import path_of
 from ._place import PLACE, Place
 
@@ -71,7 +71,7 @@ class Frame:
     path: tuple[str, ...]
     policy: Policy | PolicyMap
     inferred: np.dtype | None
-    rule: Rule | None
+    rule: MapRule | None
 
     @functools.cached_property
     def reference(self) -> "weakref.ref[Frame]":
@@ -108,7 +108,7 @@ class Frame:
         is_frames = names == () and self.place.boundary
         return Match(self._resolved(found.policy), found.rule, found.boundary and not is_frames)
 
-    def under(self, rule: Rule | None) -> "Frame":
+    def under(self, rule: MapRule | None) -> "Frame":
         """The frame that holds while a method of a module runs that this rule covers.
 
         The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
@@ -144,7 +144,7 @@ def frame_of(
     path: tuple[str, ...],
     policy: Policy | PolicyMap,
     inferred: np.dtype | None,
-    rule: Rule | None = None,
+    rule: MapRule | None = None,
 ) -> Frame:
     """The one frame of these values."""
     return Frame(owner, path, policy, inferred, rule)
