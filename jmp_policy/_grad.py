@@ -11,7 +11,7 @@ from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
 from ._overwrite import by_max, has_state, map_state, reuse_explained, unless_unused
 from ._scaled_state import get_loss_scale
-from ._tree import PyTree
+from ._trees import PyTree
 
 
 def value_and_grad(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._tree import OVERWRITE as OVERWRITE, STATE_OF_PRODUCT, PyTree
+from ._trees import OVERWRITE as OVERWRITE, STATE_OF_PRODUCT, PyTree
 
 _OUTPUT_GRAD = "output_grad_"
 """What the names of leaves begin with that tell of gradients, and so grow with the loss scale."""

@@ -11,7 +11,7 @@ from ._dtypes import DTypeLike, did_you_mean, parse_dtype
 from ._formats import Quantization, parse_quantization
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import quote
-from ._tree import cast_floating, first_floating_dtype
+from ._trees import cast_floating, first_floating_dtype
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from flax.core import freeze
 from float8_problem import STATE, assert_same, batch_of, compiled, loss_fn, variables_of
 
 import jmp_policy as jmp
-from jmp_policy._tree import STATE_OF_PRODUCT, floating_leaves
+from jmp_policy._trees import STATE_OF_PRODUCT, floating_leaves
 
 VARIABLES = variables_of()
 POLICY = jmp.get_policy("bfloat16")

@@ -14,7 +14,7 @@ from jax import lax
 
 import jmp_policy as jmp
 from jmp_policy._overwrite import as_float32
-from jmp_policy._tree import STATE_OF_PRODUCT
+from jmp_policy._trees import STATE_OF_PRODUCT
 
 FIRST, SECOND = batch_of(1), batch_of(2)
 VARIABLES = variables_of()

@@ -27,7 +27,7 @@ from .._dtypes import did_you_mean
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from .._messages import quote
 from .._scaled_state import get_loss_scale
-from .._tree import PyTree
+from .._trees import PyTree
 
 
 class _Entry(NamedTuple):

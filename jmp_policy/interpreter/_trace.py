@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._tree import is_array
+from .._trees import is_array
 from ._evaluate import evaluate
 
 

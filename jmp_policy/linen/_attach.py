@@ -13,11 +13,11 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._classes import policied_class, unpolicied_class
 from ._explain import explain as explain
+from ._fields import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
 from ._interceptor import POLICY
 from ._named import named as named
 from ._place import ROOT, Place
 from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
-from ._written import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
 
 AUDIT_EXAMPLE = "audit(model.apply)(variables, x)"
 

@@ -19,7 +19,7 @@ from ..explanation._operations import operations
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._frame import CURRENT, Frame
-from ._path import calling, explain_unknown, is_trial, path_of
+from ._place import calling, explain_unknown, is_trial, path_of
 from ._quantized import quantization_of
 
 

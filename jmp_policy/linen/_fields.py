@@ -1,6 +1,7 @@
 """The dtype fields of linen modules: whether there are any, whether their author wrote them, and filling them in."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -13,9 +14,18 @@ from flax.core import Scope
 
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
+from .._policy import Policy
+from ..explanation._written import explain_written, wider_dtype
+from ..quant._layer import WEIGHT_NAMES
+from ._place import path_of
+
+AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 
 # Their dtype is that of the parameters they rewrite, not of a computation: they are left to the layer they wrap.
 _PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
+
+# By path: the dtype that is written on a layer, if it is wider than its policy's. No cache may depend on it.
+_LAYERS: contextvars.ContextVar[dict[str, np.dtype | None]] = contextvars.ContextVar("_LAYERS")
 
 
 def has_dtype_field(kind: type[nn.Module]) -> bool:
@@ -110,6 +120,28 @@ def written(module: nn.Module | Scope, values: dict[str, Any]) -> Iterator[None]
         for name in values:
             attributes.pop(name, None)
         attributes.update(before)
+
+
+@contextlib.contextmanager
+def layers_noted() -> Iterator[None]:
+    """The context of the call of a module with a policy, in which no layer was called yet."""
+    before = _LAYERS.set({})
+    try:
+        yield
+    finally:
+        _LAYERS.reset(before)
+
+
+def note_layer(module: nn.Module, policy: Policy) -> None:
+    """Notes what is written on a module inside, if it is a layer with a weight."""
+    scope: Any = module.scope
+    if has_dtype_field(type(module)) and any(scope.has_variable("params", name) for name in WEIGHT_NAMES):
+        _LAYERS.get()["/".join(path_of(module))] = wider_dtype(written_dtype(module), policy)
+
+
+def written_explained() -> list[str]:
+    """A sentence, if what is written on the layers that were called keeps most of them out of their policy's dtype."""
+    return explain_written(_LAYERS.get(), AUTOCAST_EXAMPLE)
 
 
 _NO_FIELD = object()

@@ -16,13 +16,13 @@ from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, ma
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import WHY_TABLES_WIDE, Float8Multiply, has_state as keeps_state, why_layer_wide
+from ..quant._float8_layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
 from ..quant._layout import Layout
 from ._einsum import computed, equation_of
 from ._fields import written
 from ._frame import CURRENT
-from ._multiplying import OPERATIONS, open_operation
-from ._path import is_applied_inside, path_of
+from ._layer_table import LAYERS, open_layer
+from ._place import is_applied_inside, path_of
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
@@ -81,11 +81,11 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
         return f"left: {WHY_TABLES_WIDE}"
     if _has_no_state(module, format):
         return "left: it runs through .apply without state to scale by, and would lose what it made"
-    name = "einsum" if isinstance(module, nn.Einsum) else open_operation(module)
-    if name is None:
+    layer = LAYERS[nn.Einsum] if isinstance(module, nn.Einsum) else open_layer(module)
+    if layer is None:
         return "left: it multiplies by a function of its own"
     groups = getattr(module, "feature_group_count", 1)
-    options = {"is_convolution": name == "conv_general_dilated", "groups": groups}
+    options = {"is_convolution": layer.operation == "conv_general_dilated", "groups": groups}
     left = why_layer_wide(shape, layout, format, **options)
     return str(format) if left is None else f"left: {left}"
 
@@ -125,10 +125,10 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
         shared = module.variable_broadcast
         shared = (shared,) if isinstance(shared, str) else shared
         return {"variable_broadcast": (*shared, OVERWRITE)} if isinstance(shared, tuple | list) else {}
-    name = open_operation(module)
-    if name is None:
+    layer = open_layer(module)
+    if layer is None or layer.field is None:
         return {}
-    return {name: Float8Multiply(OPERATIONS[name], name, format, functools.partial(_state, module, format))}
+    return {layer.field: layer.float8_multiply(format, functools.partial(_state, module, format))}
 
 
 def _sparing_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def _einsum(
     if equation is None:
         return own(inputs, einsum_str)
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    multiply = Float8Multiply(jnp.einsum, "einsum", format, functools.partial(_state, module, format))
+    multiply = LAYERS[nn.Einsum].float8_multiply(format, functools.partial(_state, module, format))
     return computed(module, equation, inputs, kernel, module.promote_dtype, multiply)
 
 

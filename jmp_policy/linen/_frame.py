@@ -16,8 +16,7 @@ from flax import linen as nn
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import MapRule, Match, PolicyMap
-from ._path import path_of
-from ._place import PLACE, Place
+from ._place import PLACE, Place, path_of
 
 
 class _Current:

@@ -16,15 +16,15 @@ from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
-from ..quant._layer import WEIGHT_NAMES, Multiply, Promote, as_format, weight_of
+from ..quant._layer import WEIGHT_NAMES, Promote, WeightedLayer, as_format, weight_of
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ..quant._misread import Misread
 from ..quant._weight import Unquantized, fake_quantized
 from ._einsum import bias_shape, computed, equation_of
 from ._fields import is_parameter_wrapper, written
 from ._float8 import float8_layer, float8_method, sparing_state
-from ._multiplying import OPERATIONS, is_default, open_operation, operation_field, rewritten_by
-from ._path import path_of
+from ._layer_table import is_default, layer_of, open_layer, rewritten_by
+from ._place import path_of
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -141,14 +141,15 @@ def _stored(module: nn.Module, name: str) -> Any:
 
 def _why_no_integers(module: nn.Module) -> str | None:
     """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
-    field = operation_field(type(module))
-    if field is None and not isinstance(module, nn.Einsum | nn.Embed):
+    layer = layer_of(type(module))
+    if layer is None or (layer.operation is None and layer.weight == "kernel"):
         return "its code is no layer of Flax's"
-    names = ("promote_dtype", *(() if field is None else (field, f"{field}_cls")))
+    names = ("promote_dtype", *(() if layer.field is None else (layer.field, f"{layer.field}_cls")))
     written_name = rewritten_by(module) or next((name for name in names if not is_default(module, name)), None)
     if written_name is not None:
         return f"its author wrote {written_name}"
-    return "its weight is rewritten before it is used" if field is not None and _operation(module) is None else None
+    is_rewritten = layer.field is not None and _multiplying_layer(module) is None
+    return "its weight is rewritten before it is used" if is_rewritten else None
 
 
 @contextlib.contextmanager
@@ -206,21 +207,21 @@ def _is_quantized(node: Any) -> bool:
 
 def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
-    operation = _operation(module)
-    if operation is None:
+    layer = _multiplying_layer(module)
+    if layer is None or layer.field is None:
         return {}
     promote: Any = module.promote_dtype  # type: ignore[attr-defined]
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
-        return {"promote_dtype": promote, operation: getattr(module, operation)}
-    ours = Promote(format, promote, as_tuple=False, where=_where(module, "kernel"))
-    return {"promote_dtype": ours, operation: Multiply(OPERATIONS[operation], operation)}
+        return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
+    ours = layer.promote(format, promote, as_tuple=False, where=_where(module, layer.weight))
+    return {"promote_dtype": ours, layer.field: layer.multiply()}
 
 
-def _operation(module: nn.Module) -> str | None:
-    """The field of a layer that multiplies, if its author left that and the promotion at their defaults."""
+def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
+    """The row of a layer that multiplies by a field, if its author left that and the promotion at their defaults."""
     if not is_default(module, "promote_dtype") or getattr(module, "mask", None) is not None or rewritten_by(module):
         return None  # with a mask the weight is rewritten before it is used
-    return open_operation(module)
+    return open_layer(module)
 
 
 def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:

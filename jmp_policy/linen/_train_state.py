@@ -5,9 +5,9 @@ from typing import Any
 from flax.training import train_state
 
 from .. import optim
+from .._finite import select_tree
 from .._overwrite import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
-from .._tree import select_tree
 from ..optim._overwriting import next_state
 
 

@@ -1,32 +1,101 @@
-"""How a module inside declares its variables: made in the dtypes its author wrote, and parameters stored in another."""
+"""What a policy writes on a module while its method runs: dtypes, and how it declares its variables.
 
+They are made in the dtypes their author wrote, and parameters are stored in another.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from flax import linen as nn
 
 from .._formats import integers_of
 from .._policy import Policy
-from .._tree import cast_floating
-from ._fields import authors_dtype, is_filled_in
+from .._trees import cast_floating
+from ._fields import (
+    authors_dtype,
+    casts_own_params,
+    filled_in,
+    is_filled_in,
+    takes_dtype,
+    takes_param_dtype,
+    widens_params,
+    with_param_dtype,
+    written,
+)
+from ._frame import CURRENT
 from ._quantized import quantized_param
+
+INSIDE = "_jmp_inside"
+"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
+holds the quantization of the module's policy."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
 
 
-def policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
+def fields_filled_in(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
+    """The dtype of a policy in the field of a module that has one, and variables made and read accordingly.
+
+    Args:
+      module: a bound module.
+      policy: what holds for it.
+      until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
+        yet call one that is a boundary.
+    """
+    values: dict[str, Any] = {INSIDE: policy.quantization} if until_it_returns else {}
+    if takes_dtype(module):
+        values["dtype"] = filled_in(policy.compute_dtype)
+    elif widens_params(module, policy.param_dtype):
+        values["dtype"] = filled_in(policy.param_dtype)
+    if policy.param_dtype is not None and takes_param_dtype(module, policy.param_dtype):
+        values["param_dtype"] = with_param_dtype(module, policy.param_dtype)
+    reads_in_compute = not casts_own_params(type(module))
+    # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
+    is_stored = _stores_params(module, policy)
+    if reads_in_compute or "param_dtype" in values or is_stored or integers_of(policy.quantization):
+        values["param"] = _policied_param(module, policy, reads_in_compute)
+    if "param_dtype" in values or "dtype" in values:
+        values["variable"] = _policied_variable(module)
+    filled = written(module, values)
+    return _and_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
+
+
+@contextlib.contextmanager
+def _and_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> Iterator[None]:
+    """The context of an `nn.RNN`, which asks its cell for the first carry while it is not yet the cell's turn."""
+    dtype = None if cell.scope is None else _first_carry_dtype(CURRENT.value.match(cell).policy)
+    fields = {}
+    if dtype is not None and takes_param_dtype(cell, dtype):
+        fields["param_dtype"] = with_param_dtype(cell, dtype)
+    with filled, written(cell, fields):
+        yield
+
+
+def _first_carry_dtype(policy: Policy) -> np.dtype | None:
+    """The dtype in which a cell makes its first carry: the param dtype, as by hand, unless it computes in a wider one.
+
+    A carry narrower than what the cell computes would be rounded at each step.
+    """
+    if policy.param_dtype is None or policy.compute_dtype is None:
+        return policy.param_dtype
+    return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
     """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
     return functools.partial(_param, module, module.param, policy, reads_in_compute)
 
 
-def policied_variable(module: nn.Module) -> Callable[..., Any]:
+def _policied_variable(module: nn.Module) -> Callable[..., Any]:
     """The module's `variable`, which makes running statistics and other state in the author's dtype."""
     return functools.partial(_variable, module, module.variable)
 
 
-def stores_params(module: nn.Module, policy: Policy) -> bool:
+def _stores_params(module: nn.Module, policy: Policy) -> bool:
     """Whether parameters may be made now, in the param dtype of a policy."""
     assert module.scope is not None
     return policy.param_dtype is not None and module.scope.is_mutable_collection("params")

@@ -12,7 +12,7 @@ from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
 from ._classes import unpolicied_class
 from ._frame import CURRENT, Frame
-from ._path import calling, is_trial, path_of
+from ._place import calling, is_trial, path_of
 from ._quantized import quantization_of
 
 

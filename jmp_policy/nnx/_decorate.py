@@ -9,11 +9,8 @@ from .._memory import remember_on_class
 from .._messages import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._adopt import adopt
-from ._attachment import Attachment
-from ._classes import policied_methods
-from ._mismatch import cast_in_place, reject
-from ._roles import Kind, items_of, kind_of
+from ._attachment import Attachment, cast_in_place, policied_methods, reject
+from ._nodes import NodeKind, items_of, kind_of
 
 _GIVEN = "__jmp_given__"
 
@@ -27,7 +24,7 @@ def decorated(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> t
     forget_warnings(given)
     namespace = {
         _GIVEN: (given, keep),
-        **policied_methods(base, adopt),
+        **policied_methods(base),
     }
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
     recipe = decorated, (base, given, keep)
@@ -61,7 +58,7 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
     def settle(path: str, param: nnx.Param, policy: Policy) -> None:
         (reject if id(param) in passed_in else cast_in_place)(path, param, policy)
 
-    attachment = Attachment(given, settle, adopt, keep=keep, owned=lambda inner: id(inner) not in passed_in)
+    attachment = Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
     attachment.attach(module)
     for message in attachment.unused_rules():
         warn_once(given, message)
@@ -72,7 +69,7 @@ def _attached(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ..
 
 def _collect_ids(value: Any, ids: set[int]) -> None:
     """Collects the ids of the modules, Params and containers in a value."""
-    if id(value) not in ids and kind_of(type(value)) is not Kind.OTHER:
+    if id(value) not in ids and kind_of(type(value)) is not NodeKind.OTHER:
         ids.add(id(value))
         for _, item in items_of(value):
             _collect_ids(item, ids)

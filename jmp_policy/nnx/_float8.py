@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from .._float8_format import Float8
 from .._made_classes import make_subclass
@@ -16,15 +14,7 @@ from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, new_state
 from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
 from ..quant._layout import Layout, stack_of
-
-Attributes = dict[str, Any]
-
-_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "dot_general": ("dot_general", lax.dot_general),
-    "conv_general_dilated": ("conv_general_dilated", lax.conv_general_dilated),
-    "einsum_op": ("einsum", jnp.einsum),
-}
-"""By the attributes of Flax's layers that hold the function they multiply with: which one it is, and the default."""
+from ._layer_table import Attributes, layer_of, open_field
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)
@@ -48,21 +38,13 @@ class Float8State(nnx.Variable):
     """
 
 
-def multiplies_by(attributes: Attributes) -> str | None:
-    """The attribute that holds the function a layer multiplies with, if its author left that at its default."""
-    name = next((name for name in _OPERATIONS if name in attributes), None)
-    if name is None or attributes.get("dot_general_cls") is not None:
-        return None
-    return name if attributes[name] is None or attributes[name] is _OPERATIONS[name][1] else None
-
-
-def why_wide(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
+def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
     """Why a layer with a weight computes in the compute dtype, whatever its inputs; `None` if it does not."""
-    name = multiplies_by(attributes)
-    if name is None:
+    layer = layer_of(base)
+    if layer is None or open_field(base, attributes) is None:
         return "it multiplies by a function of its own, or by none that could be another"
-    groups = attributes.get("feature_group_count", 1)
-    return why_layer_wide(shape, layout, format, is_convolution=name == "conv_general_dilated", groups=groups)
+    is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
+    return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
 
 
 def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
@@ -82,10 +64,11 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
     layer that is called.
     """
-    operation, own = _OPERATIONS[name]
+    layer = layer_of(base)
+    assert layer is not None
 
     def multiply(self: Any) -> Float8Multiply:
-        return Float8Multiply(own, operation, format, lambda: _state_of(self))
+        return layer.float8_multiply(format, lambda: _state_of(self))
 
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function

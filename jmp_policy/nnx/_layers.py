@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .._adapter import find_adapter
+from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
+from ._module_spec import ModuleSpec
 from ._quantized import quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Layers whose `dtype` is that of the weight they rewrite: what is stored, not what is computed in."""
+
+_WRAPPED = "to_nnx__module"
 
 
 def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> bool:
@@ -77,3 +82,28 @@ def _is_same_dtype(dtype: Any, default: Any) -> bool:
         return jnp.dtype(dtype) == jnp.dtype(default)
     except TypeError:  # a `dtype` that is no dtype
         return False
+
+
+def is_bridge(base: type) -> bool:
+    """Whether a module's Params are the variables of a linen module, which reads them itself."""
+    return issubclass(base, nnx.bridge.ToNNX)
+
+
+def has_open_linen_module(base: type, attributes: dict[str, Any], spec: ModuleSpec | None) -> bool:
+    """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
+    if not is_bridge(base):
+        return False
+    return policy_of(attributes[_WRAPPED]) is None or (spec is not None and spec.bridges)
+
+
+def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.dtype | None = None) -> dict[str, Any]:
+    """The attribute that holds the linen module, with what the model was given; the linen module casts, if any does.
+
+    Args:
+      attributes: the attributes of the module that wraps it.
+      spec: the spec of that one.
+      inferred: what stands for a compute dtype that the policy leaves open.
+    """
+    module = attributes[_WRAPPED]
+    attach_inside = find_adapter(module).attach_inside
+    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.boundary, inferred)}

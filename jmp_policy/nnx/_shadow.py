@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from .._memory import remember_on_class
-from .._tree import cast_floating
-from ._roles import Kind, blank, floating_dtypes, items_of, kind_of, with_items
+from .._trees import cast_floating
+from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
 
 _UNWRITTEN = object()
 
@@ -37,7 +37,7 @@ def call_on_shadow(
     record = _Record(dtype)
     before = {name: record.shadow(value) for name, value in vars(module).items()}
     before.update(attributes)
-    shadow = blank(base, before)
+    shadow = make_blank(base, before)
     try:
         out = call(shadow)
     finally:
@@ -66,14 +66,14 @@ class _Record:
         if self.dtype is None:
             return value
         match kind_of(type(value)):
-            case Kind.PARAM:
+            case NodeKind.PARAM:
                 return self._view(value)
-            case Kind.PYTREE | Kind.BUILTIN:
+            case NodeKind.PYTREE | NodeKind.BUILTIN:
                 items = [item for _, item in items_of(value)]
                 shadows = [self.shadow(item) for item in items]
                 if all(map(_is, items, shadows)):
                     return value
-                return self._remember(with_items(value, shadows), value)
+                return self._remember(replace_items(value, shadows), value)
         return value
 
     def write_back(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:

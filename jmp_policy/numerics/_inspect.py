@@ -8,11 +8,10 @@ from jax.extend.core import ClosedJaxpr
 
 from ..autocast._paths import Paths
 from ..interpreter import Step, float_dtype, multiplies_only, walk
-from ._catalogue import FINDINGS, REMEDIES
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
 from ._facts import HALF, Fact, fact_of, fact_of_argument, fact_of_constant, results
-from ._report import AuditReport, AuditRow, Finding, Matmul
+from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 from ._source import line, origin
 
 

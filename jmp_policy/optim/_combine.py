@@ -8,7 +8,7 @@ from jax import lax
 
 from .._dtypes import at_least_float32
 from .._overwrite import map_state, name_state
-from .._tree import PyTree
+from .._trees import PyTree
 
 
 def accumulate(total: PyTree, grads: PyTree) -> PyTree:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .._finite import all_finite
 from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
 from .._overwrite import has_state, map_state
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
-from .._tree import PyTree, all_finite
+from .._trees import PyTree
 from ._float0 import has_float0, unless_float0, without_float0
 from ._inner import check_transformation, with_dtypes_of
 from ._overwriting import masked, next_state, unmasked

@@ -12,7 +12,7 @@ from .._loss_scale import NoOpLossScale
 from .._overwrite import reuse_explained
 from .._param_casts import of_copies
 from .._scaled_state import get_loss_scale, has_scaled_state
-from .._tree import PyTree
+from .._trees import PyTree
 from ._loss_scaled import LossScaledUpdate
 from ._step import step
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._overwrite import map_state, overwritten
 from .._scaled_state import has_scaled_state, scaled_state
-from .._tree import PyTree
+from .._trees import PyTree
 
 
 def masked(tree: PyTree) -> PyTree:

@@ -9,7 +9,7 @@ import optax
 
 from .._overwrite import has_state
 from .._scaled_state import check_outermost
-from .._tree import PyTree
+from .._trees import PyTree
 from ._float0 import has_float0, unless_float0, without_float0
 from ._overwriting import masked, next_state, unmasked, zeroed
 

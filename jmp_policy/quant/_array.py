@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
 from .._formats import Int4, Int8, Integers, integers_of, parse_quantization
 from .._rounding import round_to_half
-from .._tree import Uncast, is_array
+from .._trees import Uncast, is_array
 from ._clip import Clip, clipped_bounds, clipped_peak
 from ._integers import Quantized, asymmetric, packed, symmetric, unpacked
 from ._layout import Layout, block_length, stack_of

@@ -1,6 +1,5 @@
 """Calls of JAX's operations as bilinear operations and their operands."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -69,14 +68,6 @@ def conv_general_dilated(
     given |= {} if out_sharding is None else {"out_sharding": out_sharding}
     hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return Call(convolution(lhs.ndim, Convolution(tuple(hashable.items()), preferred_element_type)), lhs, rhs)
-
-
-CALLS: dict[str, Callable[..., Call]] = {
-    "dot_general": dot_general,
-    "conv_general_dilated": conv_general_dilated,
-    "einsum": einsum_of_two,
-}
-"""By the names of the operations."""
 
 
 def _axes(axes: Any) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ import jax
 
 from .._float8_format import DelayedScaling, Float8
 from ._amax_history import State
-from ._calls import CALLS
 from ._float8_product import float8_product
 from ._float8_sizes import why_left_wide, why_weight_wide
 from ._layout import Layout, size_of
+from ._operations import OPERATIONS
 
 WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
 """Why embeddings compute in the compute dtype."""
@@ -24,7 +24,7 @@ class Float8Multiply:
 
     Attributes:
       own: what the layer computes any other product with.
-      operation: one of `"dot_general"`, `"conv_general_dilated"`, `"einsum"`.
+      operation: its name in `OPERATIONS`.
       format: of the policy.
       state: finds the state of the layer, with `DelayedScaling`.
     """
@@ -35,7 +35,7 @@ class Float8Multiply:
     state: Callable[[], State] = dataclasses.field(compare=False)  # like layers share what JAX compiles
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        operation, lhs, rhs = CALLS[self.operation](*operands, **options)
+        operation, lhs, rhs = OPERATIONS[self.operation].describe(*operands, **options)
         if why_weight_wide(operation, lhs.shape, rhs.shape, self.format) is not None:
             return self.own(*operands, **options)
         return float8_product(operation, lhs, rhs, self.format, self.state() if has_state(self.format) else None)

@@ -146,4 +146,3 @@ def _rescaled(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) 
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
     return wide * labels.aligned(left.scale, labels.left) * labels.aligned(right.scale, labels.right)
-

@@ -6,16 +6,19 @@ layer's `__eq__` and for JAX's caches.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._float8_format import Float8
 from .._formats import Int4, Integers
+from ._amax_history import State
 from ._array import QuantizedArray
+from ._float8_layer import Float8Multiply
 from ._layout import Layout, block_length, format_of, kernel_layout, why_left
-from ._operations import conv_general_dilated, dot_general, einsum
+from ._operations import OPERATIONS
 from ._weight import Unquantized, fake_quantized
 
 WEIGHT_NAMES = ("kernel", "embedding")
@@ -104,7 +107,7 @@ class Multiply:
 
     Attributes:
       own: what the layer computes any other product with.
-      operation: one of `"dot_general"`, `"conv_general_dilated"`, `"einsum"`.
+      operation: its name in `OPERATIONS`.
     """
 
     own: Callable[..., Any]
@@ -112,14 +115,58 @@ class Multiply:
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         quantized = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
-        return (_OPERATIONS[self.operation] if quantized else self.own)(*operands, **options)
+        return (OPERATIONS[self.operation].quantized if quantized else self.own)(*operands, **options)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "dot_general": dot_general,
-    "conv_general_dilated": conv_general_dilated,
-    "einsum": einsum,
-}
+@dataclasses.dataclass(frozen=True)
+class WeightedLayer:
+    """How a type of Flax's layers multiplies by its weight: a row of linen's table of layers, or of nnx's.
+
+    To add a layer, add its type and its row to `linen/_layer_table.py` or `nnx/_layer_table.py`.
+
+    Attributes:
+      weight: the name of the parameter that is the weight, one of `WEIGHT_NAMES`.
+      operation: the name in `OPERATIONS` of what the layer multiplies with; `None` where ours cannot take its place.
+      field: the field or attribute of the layer that holds this function; `None` where a method of the layer calls it.
+      layout: `(layer, shape of the weight) -> Layout`, where the layer tells the layout; `None` where the name of the
+        weight and the bias beside it do.
+      promote: what takes the place of the layer's `promote_dtype`.
+    """
+
+    weight: str
+    operation: str | None = None
+    field: str | None = None
+    layout: Callable[[Any, tuple[int, ...]], Layout] | None = None
+    promote: type[Promote] = Promote
+
+    @property
+    def default(self) -> Callable[..., jax.Array] | None:
+        """The function that the layer multiplies with if its author gave it no other."""
+        return None if self.operation is None else OPERATIONS[self.operation].default
+
+    def multiply(self) -> Multiply:
+        """What takes the place of that function where the weight is quantized."""
+        assert self.operation is not None
+        return Multiply(OPERATIONS[self.operation].default, self.operation)
+
+    def float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
+        """What takes the place of that function under a float8 policy.
+
+        Args:
+          format: of the policy.
+          state: finds the state of the layer, with `DelayedScaling`.
+        """
+        assert self.operation is not None
+        return Float8Multiply(OPERATIONS[self.operation].default, self.operation, format, state)
+
+
+def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
+    """The row of a class of layers, or of the nearest class in the table that it is a subclass of.
+
+    >>> find_row({list: WeightedLayer("kernel")}, type("Layer", (list,), {})).weight
+    'kernel'
+    """
+    return next((table[base] for base in kind.__mro__ if base in table), None)
 
 
 def _computing(format: Integers) -> dict[str, Any]:

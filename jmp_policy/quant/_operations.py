@@ -1,9 +1,12 @@
 """The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import DelayedScaling, Float8
@@ -125,6 +128,29 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
     else:
         rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
     return fake_quantized(rows, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One of JAX's operations that layers multiply their inputs by their weights with.
+
+    Attributes:
+      default: JAX's function, which Flax's layers call unless told otherwise.
+      describe: takes the arguments of `default`, and returns its bilinear form and its operands.
+      quantized: takes the arguments of `default`, and computes with a quantized weight.
+    """
+
+    default: Callable[..., jax.Array]
+    describe: Callable[..., _calls.Call]
+    quantized: Callable[..., jax.Array]
+
+
+OPERATIONS = {
+    "dot_general": Operation(lax.dot_general, _calls.dot_general, dot_general),
+    "conv_general_dilated": Operation(lax.conv_general_dilated, _calls.conv_general_dilated, conv_general_dilated),
+    "einsum": Operation(jnp.einsum, _calls.einsum_of_two, einsum),
+}
+"""By the names that the rows of the tables of layers call them by."""
 
 
 def float8_state(quantization: Any) -> State:

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from .._boundary import adapter_of
+from .._adapter import find_adapter
+from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
-from .._tree import is_flax_object
 from ._clip import Clip
 from ._quantize_variables import quantize_variables
 from ._quantizer import Quantizer
@@ -56,7 +56,7 @@ def quantize(
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
-    adapter = None if isinstance(target, type) else adapter_of(target)
+    adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and hasattr(adapter, "quantize"):
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")

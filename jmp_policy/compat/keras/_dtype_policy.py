@@ -7,7 +7,7 @@ from ..._get_policy import default_policy
 from ..._grammar import parse_policy
 from ..._messages import quote
 from ..._policy import Policy as JmpPolicy
-from ..._tree import cast_floating
+from ..._trees import cast_floating
 
 
 class DTypePolicy:
