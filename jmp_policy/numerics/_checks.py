@@ -1,14 +1,16 @@
-"""What is wrong with a step, if anything."""
+"""The rules of an audit: what is wrong with a step, if anything."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
+from jax.typing import ArrayLike
 
-from ..explanation._half_sums import HALF_SUMS, half_sum
+from ..explanation._half_sums import HALF_SUMS, find_half_sum
 from ..interpreter import Step, float_dtype
 from ..interpreter._module_paths import AUTOCAST
+from ..interpreter._program import Atom
 from ._cost import MATMULS, MOVING, count_products
 from ._facts import FLOAT32, HALF, Fact
 from ._source import find_origin, is_called_by, is_called_by_library, is_traced_in, list_functions
@@ -37,10 +39,10 @@ _SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is bett
 
 
 def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
-    """What is wrong with a step, given what is known of its operands.
+    """Finds what is wrong with a step, given what is known of its operands.
 
-    What a backward pass computes is what the transposes of forward operations are: there, only what the user can
-    change is looked for, matmuls, sums over devices, constants, and what gradients are summed in.
+    JAX writes the backward pass: it transposes the forward operations. There a check looks only for what the user can
+    change: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
     """
     if not backward:
         yield from _check_gradient_sum(step, facts)
@@ -52,14 +54,14 @@ def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspici
 
 
 def _check_gradient_sum(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
-    """A gradient that was summed in half, and is now used outside of the backward pass: that of a weight."""
+    """The gradient of a weight that was summed in half: the first step outside of the backward pass uses it."""
     for atom, fact in zip(step.operands, facts, strict=True):
         if fact.summed is not None:
             yield suspect_half_gradient(fact, atom)
 
 
-def suspect_half_gradient(fact: Fact, atom: Any) -> Suspicion:
-    """A gradient that was summed in half precision: told where its weight was cast, if it was."""
+def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
+    """Suspects a gradient that was summed in half precision, at the cast of its weight if there was one."""
     summed: Any = fact.summed
     dtype = float_dtype(summed.results[0])
     uses = "the rows that were looked up" if summed.name.startswith("scatter") else "several uses"
@@ -67,12 +69,14 @@ def suspect_half_gradient(fact: Fact, atom: Any) -> Suspicion:
 
 
 def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
-    """A half operand that is widened by the very call that computes: what strict dtype promotion would refuse."""
+    """A half operand that the very call that computes has widened, which strict dtype promotion would refuse."""
     if step.name not in _PROMOTING or AUTOCAST in step.scope:
         return
+    # Which float32 operand of the call could as well be half?
     given = [fact for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
     if not given:
         return
+    # Which operand was half, until this very call widened it?
     for atom, fact in zip(step.operands, facts, strict=True):
         half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
         if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
@@ -83,7 +87,7 @@ def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
             return
 
 
-def _is_needlessly_wide(atom: Any, fact: Fact) -> bool:
+def _is_needlessly_wide(atom: Atom, fact: Fact) -> bool:
     """Whether an operand is float32 because it was given or made so, and half precision could hold it."""
     if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
         return False
@@ -95,12 +99,13 @@ def _is_one_call(first: Step, second: Step) -> bool:
 
 
 def _check_loss(step: Step) -> Iterator[Suspicion]:
-    """What the losses of optax compute in half: errors, margins and squares as well as logarithms."""
+    """Anything that a loss of optax computes in half: errors, margins and squares as well as logarithms."""
     dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
     if dtype is None or step.name in MOVING or step.name == "convert_element_type":
         return
-    is_loss = "smooth_labels" not in list_functions(step)  # which prepares the targets of one
-    if is_loss and is_called_by(find_origin(step), "optax.losses"):
+    if not is_called_by(find_origin(step), "optax.losses"):
+        return
+    if "smooth_labels" not in list_functions(step):  # it prepares the targets of a loss
         yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
 
 
@@ -114,14 +119,14 @@ def _check_matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator
 def _check_reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
     if (backward and step.name != _OF_MAX_POOLING) or (step.name == "reduce_sum" and facts[0].made == "truth"):
         return
-    found = half_sum(step)
+    found = find_half_sum(step)
     if found is not None:
         name = "half-cumulative" if step.name.startswith("cum") else "half-reduction"
         yield Suspicion(name, step, str(found), (found.dtype,))
 
 
 _OF_MAX_POOLING = "select_and_scatter_add"
-"""A sum of backward passes alone, that of no forward operation that is found."""
+"""A sum that only backward passes take. The forward operation that it belongs to sums nothing."""
 
 
 def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
@@ -137,18 +142,18 @@ def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
 
 
 def _check_round_trip(widening: Step, narrowing: Step, dtypes: tuple[np.dtype, np.dtype]) -> Iterator[Suspicion]:
-    """Two casts that somebody wrote: a function of jax.numpy has reasons, and so has the transpose of a cast."""
+    """Two casts that somebody wrote. A function of jax.numpy has its reasons for both, and so has a transposed cast."""
     if not _is_one_call(widening, narrowing) and "transpose(" not in widening.scope:
         yield Suspicion("round-trip-cast", narrowing, f"from {dtypes[0]} to {dtypes[1]} and back", dtypes)
 
 
-def _becomes_infinite(constant: Any, dtype: np.dtype) -> bool:
+def _becomes_infinite(constant: ArrayLike, dtype: np.dtype) -> bool:
     wide = np.asarray(constant).astype(np.float64)
     with np.errstate(over="ignore"):
         return bool(np.any(np.isfinite(wide) & np.isinf(wide.astype(np.float32).astype(dtype).astype(np.float32))))
 
 
-def _format_largest(constant: Any) -> str:
+def _format_largest(constant: ArrayLike) -> str:
     finite = np.asarray(constant).astype(np.float64).ravel()
     largest = finite[np.argmax(np.where(np.isfinite(finite), np.abs(finite), 0))]
     return f"{largest:.4g}"
@@ -208,7 +213,7 @@ def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterat
             yield Suspicion(name, step, f"over the turns of a loop, in {dtype}", (dtype,))
 
 
-def _is_only_added(carry: Any, total: Any, body: Any) -> bool:
+def _is_only_added(carry: Atom, total: Atom, body: Jaxpr) -> bool:
     """Whether a loop uses a carry for nothing but a sum that it returns."""
     uses = sum(carry is atom for eqn in body.eqns for atom in eqn.invars)
     return uses == 1 and any(atom is total for atom in body.outvars)
@@ -229,4 +234,4 @@ _PROMOTING = MATMULS | {
     "add", "atan2", "clamp", "concatenate", "div", "dynamic_update_slice", "max", "min", "mul", "nextafter", "pow",
     "rem", "scatter", "scatter-add", "scatter_add", "select_n", "sub",
 }  # fmt: skip
-"""Operations whose operands JAX promotes to one dtype; that of a comparison is nobody's concern."""
+"""Operations whose operands JAX promotes to one dtype. Comparisons are left out: their result is a bool."""

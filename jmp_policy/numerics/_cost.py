@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..interpreter import is_float, walk
+from ..interpreter._program import Atom
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -17,16 +18,16 @@ MOVING = frozenset({
     "pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
     "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "link", "carry",
 })  # fmt: skip
-"""Primitives that move or choose numbers, and compute and convert none."""
+"""Primitives that only move or choose numbers."""
 
 _OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
-"""Operations whose work is in what they read; that of windows is not, which overlap."""
+"""Operations whose work depends on what they read. Windows overlap, so that their work depends on what they make."""
 
 
 def count_flops(eqn: JaxprEqn) -> int:
-    """The floating-point operations of an equation: a multiplication and an addition are two, any other function one.
+    """Counts the floating-point operations of an equation: a multiplication and an addition are two, any other is one.
 
-    As XLA counts: products that a convolution would take with its padding do not count.
+    XLA counts like this, too. A product with the padding of a convolution does not count.
 
     >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns[0]
     >>> count_flops(eqn)
@@ -46,12 +47,12 @@ def count_flops(eqn: JaxprEqn) -> int:
 
 
 def count_bytes(eqn: JaxprEqn) -> int:
-    """The bytes of what an equation reads and writes."""
+    """Counts the bytes that an equation reads and writes."""
     return sum(map(_count_atom_bytes, (*eqn.invars, *eqn.outvars)))
 
 
 def count_products(eqn: JaxprEqn) -> int:
-    """Over how many products each number that a matmul makes is a sum: 1 for an outer product."""
+    """Counts the products that a matmul sums for each number of its result: 1 for an outer product."""
     if eqn.primitive.name == "conv_general_dilated":
         return math.prod(_read_kernel(eqn))
     return math.prod(_shape(eqn.invars[0])[axis] for axis in _read_dimensions(eqn)[0][0])
@@ -97,8 +98,7 @@ def _count_valid_positions(eqn: JaxprEqn, axis: int) -> int:
 
 
 def _count_windows(eqn: JaxprEqn) -> int:
-    """Each window has a result, and takes one step less than it has numbers, padding among them; one that scatters
-    takes another, to add what it scatters."""
+    """A window of n numbers, padding included, takes n - 1 steps; one that scatters adds its result in another."""
     name, window = eqn.primitive.name, math.prod(eqn.params["window_dimensions"])
     if name.startswith("select_and_scatter"):
         return _size(eqn.invars[1 if name == "select_and_scatter" else 0]) * window
@@ -106,8 +106,8 @@ def _count_windows(eqn: JaxprEqn) -> int:
 
 
 def _count_combining(eqn: JaxprEqn) -> int:
-    """How many operations make one number of two, where an equation holds a program that does."""
-    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses a number and the one beside it
+    """Counts the operations that make one number of two; a reduction may hold a program that does."""
+    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses among pairs of numbers
         return 3
     if eqn.primitive.name not in ("reduce", "reduce_window"):
         return 1
@@ -129,13 +129,13 @@ def _read_dimensions(eqn: JaxprEqn) -> Any:
     return eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(_shape(atom))
 
 
-def _count_atom_bytes(atom: Any) -> int:
+def _count_atom_bytes(atom: Atom) -> int:
     return _size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
 
 
-def _shape(atom: Any) -> Sequence[int]:
+def _shape(atom: Atom) -> Sequence[int]:
     return getattr(atom.aval, "shape", ())

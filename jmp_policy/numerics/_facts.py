@@ -1,4 +1,4 @@
-"""What is known of a value: where it comes from, as far as it matters to an audit."""
+"""The facts that an audit keeps of each value: where it comes from, and what it is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
 from ..explanation._half_sums import HALF as HALF
 from ..interpreter import Step, float_dtype, is_float
+from ..interpreter._program import Atom
 from ._cost import MOVING
 
 FLOAT32 = np.dtype(np.float32)
@@ -20,15 +21,15 @@ class Fact(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      given: where it comes from if nothing that the program computes from floating arguments is in it: `ARGUMENT` for
-        one of these itself, moved or converted at most, `CONSTANT`, `OWN`; else the empty string.
+      given: where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument
+        itself, at most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
       constants: the arrays and numbers that are among its elements, or were added to them.
-      widening: the conversion of half precision that it is the result of, moved at most.
-      made: what it is in the language of losses and norms, such as `"sum of exp"`; `""` if nothing of the kind.
+      widening: the conversion that widened it from half precision; it was at most moved since.
+      made: its name in the language of losses and norms, such as `"sum of exp"`, or the empty string.
       narrowest: the narrowest dtype in which that was made.
-      is_gradient: whether it was made in a backward pass, moved, converted or scaled at most since.
-      summed: the step of a backward pass that made it by adding in half precision, moved or converted at most since.
-      carried: the body of the loop that it is a carry of.
+      is_gradient: whether a backward pass made it; it was at most moved, converted or scaled since.
+      summed: the step of a backward pass that added it up in half precision; it was at most moved or converted since.
+      carried: the body of the loop that carries it.
     """
 
     given: str = ""
@@ -38,24 +39,24 @@ class Fact(NamedTuple):
     narrowest: np.dtype | None = None
     is_gradient: bool = False
     summed: Step | None = None
-    carried: Any = None
+    carried: Jaxpr | None = None
 
 
 ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
 OWN = "an array that the program makes itself"
-"""Of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
+"""The program makes it of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
 
 UNKNOWN = Fact()
 
 
-def find_fact(atom: Any, environment: dict[Any, Fact]) -> Fact:
+def find_fact(atom: Atom, environment: dict[Var, Fact]) -> Fact:
     """What is known of a variable or literal."""
     if isinstance(atom, Literal):
         return Fact(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
     return environment.get(atom, UNKNOWN)
 
 
-def describe_argument(var: Any) -> Fact:
+def describe_argument(var: Var) -> Fact:
     """What is known of an argument of the program."""
     return Fact(given=ARGUMENT if is_float(var) else OWN)
 
@@ -103,8 +104,11 @@ _SUMS = ("add_any", "scatter-add", "scatter_add")
 
 
 def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
-    """What was summed in half is so for good; what a scatter sums are rows of an activation's gradient, itself a sum
-    wherever a residual stream forks. Rows that are looked up in order are each looked up once."""
+    """The step that summed a gradient in half, now or before: what was lost stays lost.
+
+    A scatter sums rows of an activation's gradient, which is a sum itself wherever a residual stream forks: what it
+    reads does not count. A scatter in order sums nothing, for each row was looked up once.
+    """
     scatters = step.name.startswith("scatter")
     in_order = scatters and facts[1].made == "iota"
     if float_dtype(step.results[0]) in HALF and not in_order:
@@ -145,7 +149,7 @@ def _join_origins(facts: Sequence[Fact]) -> str:
 
 
 _FEW = 8
-"""So many constants of a value are remembered."""
+"""A fact remembers so many constants."""
 
 
 def _collect_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
@@ -190,8 +194,10 @@ def _recognize_sum(step: Step, facts: Sequence[Fact]) -> str:
 
 
 def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
-    """What stays what it is with a constant or mask added, or scaled by one, with its sign changed, or summed; a
-    variance is a difference of squares."""
+    """Keeps the name of what is summed, negated, or added to or scaled by a constant or mask.
+
+    A variance keeps its name, too: it is a difference of squares.
+    """
     known = [fact for fact in facts if fact.made in _KEPT]
     kinds = {fact.made for fact in known if not fact.given} or {fact.made for fact in known}
     others = (fact for fact in facts if fact.made not in kinds)
@@ -223,4 +229,4 @@ _MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
     "min": _recognize_kept,
     "clamp": _recognize_kept,
 }
-"""What steps make, if it is something that an audit knows."""
+"""By primitive: how to tell what a step makes, if an audit has a name for it."""

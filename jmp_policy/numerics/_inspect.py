@@ -1,10 +1,10 @@
-"""Making a report of a program."""
+"""Making a report of a program: its operations are counted, and its steps are checked one after the other."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 
 from ..interpreter import Step, float_dtype, multiplies_only, walk
 from ..interpreter._module_paths import ModulePaths
@@ -33,7 +33,7 @@ def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: ModulePa
     Args:
       program: the program; it is not run.
       overflows: what happened while it was traced.
-      paths: those of its equations.
+      paths: where its equations stand.
     """
     inspector = _Inspector(paths)
     body = program.jaxpr
@@ -57,7 +57,7 @@ class _Inspector:
     """
 
     def __init__(self, paths: ModulePaths):
-        self.facts: dict[Any, Fact] = {}
+        self.facts: dict[Var, Fact] = {}
         self.has_half = False
         self._paths = paths
         self._rows: dict[tuple, list[int]] = {}
@@ -83,7 +83,7 @@ class _Inspector:
         self._count(step)
 
     def finish(self, outvars: Sequence[Any]) -> None:
-        """Sees what the program returns: gradients, it may be."""
+        """Sees what the program returns, which may be gradients."""
         for atom in outvars:
             fact = find_fact(atom, self.facts)
             if fact.summed is not None:

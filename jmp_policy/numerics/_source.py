@@ -19,10 +19,10 @@ _DEMO = os.path.join(_OWN, "demo", "")
 
 
 def find_origin(step: Step) -> JaxprEqn:
-    """The equation whose traceback tells where in the user's code a step comes from.
+    """Finds the equation whose traceback shows where in the user's code a step comes from.
 
-    JAX traces a jitted function of its own, such as that of `jnp.where`, once for all calls: the frames below it in
-    the tracebacks of its equations are those of its first caller. What it does belongs to the equation that calls it.
+    JAX traces a jitted function of its own once for all calls. In the tracebacks of its equations, the frames below
+    the function show its first caller. So a step inside such a function belongs to the equation that calls it.
     """
     eqn = step.eqn
     for call, body in reversed(step.around):
@@ -33,35 +33,35 @@ def find_origin(step: Step) -> JaxprEqn:
 
 
 def find_line(eqn: JaxprEqn) -> str:
-    """The innermost frame of the user's code, `"file.py:12 (function)"`."""
+    """Finds the innermost frame of the user's code, `"file.py:12 (function)"`."""
     return next(_list_user_lines(_list_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
 
 
 def is_called_by_library(eqn: JaxprEqn) -> bool:
-    """Whether what called JAX is a library, such as a layer of Flax, and no code of the user's."""
+    """Whether a library, such as a layer of Flax, called JAX, and not the user's code."""
     return _is_library(_find_caller(eqn))
 
 
 def is_called_by(eqn: JaxprEqn, package: str) -> bool:
-    """Whether what called JAX is a file of a package, given with a `.` before each part but the first."""
+    """Whether a file of a package, such as `"optax.losses"`, called JAX."""
     return _make_folder(package) in _find_caller(eqn)
 
 
 def list_functions(step: Step) -> set[str]:
-    """The names of the functions that a step was traced in, and those of the jitted functions around it."""
+    """The names of the functions that a step was traced in, and of the jitted functions around it."""
     eqns = [step.eqn, *(call for call, _ in step.around)]
     names = {frame.function_name for eqn in (step.eqn, find_origin(step)) for frame in _list_frames(eqn)}
     return names | {str(eqn.params.get("name")) for eqn in eqns}
 
 
 def is_traced_in(eqn: JaxprEqn, package: str) -> bool:
-    """Whether an equation was traced in a function of a package, given with a `.` before each part but the first."""
+    """Whether an equation was traced in a function of a package, such as `"optax.losses"`."""
     folder = _make_folder(package)
     return any(folder in frame.file_name for frame in _list_frames(eqn))
 
 
 def find_running_line() -> str:
-    """The innermost frame of the user's code that is running."""
+    """Finds the innermost frame of the user's code that is running."""
     frame = sys._getframe(1)
     frames = []
     while frame is not None:
@@ -71,7 +71,7 @@ def find_running_line() -> str:
 
 
 def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
-    """Whether an equation of a body comes from a frame of the user's that the function of the body called, or is."""
+    """Whether the function of a body is the user's, or has called code of the user's that made an equation."""
     function, _, place = (body.debug_info.func_src_info or "").partition(" at ")
     file = place.rpartition(":")[0]
     for frame in _list_frames(eqn):
