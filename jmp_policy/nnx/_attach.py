@@ -44,6 +44,6 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     if isinstance(target, type):
         return given_to(target)
     spec = find_spec(target)
-    if spec is None or not spec.boundary:
+    if spec is None or not spec.casts:
         return None
     return spec.given if spec.attached else spec.policy

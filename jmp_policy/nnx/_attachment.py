@@ -1,6 +1,5 @@
 """Giving a policy to every module of a tree."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -19,19 +18,20 @@ from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._layer import WEIGHT_NAMES
 from ._call import call_method, public_methods
-from ._layer_table import open_field
 from ._layers import (
     WRAPPERS,
     dtype_attributes,
+    find_dtype_source,
     has_open_linen_module,
     has_written_dtype,
     is_bridge,
     is_dtype_open,
+    is_plain_layer,
     linen_attributes,
 )
-from ._module_spec import SPEC, ModuleSpec, find_spec
+from ._module_spec import SPEC, CallEffect, ModuleSpec, Product, find_spec
 from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
-from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
+from ._quantized import check_weight, choose_product, float8_attributes
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
@@ -146,7 +146,8 @@ class Attachment:
         state = attributes.pop(OVERWRITE, None)
         open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
-        new_spec = self._spec(base, attributes, path, attached, open_dtype, rewritten)
+        hands_on = has_open_linen_module(base, attributes, spec)
+        new_spec = self._spec(base, attributes, path, attached, open_dtype, rewritten, hands_on)
         policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
@@ -155,8 +156,7 @@ class Attachment:
         new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= float8_attributes(base, known, policy.quantization)
-        if has_open_linen_module(base, attributes, spec):
-            new_spec = dataclasses.replace(new_spec, bridges=True)
+        if hands_on:
             new_attributes |= linen_attributes(attributes, new_spec)
         inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
         return self._rebuilt(module, policied_class(new_spec), path, inside, attributes, new_attributes)
@@ -169,30 +169,31 @@ class Attachment:
         attached: bool,
         open_dtype: bool,
         rewritten: bool,
+        hands_on: bool,
     ) -> ModuleSpec:
         match = self._match("/".join(path))
         rewritten_integers = rewritten and integers_of(match.policy.quantization) is not None
         policy = match.policy.replace(quantization=None) if rewritten_integers else match.policy
+        product = choose_product(base, attributes, policy.quantization)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
-        boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
-        replaced = dtype_attributes(base, attributes, policy, open_dtype)
-        in_float8 = is_float8(base, attributes, policy.quantization)
-        acts = boundary or policy.compute_dtype is None or in_float8
-        does_nothing = not acts and _is_plain_layer(base, attributes)
+        if attached:
+            effect = CallEffect.CASTS_AT_ROOT
+        elif match.boundary and not has_written_dtype(base, attributes, open_dtype):
+            effect = CallEffect.CASTS
+        elif policy.compute_dtype is None or product is Product.FLOAT8 or not is_plain_layer(base, attributes):
+            effect = CallEffect.COMPUTES
+        else:
+            effect = CallEffect.NOTHING
         return ModuleSpec(
             base=base,
             policy=policy,
             given=self.given,
             lineage=self._lineage(path),
-            attached=attached,
-            boundary=boundary,
-            calls=not issubclass(base, nnx.List | nnx.Dict) and not does_nothing,
+            effect=effect,
             keep=self.keep if attached else (),
-            casts_params="dtype" not in attributes and not is_bridge(base),
-            open_dtype=open_dtype,
-            authored=tuple((name, attributes[name]) for name in replaced),
-            reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
-            multiplies_in_float8=open_field(base, attributes) if in_float8 else None,
+            dtype_source=find_dtype_source(base, attributes, open_dtype, hands_on),
+            product=product,
+            authored=tuple((name, attributes[name]) for name in dtype_attributes(base, attributes, policy, open_dtype)),
         )
 
     def _rebuilt(
@@ -245,15 +246,6 @@ class Attachment:
         return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
 
 
-def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
-    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
-    kinds = {kind_of(type(value)) for value in attributes.values()}
-    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
-    return (
-        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
-    )
-
-
 def policied_class(spec: ModuleSpec) -> type:
     """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
     return _policied_class(spec.base, spec)
@@ -266,7 +258,7 @@ def _policied_class(_: type, spec: ModuleSpec) -> type:
         SPEC: spec,
         "__reduce__": lambda self: (_remade, (spec, vars(self).copy())),
     }
-    if spec.calls:
+    if spec.effect is not CallEffect.NOTHING and not issubclass(base, nnx.List | nnx.Dict):
         namespace |= policied_methods(base)
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
     return make_subclass(base, namespace, (policied_class, (spec,)), **options)

@@ -13,7 +13,7 @@ from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precis
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
 from ._layers import linen_attributes
-from ._module_spec import ModuleSpec
+from ._module_spec import DtypeSource, ModuleSpec
 from ._shadow import call_on_shadow
 
 # The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
@@ -35,21 +35,22 @@ def call_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, 
       kwargs: keyword arguments.
     """
     carry = carry_given(spec.base, method, args, kwargs)
-    casts = spec.boundary and not spec.bridges  # the linen module inside does, and knows the names of its arguments
+    hands_on = spec.dtype_source is DtypeSource.LINEN_MODULE
+    casts = spec.casts and not hands_on  # the linen module inside does, and knows the names of its arguments
     if casts:
         policy, args, kwargs = cast_arguments(spec.policy, method.__get__(module), spec.keep, args, kwargs)
     else:
         policy = inferred(spec.policy, args, kwargs)
     takes_inferred = spec.open_dtype and spec.policy.compute_dtype is None
     attributes = {"dtype": policy.compute_dtype} if takes_inferred else {}
-    if spec.bridges and policy is not spec.policy and not spec.boundary:
+    if hands_on and policy is not spec.policy and not spec.casts:
         attributes |= linen_attributes(vars(module), spec, policy.compute_dtype)
     kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
         return method.__get__(shadow, spec.runs)(*args, **kwargs)
 
-    params_dtype = policy.compute_dtype if spec.casts_params else None
+    params_dtype = policy.compute_dtype if spec.dtype_source is DtypeSource.PARAMS else None
     with inferred_inside(spec.policy, policy), matmul_precision(policy):
         out = call_on_shadow(module, spec.runs, attributes, params_dtype, call)
     if casts and policy.output_dtype is not None:

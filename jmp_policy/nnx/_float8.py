@@ -58,7 +58,7 @@ def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, fo
 
 
 @remember_on_class
-def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
+def float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module]:
     """A subclass of a layer that multiplies in 8 bits; one for equal classes.
 
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
@@ -66,6 +66,8 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     """
     layer = layer_of(base)
     assert layer is not None
+    assert layer.field is not None
+    name = layer.field
 
     def multiply(self: Any) -> Float8Multiply:
         return layer.float8_multiply(format, lambda: _state_of(self))
@@ -73,7 +75,7 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
-    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, name, format)))
+    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, format)))
 
 
 def _state_of(layer: Any) -> State:

@@ -12,7 +12,8 @@ from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
-from ._module_spec import ModuleSpec
+from ._module_spec import DtypeSource, ModuleSpec
+from ._nodes import NodeKind, kind_of
 from ._quantized import quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -44,6 +45,31 @@ def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> boo
 def has_written_dtype(base: type, attributes: dict[str, Any], is_open: bool) -> bool:
     """Whether a layer has a `dtype` that its author wrote."""
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
+
+
+def is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
+    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
+    kinds = {kind_of(type(value)) for value in attributes.values()}
+    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
+    return (
+        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
+    )
+
+
+def find_dtype_source(base: type, attributes: dict[str, Any], is_open: bool, hands_on: bool) -> DtypeSource:
+    """Where the code of a module finds the dtype that it computes in.
+
+    Args:
+      base: the class of the module.
+      attributes: its attributes.
+      is_open: whether it has a `dtype` that its author left open.
+      hands_on: whether the linen module that it wraps gets the policy.
+    """
+    if hands_on:
+        return DtypeSource.LINEN_MODULE
+    if is_open:
+        return DtypeSource.FIELD
+    return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
 
 
 def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
@@ -93,7 +119,9 @@ def has_open_linen_module(base: type, attributes: dict[str, Any], spec: ModuleSp
     """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
     if not is_bridge(base):
         return False
-    return policy_of(attributes[_WRAPPED]) is None or (spec is not None and spec.bridges)
+    return policy_of(attributes[_WRAPPED]) is None or (
+        spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
+    )
 
 
 def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.dtype | None = None) -> dict[str, Any]:
@@ -106,4 +134,4 @@ def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.
     """
     module = attributes[_WRAPPED]
     attach_inside = find_adapter(module).attach_inside
-    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.boundary, inferred)}
+    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}

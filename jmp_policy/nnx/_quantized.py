@@ -16,6 +16,7 @@ from ..quant._layer import Promote, WeightedLayer, as_format, weight_of
 from ..quant._layout import format_of, why_left
 from ._float8 import state_for, why_wide
 from ._layer_table import Attributes, layer_of, weight_in, weight_name
+from ._module_spec import Product
 
 
 class QuantizedParam(nnx.Variable):
@@ -48,9 +49,13 @@ def quantized_attributes(base: type, attributes: Attributes, quantization: Quant
     return {"promote_dtype": promote} | ({layer.field: layer.multiply()} if layer.field else {})
 
 
-def reads_quantized_rows(base: type, attributes: Attributes, format: Quantization | None) -> bool:
-    """Whether a layer is an embedding with a quantized table: its functions are no attributes."""
-    return issubclass(base, nnx.Embed) and bool(quantized_attributes(base, attributes, format))
+def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
+    """How a layer multiplies by its weight under a policy."""
+    if is_float8(base, attributes, quantization):
+        return Product.FLOAT8
+    # The functions of an embedding are methods, and not attributes that a policy could replace.
+    reads_rows = issubclass(base, nnx.Embed) and quantized_attributes(base, attributes, quantization)
+    return Product.QUANTIZED_ROWS if reads_rows else Product.OWN
 
 
 def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
