@@ -7,12 +7,13 @@ from typing import Any
 from .._float8_format import Float8
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import float8_layer
-from ._quantized_embed import quantized_embed
+from ._float8 import make_float8_layer
+from ._quantized_embed import make_quantized_embed
 
 SPEC = "__jmp_role__"
-"""The attribute of a policied class that holds the spec. The class holds it, not the instance, because classes are
-part of a graph definition: copies, `nnx.split`, `nnx.merge` and the key of every jit cache carry them. Classes that were pickled by value have it under this name."""
+"""The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part
+of a graph definition: copies, `nnx.split`, `nnx.merge` and the key of every jit cache carry them. Old pickles hold
+classes with an attribute of this name."""
 
 
 class CallEffect(enum.Enum):
@@ -82,8 +83,8 @@ class ModuleSpec:
     def runs(self) -> type:
         """The class whose methods run; no field, because it has no name by which it could be pickled."""
         if self.product is Product.FLOAT8 and isinstance(self.policy.quantization, Float8):
-            return float8_layer(self.base, self.policy.quantization)
-        return quantized_embed(self.base) if self.product is Product.QUANTIZED_ROWS else self.base
+            return make_float8_layer(self.base, self.policy.quantization)
+        return make_quantized_embed(self.base) if self.product is Product.QUANTIZED_ROWS else self.base
 
     @property
     def attached(self) -> bool:

@@ -1,15 +1,19 @@
 """The names that pickles of models hold, where an older version of the library wrote them.
 
-A pickle finds classes and functions by the files they stood in. The files below no longer exist, and are made anew
-here, empty but for what pickles ask of them.
+A pickle finds a class or a function by the file that it stood in. Names that changed since are provided here; a file
+that no longer exists is made anew, and holds nothing else.
 """
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-from . import _attachment
+from ._attachment import adopt, make_policied_class, rebuild_module
+from ._call import run_method
+from ._decorate import decorate_class
 from ._module_spec import CallEffect, DtypeSource, ModuleSpec, Product, find_spec
+from ._quantized_embed import make_quantized_embed
 
 
 class _Role(ModuleSpec):
@@ -31,12 +35,19 @@ class _Role(ModuleSpec):
         object.__setattr__(self, "__class__", ModuleSpec)
 
 
-def _make_class(spec: ModuleSpec, adopt: Any) -> type:
-    return _attachment.policied_class(spec)
+def _make_policied_class(spec: ModuleSpec, adopt: object) -> type:
+    return make_policied_class(spec)
 
 
-def _rebuild_module(spec: ModuleSpec, adopt: Any, attributes: dict[str, Any]) -> Any:
-    return _attachment._remade(spec, attributes)
+def _rebuild_module(spec: ModuleSpec, adopt: object, attributes: dict[str, Any]) -> Any:
+    return rebuild_module(spec, attributes)
+
+
+def _call_method(
+    module: Any, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any], adopt: Callable[..., None]
+) -> Any:
+    adopt(module, spec)
+    return run_method(module, spec, method, args, kwargs)
 
 
 def _provide(file: str, **names: Any) -> None:
@@ -45,5 +56,8 @@ def _provide(file: str, **names: Any) -> None:
 
 
 _provide("_roles", Role=_Role, role_of=find_spec)
-_provide("_adopt", adopt=_attachment.adopt)
-_provide("_classes", policied_class=_make_class, _remade=_rebuild_module)
+_provide("_adopt", adopt=adopt)
+_provide("_call", call_method=_call_method)
+_provide("_classes", policied_class=_make_policied_class, _remade=_rebuild_module)
+_provide("_decorate", decorated=decorate_class)
+_provide("_quantized_embed", quantized_embed=make_quantized_embed)
