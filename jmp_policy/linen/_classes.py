@@ -17,25 +17,25 @@ from .._made_classes import found_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import differentiable, storable
+from ._float8 import mark_state, store_state
 from ._interceptor import POLICY
-from ._methods import KEEP, OWNER, call_wrapped_method, is_public, methods_of, police_methods, with_policied_method
-from ._place import PLACE, Place
+from ._methods import KEEP, OWNER, call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
+from ._place import PLACE, ModulePlace
 
 _BASE = "_jmp_base"
 
 
-def policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
+def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
       ValueError: `keep` names no argument of a public method.
     """
-    return _policied_class(_first_to_die(base, policy), base, policy, keep, place)
+    return _make_class(_choose_shortest_lived(base, policy), base, policy, keep, place)
 
 
 @remember_on_class
-def _policied_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
+def _make_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     _check_keep(base, keep)
     namespace = {
         POLICY: policy,
@@ -44,18 +44,18 @@ def _policied_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozen
         PLACE: place,
         "__init_subclass__": classmethod(_init_subclass),
     }
-    cls = make_subclass(base, namespace, (policied_class, (base, policy, keep, place)))
+    cls = make_subclass(base, namespace, (make_policied_class, (base, policy, keep, place)))
     setattr(cls, OWNER, cls)
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
-    police_methods(cls, dir(base))
+    wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
-    cls.apply = _policied_apply(base.apply)
-    cls.init_with_output = with_policied_method(base.init_with_output)
+    cls.apply = _wrap_apply(base.apply)
+    cls.init_with_output = wrap_entry(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
 
 
-def _first_to_die(base: type, policy: Policy | PolicyMap) -> type:
+def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
     """The class, or the one among the keys of its map, whose end is the end of its policied class.
 
     That is the first that no module has under its name: one made by a function, or in a notebook.
@@ -73,24 +73,24 @@ def unpolicied_class(cls: Any) -> Any:
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
     """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
     super(getattr(cls, OWNER), cls).__init_subclass__(**kwargs)
-    police_methods(cls, vars(cls))
+    wrap_methods(cls, vars(cls))
 
 
-def _policied_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` that runs inside the frame, and whose state autodiff combines by max."""
-    apply = with_policied_method(apply)
+def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.apply` that runs inside the policy, and whose state autodiff combines by max."""
+    apply = wrap_entry(apply)
 
     @functools.wraps(apply)
-    def with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
         policy = getattr(self, POLICY)
-        return storable(policy, apply(self, differentiable(policy, variables), *args, **kwargs))
+        return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
-    return nn.nowrap(with_state)
+    return nn.nowrap(apply_with_state)
 
 
 def _check_keep(base: Any, keep: frozenset[str]) -> None:
     if keep:
-        public = [method for name, method in methods_of(base, dir(base)) if is_public(name)]
+        public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
         known = [set(inspect.signature(method).parameters) for method in public]
         check_keep(base.__call__, [name for name in keep if not any(name in names for names in known)])
 
@@ -103,5 +103,9 @@ def _reduce(self: nn.Module) -> tuple:
     return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, KEEP, PLACE))), vars(self)
 
 
-def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: Place) -> Any:
-    return object.__new__(policied_class(base, policy, keep, place))
+def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+    return object.__new__(make_policied_class(base, policy, keep, place))
+
+
+policied_class = make_policied_class
+"""The name under which pickles of earlier versions find the function, as they find `_rebuild`."""

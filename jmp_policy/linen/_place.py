@@ -28,13 +28,13 @@ _PATH = "jmp_policy_path"
 
 # The module whose method is running, and what is around its scope. No context of JAX's, which would compile everything
 # anew in each module. What is jitted and runs modules by `.apply` is mostly a closure of the method that calls it; a
-# function that several modules call is told apart by the rule that covers them, `Frame.rule`.
+# function that several modules call is told apart by the rule that covers them, `ActivePolicy.rule`.
 _CALLING: contextvars.ContextVar[tuple[nn.Module, tuple[str, ...]] | None]
 _CALLING = contextvars.ContextVar("_CALLING", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """The place of a module that was given a policy: its model's root, or somewhere inside a model of nnx.
 
     Attributes:
@@ -68,7 +68,10 @@ class Place:
         return found if _rank(rules, found) <= _rank(rules, around) else dataclasses.replace(around, boundary=False)
 
 
-ROOT = Place()
+Place = ModulePlace
+"""The name under which pickles of earlier versions find the class."""
+
+ROOT = ModulePlace()
 """The place of a module that was itself given the policy."""
 
 
@@ -78,17 +81,17 @@ def path_of(module: nn.Module) -> tuple[str, ...]:
     Of a module that runs through `.apply` it is that of the module it was made of, which the one that makes the call
     holds. Where that one holds no such module, or several, the path is inside of it, and the name in angle brackets.
     """
-    return (*_around(module), *module.path)
+    return (*_find_path_around(module), *module.path)
 
 
 def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
     """Whether a bound module, inside the one at `path`, runs through `.apply`, so that what it writes is lost."""
-    return len(_around(module)) > len(path)
+    return len(_find_path_around(module)) > len(path)
 
 
 def is_trial(module: nn.Module, method_name: str) -> bool:
     """Whether a call is that by which Flax tries the setup of a module: of a function, on a clone without variables."""
-    return bool(_around(module)) and not module.path and not hasattr(type(module), method_name)
+    return bool(_find_path_around(module)) and not module.path and not hasattr(type(module), method_name)
 
 
 def explain_unknown(paths: Iterable[str]) -> list[str]:
@@ -109,7 +112,7 @@ class calling:  # in lower case: a function to those who use it, and a class bec
         self._scope: Any = module.scope
 
     def __enter__(self) -> None:
-        scope, around = self._scope, _around(self._module)
+        scope, around = self._scope, _find_path_around(self._module)
         self._marks = _AROUND not in scope.flags and (scope.parent is None or bool(around))
         if self._marks:
             scope.flags = FrozenDict({**scope.flags, _AROUND: around}, __unsafe_skip_copy__=True)
@@ -123,7 +126,7 @@ class calling:  # in lower case: a function to those who use it, and a class bec
 
 
 @contextlib.contextmanager
-def paths_in_jit_keys(scope: Scope) -> Iterator[None]:
+def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
     """A context in which the scopes that a scope makes for the modules inside carry their paths as a flag.
 
     Flax compiles a jitted module once for all modules of equal fields, wherever they stand: its key has everything but
@@ -148,7 +151,7 @@ def paths_in_jit_keys(scope: Scope) -> Iterator[None]:
         del vars(scope)["push"]
 
 
-def _around(module: nn.Module) -> tuple[str, ...]:
+def _find_path_around(module: nn.Module) -> tuple[str, ...]:
     scope: Any = module.scope
     found = scope.flags.get(_AROUND)
     found = scope.root.flags.get(_AROUND) if found is None else found
@@ -163,10 +166,10 @@ def _around(module: nn.Module) -> tuple[str, ...]:
     outermost = module
     while isinstance(outermost.parent, nn.Module):
         outermost = outermost.parent
-    return _path_inside(caller, outermost)
+    return _find_path_inside(caller, outermost)
 
 
-def _path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
+def _find_path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
     """The path of a module that another one runs through `.apply`: Flax clones it, and the clone knows its name."""
     near, seen = [caller], {id(caller)}
     while near:
@@ -175,12 +178,12 @@ def _path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
             return found.pop()
         if found or applied.name is None:
             break
-        near = [inner for module in near for inner in _held_by(module) if id(inner) not in seen]
+        near = [inner for module in near for inner in _list_held_modules(module) if id(inner) not in seen]
         seen.update(map(id, near))
     return (*path_of(caller), f"<{applied.name or type(applied).__name__}>")
 
 
-def _held_by(module: nn.Module) -> list[nn.Module]:
+def _list_held_modules(module: nn.Module) -> list[nn.Module]:
     """The bound modules that a module made, or has in its fields."""
     nodes = [*module._state.children.values(), *(x for name, x in vars(module).items() if name != "parent")]
     leaves = jax.tree.leaves(nodes, is_leaf=lambda node: isinstance(node, nn.Module))

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, name_state, prepare_leaf
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
+from ..quant._layer import Float8Multiply, has_state, why_layer_wide
 from ..quant._layout import Layout, stack_of
 from ._layer_table import Attributes, layer_of, open_field
 
@@ -90,7 +90,7 @@ def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale
         states = find_states([args[position] for position in positions])
         before = {path: variable.get_value() for path, variable in states.items()}
         for path, value in before.items():
-            states[path].set_value(leaf_by_max(path[-1], value, loss_scale))
+            states[path].set_value(prepare_leaf(path[-1], value, loss_scale))
         try:
             return fun(*args, **kwargs)
         finally:

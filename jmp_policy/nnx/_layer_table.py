@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from .._memory import remember_weakly
-from ..quant._bilinear import Einsum, einsum as labels_of
+from ..quant._bilinear import Einsum, label_einsum
 from ..quant._layer import Round, WeightedLayer, find_row
 from ..quant._layout import Layout, kernel_layout, table_layout
 from ._quantized_embed import PromoteTable
@@ -73,7 +73,7 @@ def _einsum(attributes: Attributes, shape: Shape) -> Layout:
     if equation is None or "..." in equation.partition("->")[0].split(",")[1]:
         return kernel_layout(own)
     left = equation.partition(",")[0].replace("...", "")
-    labels = labels_of(len(left), len(own), Einsum(equation))
+    labels = label_einsum(len(left), len(own), Einsum(equation))
     summed = labels.summed(labels.right)
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 

@@ -11,9 +11,9 @@ from .._float8_format import Float8
 from .._formats import Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray
-from ..quant._float8_layer import WHY_TABLES_WIDE
-from ..quant._layer import Promote, WeightedLayer, as_format, weight_of
+from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
 from ..quant._layout import format_of, why_left
+from ..quant._weight import as_format, weight_of
 from ._float8 import make_state, why_wide
 from ._layer_table import Attributes, layer_of, weight_in, weight_name
 from ._module_spec import Product

@@ -10,9 +10,9 @@ from flax import nnx
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from ..quant import dot_general, take
-from ..quant._layer import Promote, weight_of
+from ..quant._layer import Promote
 from ..quant._layout import table_layout
-from ..quant._weight import fake_quantized
+from ..quant._weight import fake_quantized, weight_of
 
 
 class PromoteTable(Promote):

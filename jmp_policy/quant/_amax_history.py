@@ -1,5 +1,6 @@
 """The memory of delayed scaling: the largest magnitudes of earlier steps, and the scale they make."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +10,8 @@ from jax.custom_batching import custom_vmap
 
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
-from .._overwrite import as_float32, is_by_max, like_state
-from ._amax import amax_of
-from ._float8 import E4M3, E5M2, Scaled, saturated, scale_of, select
-from ._varying import maximum_over, varying_axes
+from .._float8_state import is_prepared, read_leaf, write_leaf
+from ._numbers import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
 """What there is a memory of, and the format that it is cast to."""
@@ -86,7 +85,7 @@ def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8)
     used, made = _scales(name, memory, format)
     history = jnp.maximum(_numbers(memory.amax_history), 0.0)
     history, is_finite = _recorded(lax.stop_gradient(x), lax.stop_gradient(history))
-    after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+    after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
     return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 
 
@@ -107,7 +106,7 @@ def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.A
 
 def _numbers(leaf: jax.Array) -> jax.Array:
     """A leaf of state to compute with."""
-    return as_float32(leaf) if is_by_max(leaf) else leaf
+    return read_leaf(leaf) if is_prepared(leaf) else leaf
 
 
 @custom_vmap
@@ -134,3 +133,19 @@ def _recorded_of_batch(size: int, batched: list[bool], x: jax.Array, history: ja
     if of_history:
         return _recorded(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
     return _recorded(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """The mapped axes on which one of these arrays differs; none outside of `shard_map`."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def varying_over(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """An array that counts as different on these axes; its derivative, if it was the same on them, is a sum."""
+    missing = frozenset(axes) - varying_axes(x)
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def maximum_over(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """The largest of an array's values over the devices of some axes."""
+    return lax.pmax(x, tuple(axes)) if axes else x

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._amax import amax_of
-from ._integers import Quantized, asymmetric, bounds, symmetric
+from ._numbers import Quantized, amax_of, asymmetric, bounds, symmetric
 
 Clip = Any
 """`"absmax"`, `"mse"`, or a percentile: a number in (0, 100]."""

@@ -2,21 +2,30 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._float8_format import Float8
+from .._float8_format import MULTIPLE, ODD_ROWS, Float8
 from .._float8_recipe import CurrentScaling, DelayedScaling
-from ._amax import amax_of
-from ._amax_history import DTYPES, Memory, State, memory_of, scaled_and_recorded, scaled_by_history, state_of
-from ._bilinear import Bilinear
-from ._float8 import Scaled, current_scale, saturated
-from ._float8_sizes import why_wide
-from ._transposed import multiply, of_left, of_right, pulled_left, pulled_right
-from ._varying import varying_axes, varying_over
+from ._amax_history import (
+    DTYPES,
+    Memory,
+    State,
+    memory_of,
+    scaled_and_recorded,
+    scaled_by_history,
+    state_of,
+    varying_axes,
+    varying_over,
+)
+from ._bilinear import Bilinear, Convolution, Labels
+from ._numbers import Scaled, amax_of, current_scale, saturated
 
 
 def float8_product(
@@ -147,3 +156,119 @@ def _rescaled(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) 
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
     return wide * labels.aligned(left.scale, labels.left) * labels.aligned(right.scale, labels.right)
+
+
+def why_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
+    """Why a product of operands of these shapes stays in the compute dtype; `None` if it does not."""
+    rows = math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
+    is_odd = rows % MULTIPLE and not isinstance(operation.compute, Convolution)
+    return why_weight_wide(operation, left, right, format) or (ODD_ROWS if is_odd else None)
+
+
+def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
+    """As `why_wide`, whatever the number of rows of the left operand."""
+    if isinstance(operation.compute, Convolution):
+        return _why_convolution_wide(dict(operation.compute.options), right, format)
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    shared = lengths.keys() & others.keys()
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    if alone or any(lengths[label] != others[label] for label in shared):
+        return "its equation sums one operand alone, or repeats one"
+    summed = math.prod(lengths[label] for label in shared - set(operation.out))
+    columns = math.prod(length for label, length in others.items() if label not in shared)
+    return why_left_wide(summed * columns, format, summed, columns)
+
+
+def why_left_wide(size: int, format: Float8, *lengths: int) -> str | None:
+    """Why products with a weight stay in the compute dtype, by its size and the lengths that matter to hardware.
+
+    >>> why_left_wide(16384, Float8(), 128, 128), why_left_wide(25600, Float8(), 256, 100)
+    (None, 'the length 100 is no multiple of 16')
+    """
+    if size < format.min_size or size == 0:
+        return f"{size} elements are fewer than min_size={format.min_size}"
+    odd = next((length for length in lengths if length % MULTIPLE), None)
+    return None if odd is None else f"the length {odd} is no multiple of {MULTIPLE}"
+
+
+def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], format: Float8) -> str | None:
+    if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
+        return "its convolution is one of groups"
+    outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
+    return why_left_wide(math.prod(right), format, inputs, outputs)
+
+
+def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    """The result of the operation, summed in `dtype`. Convolutions are computed in it, for want of an 8-bit one."""
+    compute = operation.compute
+    if isinstance(compute, Convolution):
+        return _convolution(operation, dtype)(left.astype(dtype), right.astype(dtype))
+    return _contraction(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
+
+
+def pulled_left(operation: Bilinear, grad: jax.Array, right: jax.Array, like: Any, dtype: Any) -> jax.Array:
+    """The gradient of the left operand, whose type is `like`, by that of the result."""
+    if isinstance(operation.compute, Convolution):
+        of_left = lambda left: _convolution(operation, dtype)(left, right.astype(dtype))
+        (pulled,) = jax.linear_transpose(of_left, like.update(dtype=dtype))(grad.astype(dtype))
+        return pulled
+    sharding = _explicit_sharding(like)
+    return _contraction(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
+
+
+def pulled_right(operation: Bilinear, grad: jax.Array, left: jax.Array, like: Any, dtype: Any) -> jax.Array:
+    """The gradient of the right operand, whose type is `like`, by that of the result."""
+    if isinstance(operation.compute, Convolution):
+        of_right = lambda right: _convolution(operation, dtype)(left.astype(dtype), right)
+        (pulled,) = jax.linear_transpose(of_right, like.update(dtype=dtype))(grad.astype(dtype))
+        return pulled
+    sharding = _explicit_sharding(like)
+    return _contraction(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
+
+
+def of_left(operation: Bilinear) -> Bilinear:
+    """The labels by which the gradient of the left operand is a product of those of the result and of the right."""
+    return dataclasses.replace(operation, left=operation.out, out=operation.left)
+
+
+def of_right(operation: Bilinear) -> Bilinear:
+    """The labels by which the gradient of the right operand is a product of those of the left and of the result."""
+    return dataclasses.replace(operation, right=operation.out, out=operation.right)
+
+
+def _convolution(operation: Bilinear, dtype: Any) -> Any:
+    assert isinstance(operation.compute, Convolution)
+    return dataclasses.replace(operation.compute, preferred_element_type=None)
+
+
+def _explicit_sharding(like: Any) -> NamedSharding | None:
+    """How a gradient lies on a mesh whose axes are part of types: as its operand, which JAX cannot infer."""
+    return like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
+
+
+def _contraction(
+    left: jax.Array,
+    left_labels: Labels,
+    right: jax.Array,
+    right_labels: Labels,
+    out: Labels,
+    dtype: Any,
+    sharding: NamedSharding | PartitionSpec | None,
+) -> jax.Array:
+    """The product of two labelled arrays by one `dot_general`, its axes in the order of `out`, and sharded so."""
+    shared = [label for label in left_labels if label in right_labels]
+    summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
+    where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
+    made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
+    options = {} if sharding is None else {"out_sharding": _reordered(sharding, out, made)}
+    product = lax.dot_general(left, right, (where(summed), where(batch)), preferred_element_type=dtype, **options)
+    order = tuple(map(made.index, out))
+    return product if order == tuple(range(len(out))) else lax.transpose(product, order)
+
+
+def _reordered(sharding: NamedSharding | PartitionSpec, labels: Labels, order: list[Any]) -> Any:
+    """The sharding of an array by those of the same array with its axes in another order."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    by_label = dict(zip(labels, spec, strict=False))  # a spec may leave the last axes out
+    reordered = PartitionSpec(*map(by_label.get, order))
+    return NamedSharding(sharding.mesh, reordered) if isinstance(sharding, NamedSharding) else reordered

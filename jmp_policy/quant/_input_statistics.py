@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._amax import amax_of
 from ._clip import Clip
-from ._integers import symmetric
+from ._numbers import amax_of, symmetric
 
 # Magnitudes are counted by the upper half of their float32 bits, sign excepted: by exponent and 7 bits of the mantissa.
 # The bins are less than 1 % wide at any magnitude, so that no range has to be known before the first batch, or to be

@@ -6,6 +6,7 @@ layer's `__eq__` and for JAX's caches.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,50 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from .._float8_format import Float8
-from .._formats import Int4, Integers
+from .._float8_recipe import DelayedScaling
+from .._formats import Integers
 from ._amax_history import State
 from ._array import QuantizedArray
-from ._float8_layer import Float8Multiply
-from ._layout import Layout, block_length, format_of, kernel_layout, why_left
+from ._float8_product import float8_product, why_left_wide, why_weight_wide
+from ._layout import Layout, kernel_layout, size_of
 from ._operations import OPERATIONS
-from ._weight import Unquantized, fake_quantized
+from ._weight import Unquantized, fake_quantized, weight_of
 
-WEIGHT_NAMES = ("kernel", "embedding")
-"""What Flax's layers call the weights that are quantized: those of two or more axes."""
-
-
-def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
-    """An array on its way into a product: quantized, yet to be, or itself where it is too small.
-
-    Raises:
-      ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
-    """
-    if isinstance(array, QuantizedArray):
-        return as_format(array, format, where)
-    format = format_of(format, layout)
-    if why_left(array.shape, layout, format):
-        return array
-    weight = Unquantized(array, format, layout.of(array.shape))
-    if isinstance(format, Int4):
-        block_length(weight.layout, format, where)  # here, where its name is known
-    return weight
-
-
-def as_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
-    """A quantized weight that computes as a policy says, if its integers are those of the policy.
-
-    Raises:
-      ValueError: they are not.
-    """
-    format = format_of(format, array.layout)
-    same_kind = type(array.format) is type(format)
-    if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
-        return array if array.format == format else dataclasses.replace(array, format=format)
-    raise ValueError(
-        f"The weight{where} is stored as {str(array.format)!r}, and its policy says {str(format)!r}. Give the model "
-        f"the policy it was quantized with, such as '{array.format}_from_mixed_bfloat16', or quantize it again from "
-        "the original."
-    )
+WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
+"""Why embeddings compute in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +87,55 @@ class Multiply:
 
 
 @dataclasses.dataclass(frozen=True)
+class Float8Multiply:
+    """The `dot_general`, `conv_general_dilated` or `einsum_op` of a layer, in 8 bits where the weight is fit for it.
+
+    Attributes:
+      own: what the layer computes any other product with.
+      operation: its name in `OPERATIONS`.
+      format: of the policy.
+      state: finds the state of the layer, with `DelayedScaling`.
+    """
+
+    own: Callable[..., Any]
+    operation: str
+    format: Float8
+    state: Callable[[], State] = dataclasses.field(compare=False)  # like layers share what JAX compiles
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        operation, lhs, rhs = OPERATIONS[self.operation].describe(*operands, **options)
+        if why_weight_wide(operation, lhs.shape, rhs.shape, self.format) is not None:
+            return self.own(*operands, **options)
+        return float8_product(operation, lhs, rhs, self.format, self.state() if has_state(self.format) else None)
+
+
+def has_state(format: Any) -> bool:
+    """Whether layers of a format keep state."""
+    return isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
+
+
+def why_layer_wide(
+    shape: tuple[int, ...], layout: Layout, format: Float8, *, is_convolution: bool = False, groups: int = 1
+) -> str | None:
+    """Why a layer computes in the compute dtype, whatever its inputs; `None` if it does not.
+
+    Args:
+      shape: of its weight.
+      layout: of its weight.
+      format: of the policy.
+      is_convolution: whether it is one, whose window is no matter.
+      groups: the number of groups of features, of a convolution.
+
+    >>> why_layer_wide((3, 3, 3, 64), Layout((3, 3, 3), 1), Float8(min_size=0), is_convolution=True)
+    'the length 3 is no multiple of 16'
+    """
+    if groups != 1:
+        return "its convolution is one of groups"
+    inputs = layout.contracted[-1] if is_convolution else layout.length
+    return why_left_wide(size_of(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightedLayer:
     """How a type of Flax's layers multiplies by its weight: a row of linen's table of layers, or of nnx's.
 
@@ -167,8 +184,3 @@ def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer |
     'kernel'
     """
     return next((table[base] for base in kind.__mro__ if base in table), None)
-
-
-def _computing(format: Integers) -> dict[str, Any]:
-    """The options of a format that say how to compute, and nothing of how it is stored."""
-    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}

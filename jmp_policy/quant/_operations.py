@@ -12,10 +12,9 @@ from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
 from .._formats import parse_quantization
-from . import _calls
 from ._amax_history import State, new_state
 from ._array import QuantizedArray
-from ._bilinear import Bilinear
+from ._bilinear import Bilinear, Call, describe_convolution, describe_dot_general, describe_einsum
 from ._float8_product import float8_product
 from ._layout import Layout, table_layout
 from ._product import product
@@ -62,7 +61,7 @@ def dot_general(
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _applied(_calls.dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
+    return _applied(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
 
 
 def einsum(
@@ -84,7 +83,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _applied(_calls.einsum_of_two(equation, lhs, rhs, **options), quantization, state)
+    return _applied(describe_einsum(equation, lhs, rhs, **options), quantization, state)
 
 
 def conv_general_dilated(
@@ -107,7 +106,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
     [[[2.0, 2.0, 2.0]]]
     """
-    return _applied(_calls.conv_general_dilated(lhs, rhs, window_strides, padding, **options), quantization, state)
+    return _applied(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
 def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -142,14 +141,14 @@ class Operation:
     """
 
     default: Callable[..., jax.Array]
-    describe: Callable[..., _calls.Call]
+    describe: Callable[..., Call]
     quantized: Callable[..., jax.Array]
 
 
 OPERATIONS = {
-    "dot_general": Operation(lax.dot_general, _calls.dot_general, dot_general),
-    "conv_general_dilated": Operation(lax.conv_general_dilated, _calls.conv_general_dilated, conv_general_dilated),
-    "einsum": Operation(jnp.einsum, _calls.einsum_of_two, einsum),
+    "dot_general": Operation(lax.dot_general, describe_dot_general, dot_general),
+    "conv_general_dilated": Operation(lax.conv_general_dilated, describe_convolution, conv_general_dilated),
+    "einsum": Operation(jnp.einsum, describe_einsum, einsum),
 }
 """By the names that the rows of the tables of layers call them by."""
 
@@ -186,7 +185,7 @@ def float8_state(quantization: Any) -> State:
     return new_state(format)
 
 
-def _applied(call: _calls.Call, quantization: Any, state: State | None) -> jax.Array:
+def _applied(call: Call, quantization: Any, state: State | None) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)

@@ -10,11 +10,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._formats import Int8
-from ._amax import amax_of
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._calibration import observe_input
-from ._integers import Quantized, symmetric
+from ._numbers import Quantized, amax_of, symmetric
 from ._weight import Unquantized, Weight, fake_quantized
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 
-from .._formats import Integers
+from .._formats import Int4, Integers
 from ._array import QuantizedArray, quantize_array
-from ._layout import Layout
+from ._layout import Layout, block_length, format_of, why_left
+
+WEIGHT_NAMES = ("kernel", "embedding")
+"""What Flax's layers call the weights that are quantized: those of two or more axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +83,42 @@ _rounded_straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1,))
 @_rounded_straight_through.defjvp
 def _straight_through(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     return _rounded_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
+
+
+def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
+    """An array on its way into a product: quantized, yet to be, or itself where it is too small.
+
+    Raises:
+      ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
+    """
+    if isinstance(array, QuantizedArray):
+        return as_format(array, format, where)
+    format = format_of(format, layout)
+    if why_left(array.shape, layout, format):
+        return array
+    weight = Unquantized(array, format, layout.of(array.shape))
+    if isinstance(format, Int4):
+        block_length(weight.layout, format, where)  # here, where its name is known
+    return weight
+
+
+def as_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
+    """A quantized weight that computes as a policy says, if its integers are those of the policy.
+
+    Raises:
+      ValueError: they are not.
+    """
+    format = format_of(format, array.layout)
+    same_kind = type(array.format) is type(format)
+    if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
+        return array if array.format == format else dataclasses.replace(array, format=format)
+    raise ValueError(
+        f"The weight{where} is stored as {str(array.format)!r}, and its policy says {str(format)!r}. Give the model "
+        f"the policy it was quantized with, such as '{array.format}_from_mixed_bfloat16', or quantize it again from "
+        "the original."
+    )
+
+
+def _computing(format: Integers) -> dict[str, Any]:
+    """The options of a format that say how to compute, and nothing of how it is stored."""
+    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}

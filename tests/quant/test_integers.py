@@ -8,8 +8,7 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._amax import amax_of
-from jmp_policy.quant._integers import asymmetric, bounds, packed, symmetric, unpacked
+from jmp_policy.quant._numbers import amax_of, asymmetric, bounds, packed, symmetric, unpacked
 
 LENGTH, BLOCK = 33, 11
 FORMATS = ("int8", f"int4/{BLOCK}")

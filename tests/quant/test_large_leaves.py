@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from jmp_policy import quant
-from jmp_policy.quant._amax import amax_of
-from jmp_policy.quant._integers import bounds
+from jmp_policy.quant._numbers import amax_of, bounds
 
 BAD = [np.nan, np.inf, -np.inf]
 POLICIES = ["int8", "int8(activations=false)", "int4", "float8(recipe=current)", "float8(recipe=current/row)", "float8"]

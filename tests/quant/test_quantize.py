@@ -8,7 +8,7 @@ from flax.core import FrozenDict, freeze, meta
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.quant._layer import as_format
+from jmp_policy.quant._weight import as_format
 
 KERNEL = jax.random.normal(jax.random.key(0), (64, 64))
 
