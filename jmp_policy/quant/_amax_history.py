@@ -10,7 +10,7 @@ from jax.custom_batching import custom_vmap
 
 from .._float8_format import Float8
 from .._float8_recipe import DelayedScaling
-from .._float8_state import is_prepared, read_leaf, write_leaf
+from .._float8_state import read_leaf, write_leaf
 from ._numbers import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
@@ -83,7 +83,7 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
 def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
     """As `scaled_by_history`, and the memory of the next step, with this array in it."""
     used, made = _scales(name, memory, format)
-    history = jnp.maximum(_numbers(memory.amax_history), 0.0)
+    history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
     history, is_finite = _recorded(lax.stop_gradient(x), lax.stop_gradient(history))
     after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
     return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
@@ -97,16 +97,11 @@ def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.A
     """
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
-    stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
+    stored, history = read_leaf(memory.scale)[0], read_leaf(memory.amax_history)
     stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = scale_of(largest, stored, DTYPES[name], format.margin)
     return (stored if recipe.delay == 2 else made), made
-
-
-def _numbers(leaf: jax.Array) -> jax.Array:
-    """A leaf of state to compute with."""
-    return read_leaf(leaf) if is_prepared(leaf) else leaf
 
 
 @custom_vmap
