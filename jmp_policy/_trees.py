@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import DTypeLike, half_dtype, is_floating_dtype, parse_dtype
-from ._float8_state import join_state, split_state
+from ._float8_state import map_rest, split_state
 
 T = TypeVar("T")
 PyTree = Any
@@ -46,9 +46,7 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     if isinstance(tree, jax.Array):  # the most frequent tree needs no walk
         return _cast_leaf(tree, target)  # type: ignore[return-value]
 
-    is_whole = _add_uncast(is_leaf)
-    rest, state = split_state(tree, is_leaf=is_whole)
-    return join_state(jax.tree.map(lambda leaf: _cast_leaf(leaf, target), rest, is_leaf=is_whole), state)
+    return map_rest(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=_add_uncast(is_leaf))
 
 
 def cast_to_half(tree: T) -> T:
