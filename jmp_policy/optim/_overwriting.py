@@ -17,7 +17,7 @@ HOLE = optax.MaskedNode()
 
 
 def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
-    """Puts zeros where state was split from a tree: they make no update, and add nothing to sums over all parameters."""
+    """Puts zeros where state was split from a tree: they make no update, and add nothing to the norm of a tree."""
     return join_state(rest, jax.tree.map(jnp.zeros_like, state))
 
 
