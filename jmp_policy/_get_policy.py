@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._default import read_default, read_origin, set_default, temporarily_set_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._messages import quote
-from ._policy import Policy
+from ._policy import Policy, read_default, read_origin, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
 
 PolicySpec = Any

@@ -30,11 +30,11 @@ def make_subclass(
     # No other metaclass where a decorator may put the subclass in its base's place: authors mix such a class with
     # others, which have metaclasses of their own.
     if metaclass is None:
-        metaclass = _picklable(type(base)) if found_by_name(base) is base else type(base)
+        metaclass = _make_picklable(type(base)) if find_by_name(base) is base else type(base)
     return metaclass(base.__name__, (base,), {_RECIPE: recipe, **same, **namespace}, **options)
 
 
-def found_by_name(kind: type) -> Any:
+def find_by_name(kind: type) -> Any:
     """What the module of a class has under its name."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
@@ -50,7 +50,7 @@ def pickle_by_recipe(metaclass: type[type]) -> type[type]:
 
 def _reduce_class(kind: Any) -> Any:
     recipe = vars(kind).get(_RECIPE)
-    return kind.__qualname__ if recipe is None or found_by_name(kind) is kind else recipe
+    return kind.__qualname__ if recipe is None or find_by_name(kind) is kind else recipe
 
 
 class _Picklable(type):
@@ -60,7 +60,7 @@ class _Picklable(type):
 pickle_by_recipe(_Picklable)
 
 
-def _picklable(parent: type[type]) -> type[type]:
+def _make_picklable(parent: type[type]) -> type[type]:
     if parent is type:
         return _Picklable
     return parent if parent in copyreg.dispatch_table else _picklable_metaclass(parent)

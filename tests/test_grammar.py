@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
 from jmp_policy._dtypes import dtype_names
-from jmp_policy._float8_recipe import parse_recipe
+from jmp_policy._float8_format import parse_recipe
 from jmp_policy._formats import CurrentScaling, DelayedScaling, Float8, Int4, Int8, parse_quantization
 from jmp_policy._grammar import parse_policy
 from jmp_policy._policy import PRECISIONS

@@ -20,9 +20,9 @@ from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
+from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register
-from ._paths import AUTOCAST
 from ._place import Place
 from ._rules import AutocastRules, unused_functions
 from ._scope import COMPUTE_DTYPES

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..autocast._modules import ELSEWHERE
+from ..interpreter._module_paths import ELSEWHERE
 from ._place import calling, is_trial, path_of
 
 _CALLED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("_CALLED", default=None)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from flax import nnx
 
+from .._float8_state import OVERWRITE
 from .._formats import integers_of
 from .._get_policy import PolicySpec, get_policy
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from .._overwrite import OVERWRITE
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating

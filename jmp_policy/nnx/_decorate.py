@@ -6,7 +6,7 @@ from flax import nnx
 
 from .._made_classes import make_subclass, pickle_by_recipe
 from .._memory import remember_on_class
-from .._once import forget_warnings, warn_once
+from .._messages import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._attachment import Attachment, cast_in_place, policied_methods, reject

@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, name_state, prepare_leaf
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from .._overwrite import OVERWRITE, leaf_by_max, name_state
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import Float8Multiply, why_layer_wide
 from ..quant._layout import Layout, stack_shape
@@ -88,7 +88,7 @@ def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_sc
         states = states_in([args[position] for position in positions])
         before = {path: variable.get_value() for path, variable in states.items()}
         for path, value in before.items():
-            states[path].set_value(leaf_by_max(path[-1], value, loss_scale))
+            states[path].set_value(prepare_leaf(path[-1], value, loss_scale))
         try:
             return fun(*args, **kwargs)
         finally:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from .._flax_objects import is_flax_object
-from ..autocast._modules import ELSEWHERE
+from ..interpreter._module_paths import ELSEWHERE
 from ._observed import is_watched, unwatch_modules, watch_modules
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("_CALLED", default=None)

@@ -12,8 +12,8 @@ from .._adapter import find_adapter, find_loaded_adapters
 from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register
-from ..autocast._paths import Paths
 from ..interpreter import trace
+from ..interpreter._module_paths import ModulePaths
 from ._inspect import Overflow, inspect
 from ._report import AuditReport
 from ._source import running_line
@@ -61,7 +61,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
             traceable = adapter.named(traceable, register.enter)
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
-        return inspect(program, overflows, Paths(register.modules()))
+        return inspect(program, overflows, ModulePaths(register.modules()))
 
     return audited
 

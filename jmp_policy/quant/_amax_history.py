@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
+from .._float8_state import is_prepared, read_leaf, write_leaf
 from .._formats import Quantization
-from .._overwrite import as_float32, is_by_max, like_state
 from ._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
@@ -91,7 +90,7 @@ def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) ->
     used, made = _compute_scales(name, memory, format)
     history = jnp.maximum(_read_state(memory.amax_history), 0.0)
     history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
-    after = Memory(like_state(made[None], memory.scale), like_state(history, memory.amax_history))
+    after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
     return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 
 
@@ -112,7 +111,7 @@ def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Arra
 
 def _read_state(leaf: jax.Array) -> jax.Array:
     """A leaf of state to compute with."""
-    return as_float32(leaf) if is_by_max(leaf) else leaf
+    return read_leaf(leaf) if is_prepared(leaf) else leaf
 
 
 @custom_vmap
