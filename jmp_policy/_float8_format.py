@@ -24,7 +24,7 @@ def check_count(format: Any, name: str, least: int, *, such_as: int = 128) -> No
     """Raises unless a field is a whole number that is large enough.
 
     Raises:
-      TypeError: it is no int; a bool is none.
+      TypeError: it is not an int, or it is a bool.
       ValueError: it is less than `least`.
     """
     value = getattr(format, name)
@@ -68,7 +68,7 @@ def spell_options(format: Any, *names: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling:
-    """Scales are made from the numbers of this very step, so there is no state.
+    """Scales are made from the numbers of this very step, and nothing is kept.
 
     Args:
       granularity: `"tensor"`, one scale for all of an operand; or `"row"`, one for each row of a product's left operand

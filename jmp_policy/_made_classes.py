@@ -23,7 +23,7 @@ def make_subclass(
       namespace: attributes of the subclass.
       recipe: a function and its arguments that make an equal subclass: what a pickle holds of one that is not found
         under its name, because its base is.
-      metaclass: that of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
+      metaclass: the metaclass of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
       **options: what else the metaclass of the base takes.
     """
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -39,7 +39,7 @@ class Policy:
         dtypes say. It holds in modules; a plain function has no weights to quantize.
 
     Raises:
-      ValueError: a dtype is no floating dtype, or the precision or quantization is unknown.
+      ValueError: a dtype is not a floating dtype, or the precision or quantization is unknown.
 
     >>> policy = Policy("float32", "bfloat16", "float32")
     >>> policy is Policy(np.float32, "bf16", jax.numpy.float32)
@@ -99,7 +99,7 @@ class Policy:
         """The same policy with other values of some fields.
 
         Raises:
-          ValueError: there is no field of that name.
+          ValueError: a Policy has no field of that name.
         """
         for name in fields:
             if name not in _FIELDS:

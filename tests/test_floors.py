@@ -43,6 +43,7 @@ FLOORS = {
     "quant": 6,
     "sharding": 6,
     "explanation": 6,
+    "report": 6,
     "_explain": 7,
     "linen": 7,
     "nnx": 7,
@@ -59,15 +60,13 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"),
               ("_formats", "_float8_format"), ("_policy_map", "_grammar"),
               ("numerics", "explanation"),
-              ("numerics", "autocast"), ("quant", "explanation"), ("cli", "demo"), ("demo", "cli"),
+              ("numerics", "autocast"), ("quant", "explanation"),
+              ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("cli", "demo"), ("demo", "cli"),
               ("__main__", "cli")]  # fmt: skip
 
 # The circles that are still to be untied: the list only gets shorter.
 KNOWN_CIRCLES = [
-    {"explanation._explanation", "explanation._html", "explanation._text", "explanation._wording"},
     {"interpreter._control_flow", "interpreter._custom_rules", "interpreter._rewriter"},
-    {"numerics._html", "numerics._report", "numerics._text", "numerics._wording"},
-    {"quant._comparison", "quant._comparison_plot", "quant._comparison_table"},
 ]
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
