@@ -138,7 +138,7 @@ def float8_of(quantization: Quantization | None) -> Float8 | None:
     return quantization if isinstance(quantization, Float8) else None
 
 
-def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
+def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization: one of the classes, a string such as `"int8"`, `"int4/64"` or `"float8"`, or `None`.
 
     Args:
@@ -185,7 +185,7 @@ def _parse_option(kind: str, piece: str, place: str) -> tuple[str, str]:
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     if name not in known:
         raise ValueError(
-            f"{quote(name)} is no option of {kind}{place}. {did_you_mean(name, known)} "
+            f"{quote(name)} is not an option of {kind}{place}. {did_you_mean(name, known)} "
             f"For example: {_show_example(kind)}."
         )
     return name, value
@@ -200,7 +200,7 @@ def _parse_value(text: str, kind: str, place: str) -> int | bool:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"{quote(text)}{place} is no number, and neither true nor false. For example: {_show_example(kind)}."
+            f"{quote(text)}{place} is neither a number nor true or false. For example: {_show_example(kind)}."
         ) from None
 
 

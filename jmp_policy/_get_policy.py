@@ -56,7 +56,7 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
     return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
 
 
-def _ask(spec: Any) -> PolicySpec:
+def _ask(spec: PolicySpec) -> PolicySpec:
     answer = spec.__jmp_policy__()
     if answer is spec:
         raise ValueError(f"__jmp_policy__() of {quote(spec)} returns the object itself. For example: 'mixed_bfloat16'.")
@@ -69,7 +69,8 @@ def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
     if "param_dtype" in config:
         return Policy.from_config(config)
     raise ValueError(
-        f"{quote(config)} is no config of a policy or map. For rules by path or type: PolicyMap({{'head': 'float32'}})."
+        f"{quote(config)} is not the config of a policy or map. "
+        "For rules by path or type: PolicyMap({'head': 'float32'})."
     )
 
 
@@ -79,7 +80,7 @@ def is_policy_spec(value: object) -> bool:
     >>> is_policy_spec("mixed_bfloat16"), is_policy_spec(float), is_policy_spec(lambda x: x)
     (True, False, False)
     """
-    if isinstance(value, str):  # a string can be nothing else, so that its error is that of a policy
+    if isinstance(value, str):  # a string can be nothing else, so its error speaks of policies
         return True
     try:
         get_policy(value)

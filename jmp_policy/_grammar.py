@@ -97,7 +97,7 @@ def _parse_fields(text: str) -> Policy:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         field = _FIELDS.get(key.lower())
         if not equals:
-            _fail(f"{quote(part.strip())} is no 'key=value'", text, f"For example: {EXAMPLE!r}.")
+            _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
             remedy = did_you_mean(key, ("params", "compute", "output", "precision"))
             _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{remedy} For example: {EXAMPLE!r}.")
@@ -121,7 +121,7 @@ def _parse_half(name: str, text: str) -> np.dtype:
     half = name.removeprefix(_MIXED)
     dtype = parse_dtype(half) if half in dtype_names() else None
     if dtype is None or dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
-        _fail(f"{quote(half)} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
+        _fail(f"{quote(half)} is not half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
     return dtype
 
 

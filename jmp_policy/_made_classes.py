@@ -10,7 +10,7 @@ _RECIPE = "_jmp_recipe"
 
 
 def make_subclass(
-    base: Any,
+    base: type,
     namespace: dict[str, Any],
     recipe: tuple[Any, tuple],
     metaclass: type[type] | None = None,
@@ -23,7 +23,7 @@ def make_subclass(
       namespace: attributes of the subclass.
       recipe: a function and its arguments that make an equal subclass: what a pickle holds of one that is not found
         under its name, because its base is.
-      metaclass: that of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
+      metaclass: the metaclass of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
       **options: what else the metaclass of the base takes.
     """
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -48,7 +48,7 @@ def pickle_by_recipe(metaclass: type[type]) -> type[type]:
     return metaclass
 
 
-def _reduce_class(kind: Any) -> Any:
+def _reduce_class(kind: type) -> Any:
     recipe = vars(kind).get(_RECIPE)
     return kind.__qualname__ if recipe is None or find_by_name(kind) is kind else recipe
 

@@ -65,7 +65,7 @@ class PolicyMap:
       default: the policy of everything else; `None` stands for the default policy, as of when the map is applied.
 
     Raises:
-      ValueError: a key is no valid pattern, or a policy no valid policy.
+      ValueError: a key is not a valid pattern, or a value not a valid policy.
       TypeError: a key is neither a string nor a type.
 
     >>> rules = PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
@@ -172,7 +172,7 @@ class PolicyMap:
             raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_show_config()}")
         for rule in config["rules"]:
             if not isinstance(rule, list | tuple) or len(rule) != 2:
-                raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is no pair. {_show_config()}")
+                raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is not a pair. {_show_config()}")
         rules = [(_read_key(key), Policy.from_config(policy)) for key, policy in config["rules"]]
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
@@ -218,13 +218,13 @@ def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
     try:
         key, spec = pair
     except (TypeError, ValueError):
-        raise TypeError(f"{quote(pair)}, {where}, is no pair. For example: ('head', 'float32').") from None
+        raise TypeError(f"{quote(pair)}, {where}, is not a pair. For example: ('head', 'float32').") from None
     if isinstance(key, str):
         try:
             re.compile(key)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"The key {quote(key)}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
+                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. For example: r'block_\\d+/mlp'."
             ) from None
     elif not isinstance(key, type):
         raise TypeError(f"The key {quote(key)}, {where}, is neither a pattern nor a module type. For example: 'head'.")
@@ -236,7 +236,7 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
-        raise ValueError(f"{quote(spec)} {where} is no policy of one module. For example: 'mixed_bfloat16'.")
+        raise ValueError(f"{quote(spec)} {where} is not the policy of one module. For example: 'mixed_bfloat16'.")
     try:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:

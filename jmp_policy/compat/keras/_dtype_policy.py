@@ -3,6 +3,9 @@
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
+
+from ..._dtypes import DTypeLike
 from ..._get_policy import default_policy
 from ..._grammar import parse_policy
 from ..._messages import quote
@@ -20,8 +23,8 @@ class DTypePolicy:
         `jmp_policy.get_policy` reads and that quantizes nothing; `None` for the global policy's.
 
     Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy, or of a quantized one, which is a `QuantizedDTypePolicy`.
+      TypeError: `name` is not a string.
+      ValueError: `name` names no policy, or a quantized one, which is a `QuantizedDTypePolicy`.
 
     Source: `keras.DTypePolicy` of Keras 3.
 
@@ -56,7 +59,7 @@ class DTypePolicy:
         """The quantization mode; `None` but for a quantized policy."""
         return None
 
-    def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
+    def convert_input(self, x: Any, autocast: bool, dtype: DTypeLike) -> Any:
         """Casts the floating arrays of `x` to `dtype` if `autocast` is true."""
         return cast_floating(x, dtype) if autocast else x
 
@@ -123,7 +126,7 @@ def _cannot_convert(name: str) -> str:
     )
 
 
-def _name(dtype: Any) -> str | None:
+def _name(dtype: np.dtype | None) -> str | None:
     return None if dtype is None else str(dtype)
 
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+from ..._get_policy import PolicySpec
 from ..._messages import quote, shorten
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy
-from ._find_dtype_policy import dtype_policy_named, dtype_policy_of
+from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy
 from ._serialize import serialize_policy
 
 
@@ -15,8 +16,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     """A mutable mapping from layer paths, or patterns of them, to dtype policies.
 
     Looking a path up gives the policy of that very key; else of the one pattern that `re.fullmatch`es the path; else
-    the default. There is no inheritance from an outer layer. `jmp_policy.get_policy` freezes the map, as it is at
-    that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
+    the default. Layers inherit nothing from the layers around them. `jmp_policy.get_policy` freezes the map, as it is
+    at that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
     first there, and keys without a wildcard before patterns.
 
     Args:
@@ -24,8 +25,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
       policy_map: a dictionary of what the map starts with; it is copied, unlike by Keras.
 
     Raises:
-      TypeError: `policy_map` is no dictionary, or a key no string.
-      ValueError: a value is no dtype policy, or a key no valid pattern.
+      TypeError: `policy_map` is not a dictionary, or a key is not a string.
+      ValueError: a value is not a dtype policy, or a key is not a valid pattern.
 
     Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
 
@@ -38,7 +39,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
       default='params=float32,compute=bfloat16,output=bfloat16')
     """
 
-    def __init__(self, default_policy: Any = None, policy_map: dict[str, Any] | None = None):
+    def __init__(self, default_policy: PolicySpec = None, policy_map: dict[str, Any] | None = None):
         if policy_map is not None and not isinstance(policy_map, dict):
             raise TypeError(
                 "If specified, `policy_map` must be a dict. "
@@ -53,7 +54,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     @property
     def default_policy(self) -> DTypePolicy:
         """The policy of what no key names; the global policy, if none was given."""
-        return dtype_policy_named(None) if self._default is None else self._default
+        return parse_dtype_policy(None) if self._default is None else self._default
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
             )
         return self._policies[matching[0]] if matching else self.default_policy
 
-    def __setitem__(self, key: str, policy: Any) -> None:
+    def __setitem__(self, key: str, policy: PolicySpec) -> None:
         if key in self._policies:
             raise ValueError(
                 f"{shorten(key)} already exist in the DTypePolicyMap with value {self._policies[key]}. "
@@ -140,8 +141,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return f"<DTypePolicyMap default_policy={default}, mapping={mapping}>"
 
 
-def _policy_of(spec: Any, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
-    return dtype_policy_of(spec, "the assigned value", custom_objects)
+def _policy_of(spec: PolicySpec, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
+    return find_dtype_policy(spec, "the assigned value", custom_objects)
 
 
 def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:
