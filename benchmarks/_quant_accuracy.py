@@ -13,8 +13,8 @@ from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
 from jmp_policy import quant
 from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
-from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.demo._trainer import NATS_PER_BIT, TrainerConfig, make_trainer
+from jmp_policy.demo._gpt import GPTConfig, TrainerConfig
+from jmp_policy.demo._trainer import NATS_PER_BIT, make_trainer
 
 BATCH = 16
 

@@ -1,33 +1,24 @@
 """`with_policy`: casts at the boundary of a function, and hands Flax modules to the adapter that knows them."""
 
+import contextlib
 import functools
-import importlib
-import inspect
-import sys
+import itertools
+import threading
 import types
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
-from contextlib import AbstractContextManager, nullcontext
+import typing
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 
-from ._class_alias import keep_parameters, named_by, renamed
+from ._adapter import find_adapter
+from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
+from ._flax_objects import is_flax_object
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
-from ._memory import remember_weakly
-from ._messages import describe, quote, shorten
+from ._messages import describe
 from ._policy import Policy
 from ._policy_map import PolicyMap
-from ._recursion import Recursion
-from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object
-
-_ADAPTERS = {
-    "flax.linen": "jmp_policy.linen._attach",
-    "flax.nnx": "jmp_policy.nnx._attach",
-}
-"""The package of a `Module` class, and the module that knows its modules: `attach(target, policy, keep)`,
-`policy_of(target)`, `explain(model, inputs, method, rngs, kwargs)` and `named(fun, enter)`, which tells what modules a
-function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
-
+from ._trees import PyTree
 
 NO_TARGET: Any = types.SimpleNamespace()
 """Stands for the target of a decorator, which is yet to come; `None` is one that is none, and an error."""
@@ -88,14 +79,14 @@ def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Col
     >>> dtypes(jnp.ones(2), position=jnp.ones(2))
     ('bfloat16', 'float32')
     """
-    target, captured = target_and_policy(target, policy)
+    target, captured = parse_target(target, policy)
     if target is NO_TARGET:
-        return lambda decorated: _attach(decorated, captured, keep)
-    return _attach(target, captured, keep)
+        return lambda decorated: _give_policy(decorated, captured, keep)
+    return _give_policy(target, captured, keep)
 
 
-def target_and_policy(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
-    """What is given a policy, `NO_TARGET` if a decorator is wanted, and the policy, which may stand in first place."""
+def parse_target(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
+    """Returns what is given a policy, `NO_TARGET` for a decorator, and the policy, which may stand in first place."""
     if policy is None and target is not NO_TARGET and is_policy_spec(target):
         target, policy = NO_TARGET, target
     return target, get_policy(policy)
@@ -107,118 +98,39 @@ def policy_of(target: Any) -> Policy | PolicyMap | None:
     >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
     'mixed_float16'
     """
-    named = named_by(target)
-    adapter = adapter_of(named)
+    named = unwrap_alias(target)
+    adapter = find_adapter(named)
     return getattr(target, "__jmp_attached__", None) if adapter is None else adapter.policy_of(named)
 
 
-def cast_arguments(
-    policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Policy, tuple, dict[str, Any]]:
-    """Casts what enters a boundary to compute dtype.
-
-    Args:
-      policy: the policy of the boundary; a missing compute dtype is taken from the arguments.
-      fun: what is about to be called, for the names of positional arguments.
-      keep: names of arguments that are left alone.
-      args: positional arguments of `fun`.
-      kwargs: keyword arguments of `fun`.
-
-    Returns:
-      The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
-    """
-    names = _positional_names(fun, len(args)) if keep else [""] * len(args)
-    entering = (
-        {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
-        {name: x for name, x in kwargs.items() if name not in keep},
-    )
-    policy = resolved(policy, entering)
-    by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_flax_object)
-    return policy, tuple(by_position.get(i, x) for i, x in enumerate(args)), kwargs | by_name
-
-
-def resolved(policy: Policy, inputs: PyTree) -> Policy:
-    """A policy whose missing compute dtype is that of the first floating input of a call, Flax's objects excepted."""
-    return policy.resolve(floating_leaves(inputs, is_leaf=is_flax_object)) if policy.compute_dtype is None else policy
-
-
-def cast_result(policy: Policy, out: Any) -> Any:
-    """Casts what leaves a boundary to output dtype; Flax modules and Variables in it are as they were.
-
-    Raises:
-      TypeError: it is a generator or a coroutine, whose body has yet to run.
-    """
-    if isinstance(out, Generator | Coroutine | AsyncGenerator):
-        if not isinstance(out, AsyncGenerator):
-            out.close()  # never run: Python warns of a coroutine that was not awaited
-        raise TypeError(
-            f"{_name(out)} returned a {type(out).__name__}, and would run when its policy holds no more. Return arrays "
-            "instead. For example: [*rows], not (row for row in rows)."
-        )
-    return cast_floating(out, policy.output_dtype, is_leaf=is_flax_object)
-
-
-def matmul_precision(policy: Policy) -> AbstractContextManager:
-    """The context in which matmuls have the policy's precision."""
-    return nullcontext() if policy.precision is None else jax.default_matmul_precision(policy.precision)
-
-
-def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
-    """Checks that `keep` names arguments of `fun`.
-
-    Raises:
-      ValueError: it does not, or it is a string, which is a collection of letters.
-    """
-    if isinstance(keep, str):
-        raise ValueError(
-            f"keep must be a collection of argument names, got the string {quote(keep)}; write [{quote(keep)}]."
-        )
-    if not keep:
-        return
-    try:
-        parameters = inspect.signature(fun).parameters
-    except ValueError:
-        raise ValueError(
-            f"keep names {quote(sorted(keep))}, but Python knows no argument names of {_name(fun)}. Give the policy to "
-            "a function that calls it. For example: lambda x, position: f(x, position)."
-        ) from None
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in keep:
-        if name not in parameters and not takes_any:
-            known = ", ".join(map(repr, parameters)) or "none"
-            raise ValueError(
-                f"keep names {quote(name)}, which is no argument of {_name(fun)}. Its arguments are {known}."
-            )
-
-
-def _attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-    named = named_by(target)
-    adapter = adapter_of(named)
+def _give_policy(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+    named = unwrap_alias(target)
+    adapter = find_adapter(named)
     if adapter is not None:
         attached = adapter.attach(named, policy, keep)
-        keep_parameters(attached, named)
-        return renamed(target, attached)
+        copy_type_parameters(attached, named)
+        return rewrap_alias(target, attached)
     if isinstance(target, staticmethod | classmethod):
-        return type(target)(_attach(target.__func__, policy, keep))
+        return type(target)(_give_policy(target.__func__, policy, keep))
     if isinstance(target, type) or not callable(target) or is_flax_object(target):
         each = " Give each of its items its own." if isinstance(target, list | tuple | dict) else ""
         raise TypeError(
             f"with_policy takes a function or a Flax module, got {describe(target)}.{each} "
             "For example: with_policy(loss_fn, 'mixed_bfloat16')."
         )
-    return _function_with_policy(target, policy, keep)
+    return _wrap_function(target, policy, keep)
 
 
-def _function_with_policy(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
+def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
     check_keep(fun, keep)
     boundary = _Boundary(fun, given, frozenset(keep))
 
     @functools.wraps(fun)
-    def policied(*args: Any, **kwargs: Any) -> Any:
+    def call_with_policy(*args: Any, **kwargs: Any) -> Any:
         return boundary.call(args, kwargs)
 
-    policied.__jmp_attached__ = given  # type: ignore[attr-defined]
-    return policied
+    call_with_policy.__jmp_attached__ = given  # type: ignore[attr-defined]
+    return call_with_policy
 
 
 class _Boundary:
@@ -252,56 +164,107 @@ def _check_made_no_module(fun: Callable[..., Any], inputs: PyTree, out: PyTree) 
     Raises:
       TypeError: it did.
     """
-    modules = (leaf for leaf in jax.tree.leaves(out, is_leaf=is_flax_object) if adapter_of(leaf) is not None)
+    modules = (leaf for leaf in jax.tree.leaves(out, is_leaf=is_flax_object) if find_adapter(leaf) is not None)
     made = next((module for module in modules if policy_of(module) is None), None)
     inputs = [] if made is None else jax.tree.leaves(inputs, is_leaf=is_flax_object)
-    if made is not None and not any(adapter_of(leaf) is not None for leaf in inputs):
+    if made is not None and not any(find_adapter(leaf) is not None for leaf in inputs):
         raise TypeError(
-            f"{_name(fun)} returned a module of {type(made).__name__}, which would run when the policy of the function "
-            "holds no more. Give the policy to the module, or to its class. "
-            f"For example: with_policy({_name(fun)}(...), 'mixed_bfloat16')."
+            f"{name_function(fun)} returned a module of {type(made).__name__}, which would run when the policy of the "
+            "function holds no more. Give the policy to the module, or to its class. "
+            f"For example: with_policy({name_function(fun)}(...), 'mixed_bfloat16')."
         )
 
 
-def adapter_of(target: Any) -> Any:
-    """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
-    path = _adapter_path(target if isinstance(target, type) else type(target))
-    return None if path is None else importlib.import_module(path)
+# The numbers of the functions that run in this thread. What a jitted function inside makes of a call depends on them,
+# so they are a context of JAX's, part of the key of every jit cache. JAX never lets go of such a key: it refers to
+# nothing, and there are few, for a new one compiles everything inside anew.
+_RUNNING = jax.make_user_context(frozenset())
+
+_LOCK = threading.Lock()
+_TAKEN: set[int] = set()
+"""The numbers that functions have now, and those that some keep for good."""
 
 
-def loaded_adapters() -> list[Any]:
-    """The adapters of the packages that are loaded: a function may call the modules of any of them."""
-    return [importlib.import_module(path) for package, path in _ADAPTERS.items() if package in sys.modules]
+class Recursion:
+    """Tells the outermost call of a function from those that it makes of itself.
+
+    A function has a number while it runs: the smallest that is free. One that is made anew in a loop has the number of
+    the one before, and finds what that compiled. No program is ever taken for another for all that. What a jitted
+    function makes of a call of this one, it makes under a set of numbers; under the same set it must be the same again:
+
+    - a call that is the outermost is remembered with the set, and this function never takes a number out of it;
+    - at a call that is not, this function keeps its number for good, and no other will ever have it.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._keeps_number = False
+        self._calls = 0  # that are running, in all threads
+        self._avoided: frozenset[int] = frozenset()
+
+    def is_running(self) -> bool:
+        """Whether this thread is inside of a call."""
+        if self._number not in _RUNNING.value:
+            return False
+        self._keeps_number = True
+        return True
+
+    @contextlib.contextmanager
+    def outermost_call(self) -> Iterator[None]:
+        """The context of the outermost call of this thread."""
+        around = _RUNNING.value
+        number = self._take_number(around)
+        try:
+            with _RUNNING(around | {number}):
+                yield
+        finally:
+            self._free_number(number)
+
+    def _take_number(self, around: frozenset[int]) -> int:
+        with _LOCK:
+            self._avoided |= around
+            if self._number is None:
+                self._number = next(n for n in itertools.count() if n not in _TAKEN and n not in self._avoided)
+                _TAKEN.add(self._number)
+            self._calls += 1
+            return self._number
+
+    def _free_number(self, number: int) -> None:
+        with _LOCK:
+            self._calls -= 1
+            if self._calls == 0 and not self._keeps_number:
+                _TAKEN.remove(number)
+                self._number = None
 
 
-def lifting_adapter(tree: PyTree) -> Any:
-    """The module that calls functions of objects that they write to, such as those in a tree; `None` if it has none."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
-    is_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)
-    return importlib.import_module(_ADAPTERS["flax.nnx"]) if is_any else None
+def unwrap_alias(target: Any) -> Any:
+    """The class or object inside of partials and subscripts, or the target itself.
+
+    >>> unwrap_alias(functools.partial(functools.partial(list[int])))
+    <class 'list'>
+    """
+    while True:
+        if isinstance(target, functools.partial):
+            target = target.func
+        elif isinstance(origin := typing.get_origin(target), type):
+            target = origin
+        else:
+            return target
 
 
-@remember_weakly
-def _is_of_nnx(kind: type) -> bool:
-    return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
+def rewrap_alias(target: Any, new: Any) -> Any:
+    """A target of partials and subscripts that names another class or object.
+
+    >>> rewrap_alias(functools.partial(list[int], "ab"), dict)
+    functools.partial(dict[int], 'ab')
+    """
+    if isinstance(target, functools.partial):
+        return functools.partial(rewrap_alias(target.func, new), *target.args, **target.keywords)
+    return new[typing.get_args(target)] if isinstance(typing.get_origin(target), type) else new
 
 
-@remember_weakly
-def _adapter_path(kind: type) -> str | None:
-    for base in kind.__mro__:
-        for package, adapter in _ADAPTERS.items():
-            if base.__name__ == "Module" and base.__module__.startswith(package + "."):
-                return adapter
-    return None
-
-
-def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional parameters; a `*args` gives its name to all it takes."""
-    parameters = inspect.signature(fun).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
-    return (names + [rest] * count)[:count]
-
-
-def _name(fun: Any) -> str:
-    return shorten(getattr(fun, "__qualname__", repr(fun)))
+def copy_type_parameters(new: Any, generic: Any) -> None:
+    """Has a subclass made of a generic class take subscripts as that does: Python takes it for one of no parameters."""
+    parameters = getattr(generic, "__parameters__", ())
+    if isinstance(new, type) and parameters:
+        new.__parameters__ = parameters  # type: ignore[attr-defined]

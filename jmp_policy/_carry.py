@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ._tree import cast_floating, is_floating
+from ._trees import cast_floating, is_floating
 
 
 def keep_carry_dtypes(carry: Any, out: Any) -> Any:

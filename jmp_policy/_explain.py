@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ._boundary import adapter_of
+from ._adapter import find_adapter
 
 if TYPE_CHECKING:
     from .explanation import Explanation
@@ -41,7 +41,7 @@ def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kw
     >>> explanation.total_bytes, explanation.unused
     (96, ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",))
     """
-    adapter = None if isinstance(model, type) else adapter_of(model)
+    adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
             f"explain takes a Flax module, got {model!r}. "

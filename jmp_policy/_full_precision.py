@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import at_least_float32
-from ._tree import PyTree, cast_floating, floating_leaves, is_flax_object, is_floating
+from ._flax_objects import is_flax_object
+from ._trees import PyTree, cast_floating, floating_leaves, is_floating
 
 FULL_PRECISION = "force_full_precision"
 """The scope that marks what is inside: where the inputs are float32 already nothing else tells `autocast` of it."""

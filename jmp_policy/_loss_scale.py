@@ -21,7 +21,7 @@ from ._scale_settings import (
     clamp,
     warn_if_not_floating,
 )
-from ._tree import Uncast, is_floating
+from ._trees import Uncast, is_floating
 
 T = TypeVar("T")
 

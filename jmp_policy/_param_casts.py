@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from ._rounding import is_half
-from ._tree import PyTree
+from ._trees import PyTree
 
 
 class OfCopies(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
-from ._tree import PyTree
+from ._trees import PyTree
 
 T = TypeVar("T")
 

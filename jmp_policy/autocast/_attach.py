@@ -10,26 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._boundary import (
-    NO_TARGET,
-    adapter_of,
-    cast_result,
-    lifting_adapter,
-    loaded_adapters,
-    matmul_precision,
-    resolved,
-    target_and_policy,
-)
+from .._adapter import find_adapter, find_lifting_adapter, find_loaded_adapters
+from .._boundary import NO_TARGET, parse_target
+from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
+from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec
 from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from .._tree import is_flax_object
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
+from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule, Colour, Mark
 from ._modules import TRACING, Register
-from ._paths import AUTOCAST
 from ._place import Place
 from ._rules import AutocastRules, unused_functions
 from ._scope import COMPUTE_DTYPES
@@ -50,7 +43,7 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    fun, captured = target_and_policy(fun, policy)
+    fun, captured = parse_target(fun, policy)
     check_policy(captured)
     if fun is NO_TARGET:
         return lambda decorated: _with_autocast(decorated, captured, moved, custom_rules)
@@ -60,7 +53,7 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
 def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
     if isinstance(fun, staticmethod | classmethod):
         return type(fun)(_with_autocast(fun.__func__, policy, rules, custom_rules))
-    adapter = adapter_of(fun)
+    adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
         raise TypeError(f"autocast takes a function, got {describe(fun)}. {_what_to_write(fun, adapter)}")
     return _Autocast(fun, policy, rules, custom_rules).function()
@@ -89,8 +82,8 @@ class _Autocast:
         @functools.wraps(self._fun)
         def autocasted(*args: Any, **kwargs: Any) -> Any:
             fun, args, kwargs = _opened(self._fun, args, kwargs)
-            policy = resolved(root_policy(self._policy), (args, kwargs))
-            adapter = lifting_adapter((args, kwargs))
+            policy = resolve_policy(root_policy(self._policy), (args, kwargs))
+            adapter = find_lifting_adapter((args, kwargs))
             traceable = self._traceable(fun, policy)
             if adapter is None:
                 return self._run(policy, traceable, args, kwargs)
@@ -112,7 +105,7 @@ class _Autocast:
             return out
 
         if self._register is not None:
-            for adapter in loaded_adapters():
+            for adapter in find_loaded_adapters():
                 traceable = adapter.named(traceable, self._register.enter)
         return traceable
 

@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float, multiplies_only
+from ..interpreter._program import Atom
 from ._colour import Colour, Mark, joined
 from ._constants import is_exact, is_lost, numbers_of, within
 from ._gradient_sums import is_gradient_sum
@@ -103,7 +104,7 @@ class CastingRule(Rule):
         if place.backward or place.scope is not None or place.treatment is not None or not _is_castable(eqn):
             return False
         made: Any = eqn.outvars[0].aval
-        halves = [value.atom.aval.shape for value in values if value.kind.dtype == self._compute != _FLOAT32]
+        halves = [_shape_of(value.atom) for value in values if value.kind.dtype == self._compute != _FLOAT32]
         if made.shape not in halves:
             return False
         colour = self._followed(eqn, values).mark.colour
@@ -342,6 +343,11 @@ def _operation(eqn: JaxprEqn) -> str:
 def _is_of_each(eqn: JaxprEqn) -> bool:
     """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
     return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
+
+
+def _shape_of(atom: Atom) -> tuple[int, ...]:
+    aval: Any = atom.aval
+    return aval.shape
 
 
 def _is_castable(eqn: JaxprEqn) -> bool:

@@ -1,26 +1,8 @@
 """The Flax modules that are called while a function is traced."""
 
-from typing import NamedTuple
-
 import jax
 
-ELSEWHERE = "^"
-"""What starts the scope of a module that is called from one that it is not inside of, such as a tied embedding: its
-path starts there."""
-
-
-class Modules(NamedTuple):
-    """What tells module paths from the other names in a name stack.
-
-    Attributes:
-      types: the type of each module by its path, as pairs.
-      roots: what the roots of linen models are called in name stacks: by their class, where a path leaves them out.
-      methods: the paths of modules, each with the name of it and a method, such as `encoder.encode`.
-    """
-
-    types: tuple[tuple[str, type], ...] = ()
-    roots: frozenset[str] = frozenset()
-    methods: frozenset[tuple[str, str]] = frozenset()
+from ..interpreter._module_paths import Modules
 
 
 class Register:

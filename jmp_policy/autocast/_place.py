@@ -5,8 +5,8 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._full_precision import FULL_PRECISION
+from ..interpreter._module_paths import AUTOCAST
 from ._functions import Function, Functions
-from ._paths import AUTOCAST
 from ._scope import Scope
 from ._scopes import Scopes
 from ._steep import NONE, logarithmic_results, steep_results
@@ -60,9 +60,7 @@ class Places:
         """The places of the equations in a body that stands at `outer`."""
         steep = steep_results(program, outer.steep)
         logarithmic = logarithmic_results(program, outer.logarithmic)
-        return [
-            self._of(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
-        ]
+        return [self._of(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)]
 
     def _of(self, outer: Place, eqn: JaxprEqn, steep: frozenset[int], logarithmic: frozenset[int]) -> Place:
         steep |= logarithmic
@@ -76,7 +74,7 @@ class Places:
         elif function is None:
             function = self._functions.find(eqn)
         if self._scopes is not None:
-            path = self._scopes.paths.of(outer.path, eqn)
+            path = self._scopes.paths.find(outer.path, eqn)
             return Place(backward, function, path, self._scopes.at(path, backward), steep, logarithmic)
         here = Place(backward, function, steep=steep, logarithmic=logarithmic)
         return outer if here == outer else here

@@ -7,8 +7,7 @@ from jax.extend.core import Jaxpr
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
 from ..interpreter import walk
-from ._modules import Modules
-from ._paths import Paths
+from ..interpreter._module_paths import ModulePaths, Modules
 from ._rules import AutocastRules
 from ._scope import Scope, check_for_autocast, scope_of
 
@@ -59,7 +58,7 @@ class Scopes:
         root = root_policy(policy)
         self._everywhere = ScopeRules([*rules.scopes, *_policy_rules(policy)], root)
         self._backward = ScopeRules(rules.backward, root)
-        self.paths = Paths(modules)
+        self.paths = ModulePaths(modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -79,8 +78,8 @@ class Scopes:
     def unused(self, program: Jaxpr) -> list[str]:
         """A sentence for each rule that decides for no equation of a program."""
         stacks = {step.scope for step in walk(program)}
-        paths = {self.paths.of_stack(stack) for stack in stacks}
-        backward = {self.paths.of_stack(stack) for stack in stacks if "transpose(" in stack}
+        paths = {self.paths.read_stack(stack) for stack in stacks}
+        backward = {self.paths.read_stack(stack) for stack in stacks if "transpose(" in stack}
         found = self._everywhere.unused({path: self._types.get(path) for path in sorted(paths)} | self._types)
         if self._backward.rows and not backward:
             return [*found, "the backward rules decide nothing: the function has no backward pass inside. " + _HINT]

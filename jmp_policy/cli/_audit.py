@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._errors import UserError
-from ._console import make_console
+from ._command import UserError, make_console
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the subparsers of argparse."""
+def add_audit(commands: Any) -> None:
+    """Adds `jmp-policy audit` to the subparsers of argparse."""
     parser = commands.add_parser(
         "audit",
         help="which operations of a function run in which dtype, and where that loses numbers",
@@ -27,10 +26,10 @@ def add_parser(commands: Any) -> None:
         "jax.ShapeDtypeStructs suffice (default: no arguments)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_audit)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _audit(arguments: argparse.Namespace) -> int:
     """Audits, and prints the report."""
     from ..numerics import audit
 

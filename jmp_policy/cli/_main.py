@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .._errors import UserError
-from . import _audit, _compare, _doctor, _train
+from ._audit import add_audit
+from ._command import UserError
+from ._demo import add_compare, add_doctor, add_train
 
-COMMANDS = (_train, _compare, _doctor, _audit)
+COMMANDS = (add_train, add_compare, add_doctor, add_audit)
 
 # What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
 _DEMO_PACKAGES = ("rich", "orbax", "matplotlib")
@@ -52,8 +53,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for add_command in COMMANDS:
+        add_command(commands)
     return parser
 
 

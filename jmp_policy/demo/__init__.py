@@ -3,9 +3,13 @@
 Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
-from .._errors import UserError as UserError
+from ..cli._command import UserError as UserError
 from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
-from ._device_rates import MatmulRate as MatmulRate
-from ._doctor import Diagnosis as Diagnosis, Recommendation as Recommendation, diagnose as diagnose
+from ._doctor import (
+    Diagnosis as Diagnosis,
+    MatmulRate as MatmulRate,
+    Recommendation as Recommendation,
+    diagnose as diagnose,
+)
 from ._gpt import GPTConfig as GPTConfig
 from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from .._errors import UserError
+from ..cli._command import UserError
 
 KEEP = 2
 

@@ -16,11 +16,10 @@ import jmp_policy as jmp
 
 from ._data import Corpus, check_size, load_corpus, sample_batch
 from ._display import TrainDisplay
-from ._gpt import GPTConfig
-from ._metrics_log import json_value
+from ._gpt import GPTConfig, TrainerConfig
 from ._plot import plot_comparison
-from ._run_folder import new_folder
-from ._trainer import NATS_PER_BIT, Trainer, TrainerConfig, make_trainer, scaling_figures
+from ._run_folder import json_value, new_folder
+from ._trainer import NATS_PER_BIT, Trainer, make_trainer, scaling_figures
 
 
 @dataclasses.dataclass(frozen=True)

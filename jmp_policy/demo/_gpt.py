@@ -1,12 +1,18 @@
-"""What the two byte-level GPTs have in common: sizes and causal attention."""
+"""What the two byte-level GPTs have in common: sizes, attention, optimizer and loss."""
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from ._baselines import VOCABULARY
+import jmp_policy as jmp
+
+from ._data import VOCABULARY
+
+WARMUP_STEPS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,25 @@ class GPTConfig:
     heads: int = 4
     context: int = 64
     vocabulary: int = VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig:
+    """What determines a model and its optimizer.
+
+    Attributes:
+      policy: the policy of the model.
+      model: its sizes.
+      seed: the seed of its parameters.
+      learning_rate: the highest learning rate, reached at the end of the warm-up.
+      loss_scale: the loss scale to begin with; the policy's own if `None`.
+    """
+
+    policy: jmp.Policy
+    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
+    seed: int = 0
+    learning_rate: float = 5e-3
+    loss_scale: jmp.LossScale | None = None
 
 
 def causal_attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -50,3 +75,36 @@ def causal_attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> 
     visible = jnp.tril(jnp.ones((length, length), bool))
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     return jnp.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraArgs:
+    """AdamW on clipped gradients, with a loss scale around it.
+
+    The learning rate rises over the warm-up and falls with the square root of the step from there. It does not look
+    at the number of steps to come, so that a run can be continued for longer than was planned.
+    """
+    return _make_optimizer(config.policy, config.loss_scale, config.learning_rate)
+
+
+@functools.cache  # a compiled step belongs to its optimizer: a second run in one process compiles nothing again
+def _make_optimizer(
+    policy: jmp.Policy, loss_scale: jmp.LossScale | None, learning_rate: float
+) -> optax.GradientTransformationExtraArgs:
+    def schedule(step: jax.typing.ArrayLike) -> jax.Array:
+        progress = (jnp.asarray(step, jnp.float32) + 1) / WARMUP_STEPS
+        return learning_rate * jnp.minimum(progress, progress**-0.5)
+
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.01))
+    return jmp.optim.loss_scaled(adamw, policy.loss_scale() if loss_scale is None else loss_scale)
+
+
+def split_windows(windows: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Cuts uint8 windows `(batch, context + 1)` into int32 inputs and the targets one byte further."""
+    tokens = jnp.asarray(windows).astype(jnp.int32)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean cross-entropy in nats, in float32 whatever the dtype of the logits."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    return losses.mean()

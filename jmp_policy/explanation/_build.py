@@ -9,11 +9,9 @@ import numpy as np
 
 from .._dtypes import is_floating_dtype
 from ._explanation import Explanation, Row
-from ._float8 import what_was_multiplied
-from ._leaks import compute_dtypes, half_sums, leaks, made_dtypes
 from ._module import ModuleInfo
 from ._observation import Observation
-from ._operations import Operation
+from ._operations import Operation, compute_dtypes, half_sums, leaks, made_dtypes, what_was_multiplied
 
 
 def explanation(

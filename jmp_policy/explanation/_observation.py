@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._tree import is_flax_object
+from .._flax_objects import is_flax_object
 
 # A reference to the observation that is being made. A context of JAX's, part of the key of every jit cache: what was
 # traced before is traced anew, and seen. JAX never lets go of such a key, and the observation is not to stay with it.

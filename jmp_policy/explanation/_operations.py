@@ -1,15 +1,20 @@
-"""The operations of a traced program, one after the other, whatever they are nested in."""
+"""The operations of a traced program one after the other, and what they say of its modules: what each computes in,
+multiplies and sums in half precision, and which ones leak a wide dtype."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Jaxpr
 
 from .._dtypes import is_floating_dtype
+from .._float8_format import ODD_ROWS, Float8
 from ..interpreter import walk
 from ._half_sums import HalfSum, half_sum
+from ._module import ModuleInfo
+from ._observation import path_of
 
 STRUCTURAL = frozenset({
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
@@ -20,7 +25,7 @@ STRUCTURAL = frozenset({
 those around and in a loop."""
 
 
-class Value(NamedTuple):
+class OperandInfo(NamedTuple):
     """What an operation reads or makes.
 
     Attributes:
@@ -46,8 +51,8 @@ class Operation:
 
     name: str
     scope: str
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
+    operands: tuple[OperandInfo, ...]
+    results: tuple[OperandInfo, ...]
     half_sum: HalfSum | None = None
 
     @property
@@ -75,8 +80,8 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
             yield Operation(step.name, step.scope, _values(step.operands), _values(step.results), half_sum(step))
 
 
-def _values(variables: Sequence[Any]) -> tuple[Value, ...]:
-    return tuple(Value(_key(variable), _floating_dtype(variable.aval)) for variable in variables)
+def _values(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
+    return tuple(OperandInfo(_key(variable), _floating_dtype(variable.aval)) for variable in variables)
 
 
 def _key(variable: Any) -> int | None:
@@ -86,3 +91,115 @@ def _key(variable: Any) -> int | None:
 def _floating_dtype(aval: Any) -> np.dtype | None:
     dtype = getattr(aval, "dtype", None)
     return np.dtype(dtype) if dtype is not None and is_floating_dtype(dtype) else None
+
+
+def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+    """The dtypes that the operations in each module's own code read, by path; conversions are none of them."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = path_of(operation.scope)
+        if path is not None and operation.computes:
+            found[path].update(dict.fromkeys(str(v.dtype) for v in operation.operands if v.dtype is not None))
+    return {path: tuple(dtypes) for path, dtypes in found.items()}
+
+
+def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
+    """The dtypes of what the operations in each module's own code make, by path; conversions are among them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for operation in program:
+        path = path_of(operation.scope)
+        if path is not None:
+            found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
+    return found
+
+
+def half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+    """The sums and products of many numbers that each module's own code takes in half precision, by path."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = path_of(operation.scope)
+        if path is not None and operation.half_sum is not None:
+            found[path][str(operation.half_sum)] = None
+    return {path: tuple(sums) for path, sums in found.items()}
+
+
+def what_was_multiplied(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
+    """What became of the weight of a module, as `Row.quantization` says it.
+
+    Whether a layer whose weight is fit for 8 bits multiplied in them is to be seen in its operations only: it depends
+    on its inputs, and on the code of an author's subclass.
+
+    Args:
+      module: what holds at it.
+      computed: the dtypes that its operations read, conversions excepted.
+      made: the dtypes that they made, conversions among them.
+    """
+    format = None if module.policy is None else module.policy.quantization
+    is_open = isinstance(format, Float8) and module.quantization == str(format) and made
+    if not is_open or _has_float8(computed):
+        return module.quantization
+    if _has_float8(made):
+        return f"{format}, computed with as numbers: it is a convolution"
+    return f"left: {ODD_ROWS}" if module.is_layer else f"left: {ODD_ROWS}, or its code is no layer of Flax's"
+
+
+def _has_float8(dtypes: Collection[str]) -> bool:
+    return any(dtype.startswith("float8") for dtype in dtypes)
+
+
+Marks = dict[int | None, frozenset[str]]
+"""By value: the named modules whose wide results it is made of."""
+
+
+def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
+    """The modules into whose code others leak a dtype wider than the one meant there, by the path of the leaking one.
+
+    A rule such as `"norm": "float32"` makes a module return float32. A layer of Flax's that takes it narrows it, but
+    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So a mark goes
+    with what a module that a rule names returns, through every operation that keeps its dtype, and a marked operand
+    of arithmetic in the code of a module that is meant to compute in a narrower dtype is a leak. A conversion that
+    the author wrote takes the mark away.
+
+    Args:
+      program: the operations in order.
+      modules: what holds at each path.
+    """
+    marks: Marks = {}
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = path_of(operation.scope)
+        if operation.computes and path is not None:
+            for value in operation.operands:
+                for source in _leaking(marks.get(value.key, frozenset()), path, value, modules[path]):
+                    found[source][path] = None
+        sources = _named_around(path, modules)
+        for value in operation.results:
+            marks[value.key] = _passed_on(operation, value, marks) | sources
+    return {source: tuple(paths) for source, paths in found.items()}
+
+
+def _leaking(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
+    """The modules whose wide result is arithmetic's operand in the code of a module that they are not around."""
+    if module.is_layer or module.compute_dtype is None or value.dtype is None:
+        return ()
+    if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
+        return ()
+    return sorted(source for source in marks if not _is_inside(path, source))
+
+
+def _passed_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
+    same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
+    return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
+
+
+def _named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
+    """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
+    if not path:
+        return frozenset()
+    names = path.split("/")
+    around = ("/".join(names[: n + 1]) for n in range(len(names)))
+    return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + "/")

@@ -1,9 +1,14 @@
 """Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
 
-from ._body import Body as Body
-from ._jaxpr import multiplies_only as multiplies_only
-from ._kind import Kind as Kind, Value as Value, float_dtype as float_dtype, is_float as is_float
+from ._evaluate import Traced as Traced, run as run, trace as trace
+from ._program import (
+    Inside as Inside,
+    bodies_of as bodies_of,
+    float_dtype as float_dtype,
+    is_float as is_float,
+    multiplies_only as multiplies_only,
+    name_stack as name_stack,
+)
 from ._rewriter import Rewriter as Rewriter
-from ._rule import Context as Context, Rule as Rule
-from ._trace import Traced as Traced, run as run, trace as trace
-from ._walk import Inside as Inside, Step as Step, bodies_of as bodies_of, name_stack as name_stack, walk as walk
+from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
+from ._walk import Step as Step, walk as walk

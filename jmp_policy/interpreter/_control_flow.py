@@ -1,88 +1,96 @@
 """Equations that have programs of their own: loops, branches, calls.
 
-Each is written again as it was traced, with other bodies; names, shardings, layouts, donation, policies and the
+Each is written again as it was traced, with other bodies. Names, shardings, layouts, donation, policies and the
 structure of arguments stay, because only dtypes change.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ._body import Body
-from ._jaxpr import Program, body_of, scan_parts
-from ._kind import Kind, Value
-from ._rule import Context
-
-if TYPE_CHECKING:
-    from ._rewriter import Rewriter
+from ._program import Atom, Program, body_of, list_variables, scan_parts
+from ._rule import Body, Context, Kind, RewritesBodies, Value, Writer
 
 
-def _call(parameter: str) -> Any:
-    """An equation that runs one body once, with the equation's values as arguments."""
+def _make_call_writer(parameter: str) -> Writer:
+    """Writes an equation that runs the body in a parameter once, with the equation's values as arguments."""
 
-    def write(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-        inner = rewriter.rewrite(eqn.params[parameter], _kinds(values), context)
-        return body.append(eqn, _atoms(values), inner.kinds, {**eqn.params, parameter: inner.program})
+    def write_call(
+        rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    ) -> list[Value]:
+        inner = rewriter.rewrite(eqn.params[parameter], _list_kinds(values), context)
+        return body.append(eqn, _list_atoms(values), inner.kinds, {**eqn.params, parameter: inner.program})
 
-    return write
+    return write_call
 
 
-def _scan(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+def _write_scan(
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+) -> list[Value]:
     program = eqn.params["jaxpr"]
     consts, carried = scan_parts(eqn, values)
-    kinds = list(_kinds(values))
+    kinds = _list_kinds(values)
     end = consts + carried
     others = [None] * (len(eqn.outvars) - carried)
-    kinds[consts:end] = _carry(
-        rewriter,
-        program,
-        kinds[consts:end],
-        consts,
-        lambda carry: (
-            rewriter.rewrite(
-                program, [*kinds[:consts], *carry, *kinds[end:]], context, [*_dtypes(carry), *others]
-            ).made
-        ),
-    )
-    inner = rewriter.rewrite(program, kinds, context, [*_dtypes(kinds[consts:end]), *others])
+
+    # The carry first: one turn for a guess of its kinds tells what comes back, until that is what went in.
+    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
+        arguments = [*kinds[:consts], *carry, *kinds[end:]]
+        return rewriter.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
+
+    kinds[consts:end] = _settle_carry(rewriter, program, kinds[consts:end], consts, turn)
+    # Then the body once more, with a carry that comes back in the dtypes that it goes in.
+    inner = rewriter.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
     results = (*kinds[consts:end], *inner.kinds[carried:])
-    return body.append(eqn, _entering(values, kinds, eqn, body), results, {**eqn.params, "jaxpr": inner.program})
+    return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
 
 
-def _while(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-    params = eqn.params
+def _write_while(
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+) -> list[Value]:
+    params, program = eqn.params, eqn.params["body_jaxpr"]
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    kinds = list(_kinds(values))
-    kinds[start:] = _carry(
-        rewriter,
-        params["body_jaxpr"],
-        kinds[start:],
-        start - first,
-        lambda carry: (
-            rewriter.rewrite(params["body_jaxpr"], [*kinds[first:start], *carry], context, _dtypes(carry)).made
-        ),
-    )
-    inner = rewriter.rewrite(params["body_jaxpr"], kinds[first:], context, _dtypes(kinds[start:]))
+    kinds = _list_kinds(values)
+
+    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
+        return rewriter.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
+
+    kinds[start:] = _settle_carry(rewriter, program, kinds[start:], start - first, turn)
+    inner = rewriter.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
     test = rewriter.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
     changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
-    return body.append(eqn, _entering(values, kinds, eqn, body), kinds[start:], changed)
+    return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
 
 
-def _cond(rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-    branches, kinds = eqn.params["branches"], _kinds(values)[1:]
+def _write_cond(
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+) -> list[Value]:
+    branches, kinds = eqn.params["branches"], _list_kinds(values)[1:]
+    # Each branch by itself tells what it makes; then all of them make what that is together.
     taken = [rewriter.rewrite(branch, kinds, context).kinds for branch in branches]
     joined = [rewriter.rule.join(kinds) for kinds in zip(*taken, strict=True)]
-    inner = [rewriter.rewrite(branch, kinds, context, _dtypes(joined)).program for branch in branches]
-    return body.append(eqn, _atoms(values), joined, {**eqn.params, "branches": tuple(inner)})
+    inner = [rewriter.rewrite(branch, kinds, context, _list_dtypes(joined)).program for branch in branches]
+    return body.append(eqn, _list_atoms(values), joined, {**eqn.params, "branches": tuple(inner)})
 
 
-def _carry(rewriter: Rewriter, program: Program, kinds: Sequence[Kind], consts: int, turn: Any) -> list[Kind]:
-    """The kinds of a carry that come back as they went in: `turn` gives those after one turn of the loop."""
-    accumulators = _accumulators(body_of(program), consts, len(kinds))
+def _settle_carry(
+    rewriter: RewritesBodies,
+    program: Program,
+    kinds: Sequence[Kind],
+    consts: int,
+    turn: Callable[[Sequence[Kind]], Sequence[Kind]],
+) -> list[Kind]:
+    """Finds the kinds of a carry that come back as they went in.
+
+    Args:
+      rewriter: it has the rule.
+      program: the body of the loop.
+      kinds: the kinds of what the loop starts with.
+      consts: how many arguments of the body stand before the carry.
+      turn: gives the kinds after one turn of the loop, for those before it.
+    """
+    accumulators = _find_accumulators(body_of(program), consts, len(kinds))
     carry = [rewriter.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
     while True:
         after = turn(carry)[: len(carry)]
@@ -92,53 +100,42 @@ def _carry(rewriter: Rewriter, program: Program, kinds: Sequence[Kind], consts: 
         carry = joined
 
 
-def _accumulators(body: Any, consts: int, count: int) -> set[int]:
+def _find_accumulators(body: Jaxpr, consts: int, count: int) -> set[int]:
     """Which values of a carry are only added to, once a turn."""
     carried = {var: i for i, var in enumerate(body.invars[consts : consts + count])}
-    uses: dict[Any, int] = {}
-    for eqn in body.eqns:
-        for atom in eqn.invars:
-            if not hasattr(atom, "val"):
-                uses[atom] = uses.get(atom, 0) + 1
-    for atom in body.outvars:
-        if not hasattr(atom, "val"):
-            uses[atom] = uses.get(atom, 0) + 1
+    uses: dict[Atom, int] = {}
+    for var in list_variables([*(atom for eqn in body.eqns for atom in eqn.invars), *body.outvars]):
+        uses[var] = uses.get(var, 0) + 1
     found = set()
     for eqn in body.eqns:
         if eqn.primitive.name not in ("add", "add_any"):
             continue
         for atom in eqn.invars:
-            i = None if hasattr(atom, "val") else carried.get(atom)
+            i = None if isinstance(atom, Literal) else carried.get(atom)
             if i is not None and uses[atom] == 1 and body.outvars[i] is eqn.outvars[0] and uses[eqn.outvars[0]] == 1:
                 found.add(i)
     return found
 
 
-def _entering(values: list[Value], kinds: Sequence[Kind], eqn: JaxprEqn, body: Body) -> list[Any]:
-    return [
-        value.atom if kind.dtype is None else body.cast(value.atom, kind.dtype, eqn)
-        for value, kind in zip(values, kinds, strict=True)
-    ]
+def _list_kinds(values: Sequence[Value]) -> list[Kind]:
+    return [value.kind for value in values]
 
 
-def _kinds(values: Sequence[Value]) -> tuple[Kind, ...]:
-    return tuple(value.kind for value in values)
-
-
-def _atoms(values: Sequence[Value]) -> list[Any]:
+def _list_atoms(values: Sequence[Value]) -> list[Atom]:
     return [value.atom for value in values]
 
 
-def _dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
+def _list_dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
     return [kind.dtype for kind in kinds]
 
 
-CONTROL_FLOW: dict[str, Any] = {
-    "jit": _call("jaxpr"),
-    "closed_call": _call("call_jaxpr"),
-    "remat2": _call("jaxpr"),
-    "shard_map": _call("jaxpr"),
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+CONTROL_FLOW: Mapping[str, Writer] = {
+    "jit": _make_call_writer("jaxpr"),
+    "closed_call": _make_call_writer("call_jaxpr"),
+    "remat2": _make_call_writer("jaxpr"),
+    "shard_map": _make_call_writer("jaxpr"),
+    "scan": _write_scan,
+    "while": _write_while,
+    "cond": _write_cond,
 }
+"""How each equation with programs of its own is written."""

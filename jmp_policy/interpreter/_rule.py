@@ -1,28 +1,143 @@
-"""What a rule has to say about a program."""
+"""What a rule says about a program, what it knows of values, and what it writes to."""
 
 import abc
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 
-from ._body import Body
-from ._kind import Atom, Kind, Value
+from ._program import Atom, Program
 
 Context = Any
 """What a rule knows of the place of an equation; hashable."""
+
+
+class Kind(NamedTuple):
+    """What the rewriting of a body may depend on: each body is rewritten once for each combination of kinds.
+
+    Attributes:
+      dtype: the dtype that the value has in the new program; `None` if that is not a real floating one.
+      mark: whatever the rule remembers of it.
+
+    >>> Kind(np.dtype("float16"), "rounded").mark
+    'rounded'
+    """
+
+    dtype: Any
+    mark: Any = None
+
+
+class Value(NamedTuple):
+    """A value of the new program.
+
+    Attributes:
+      atom: its variable, or the literal.
+      kind: its kind.
+
+    >>> variable = jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0]
+    >>> Value(variable, Kind(variable.aval.dtype)).kind.dtype
+    dtype('float32')
+    """
+
+    atom: Atom
+    kind: Kind
+
+
+class Body:
+    """The equations of a new program, in order.
+
+    Attributes:
+      equations: those written so far.
+    """
+
+    def __init__(self) -> None:
+        self.equations: list[JaxprEqn] = []
+        self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
+
+    def append(
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[Kind], params: dict[str, Any] | None = None
+    ) -> list[Value]:
+        """Writes an equation, and returns its results.
+
+        Args:
+          eqn: the equation as it was traced; what the other arguments do not say stays.
+          atoms: what the new one reads.
+          kinds: the kinds of its results.
+          params: its parameters, if they are others.
+        """
+        outvars = [_change_dtype(var, kind.dtype) for var, kind in zip(eqn.outvars, kinds, strict=True)]
+        if params is None and _are_same(atoms, eqn.invars) and _are_same(outvars, eqn.outvars):
+            self.equations.append(eqn)
+        else:
+            changed = eqn.params if params is None else params
+            self.equations.append(eqn.replace(invars=list(atoms), outvars=outvars, params=changed))
+        return [Value(var, kind) for var, kind in zip(outvars, kinds, strict=True)]
+
+    def cast(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
+        """Casts a floating value for use in `eqn`; the cast takes the source line of that equation."""
+        aval: Any = atom.aval
+        if aval.dtype == dtype:
+            return atom
+        if isinstance(atom, Literal):
+            return Literal(np.asarray(atom.val).astype(dtype), _make_strong(aval, dtype))
+        template = _trace_conversion(dtype)
+        out = Var(_make_strong(aval, dtype))
+        self.equations.append(
+            new_jaxpr_eqn(
+                [atom], [out], template.primitive, template.params, template.effects, eqn.source_info, eqn.ctx
+            )
+        )
+        return out
+
+    def cast_once(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
+        """As `cast`, but a second call for the same value finds the first cast."""
+        if isinstance(atom, Literal):
+            return self.cast(atom, dtype, eqn)
+        key = atom, dtype
+        if key not in self._casts:
+            self._casts[key] = self.cast(atom, dtype, eqn)
+        return self._casts[key]
+
+    def cast_values(self, values: Sequence[Value], kinds: Sequence[Kind], eqn: JaxprEqn) -> list[Atom]:
+        """Casts each value to the dtype of a kind, if that has one, for use in `eqn`."""
+        return [
+            value.atom if kind.dtype is None else self.cast(value.atom, kind.dtype, eqn)
+            for value, kind in zip(values, kinds, strict=True)
+        ]
+
 
 _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class Rule(abc.ABC):
-    """What becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten.
+    """Says what becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten.
 
     Attributes:
       rewritten: what was rewritten, by program and by all that decides, with the rules by which it was. A rule that
-        refers to what is not to live as long as the programs needs one of its own.
+        refers to objects which must not live as long as the programs needs a mapping of its own.
+
+    >>> class Narrow(Rule):  # runs all operations in float16; `Rewriter` has what becomes of a program
+    ...     half = Kind(np.dtype("float16"))
+    ...     def contexts(self, outer, program):
+    ...         return [outer] * len(program.eqns)
+    ...     def equation(self, eqn, values, body, context):
+    ...         atoms = [body.cast(value.atom, self.half.dtype, eqn) for value in values]
+    ...         return body.append(eqn, atoms, [self.half] * len(eqn.outvars))
+    ...     def argument(self, dtype): return Kind(dtype)
+    ...     def literal(self, literal): return Kind(literal.aval.dtype)
+    ...     def join(self, kinds): return kinds[0]
+    ...     def accumulated(self, kind): return kind
+    ...     def opens(self, eqn, context): return True
+    ...     def opens_inside(self, eqn, context): return True
+    >>> eqn = jax.make_jaxpr(jnp.sin)(1.0).eqns[0]
+    >>> values = [Value(eqn.invars[0], Narrow().argument(np.dtype("float32")))]
+    >>> [result.kind.dtype for result in Narrow().equation(eqn, values, Body(), None)]
+    [dtype('float16')]
     """
 
     rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
@@ -38,22 +153,22 @@ class Rule(abc.ABC):
     def together(
         self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
-        """Writes several equations as one, if they are something that the rule knows.
+        """Writes several equations as one, if the rule knows what they are together.
 
         Args:
           program: the program that is rewritten.
           start: the number of the first of the equations.
           read: what stands for a variable or literal of the program, before the first of the equations.
           body: where the one equation goes.
-          contexts: those of all equations of the program.
+          contexts: the contexts of all equations of the program.
 
         Returns:
-          How many equations they were, and the results of the last: nothing else of theirs may be used later.
+          How many equations they were, and the results of the last: no later equation may use another result.
         """
         del program, start, read, body, contexts
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-        """What the bodies of an equation are given: the values that it reads, cast before they enter, it may be."""
+        """What the bodies of an equation are given: the values that it reads, or casts of them."""
         del eqn, body, context
         return values
 
@@ -80,3 +195,65 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def opens_inside(self, eqn: JaxprEqn, context: Context) -> bool:
         """Whether a function with custom derivatives is rewritten inside, where its derivative stays."""
+
+
+class Rewritten(NamedTuple):
+    """A program that was rewritten.
+
+    Attributes:
+      program: the new program, of the class of the old one.
+      kinds: the kinds of its results.
+      made: the same before its results were cast to the dtypes that were asked for.
+    """
+
+    program: Any
+    kinds: tuple[Kind, ...]
+    made: tuple[Kind, ...]
+
+
+class RewritesBodies(Protocol):
+    """What equations with programs of their own are written with: `Rewriter` is one."""
+
+    rule: Rule
+
+    def rewrite(
+        self,
+        program: Program,
+        kinds: Sequence[Kind],
+        context: Context,
+        out_dtypes: Sequence[np.dtype | None] | None = None,
+    ) -> Rewritten:
+        """Rewrites a program for arguments of the given kinds, as `Rewriter.rewrite` does."""
+        ...
+
+
+Writer = Callable[[RewritesBodies, JaxprEqn, list[Value], Body, Context], list[Value] | None]
+"""Writes an equation that runs programs, given what it reads, and returns its results; `None` leaves it to the rule."""
+
+
+@functools.cache
+def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
+    """An equation that converts to `dtype`, as JAX would trace it."""
+    source = np.float32 if dtype != np.float32 else np.float16
+    return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
+
+
+def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
+    aval: Any = var.aval
+    return var if dtype is None or aval.dtype == dtype else type(var)(_change_aval(aval, dtype))
+
+
+# Making an abstract value takes ten times as long as finding it; a program has few that differ.
+@functools.lru_cache
+def _change_aval(aval: Any, dtype: np.dtype) -> Any:
+    """The abstract value of an array in another dtype."""
+    return aval.update(dtype=dtype)
+
+
+@functools.lru_cache
+def _make_strong(aval: Any, dtype: np.dtype) -> Any:
+    return aval.update(dtype=dtype, weak_type=False)
+
+
+def _are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
+    return all(a is b for a, b in zip(atoms, others, strict=True))

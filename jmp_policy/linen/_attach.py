@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._once import forget_warnings
+from .._messages import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._classes import policied_class, unpolicied_class
+from ._classes import make_policied_class, unpolicied_class
 from ._explain import explain as explain
+from ._fields import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
 from ._interceptor import POLICY
 from ._named import named as named
-from ._place import ROOT, Place
+from ._place import ROOT, ModulePlace
 from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
-from ._written import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
 
 AUDIT_EXAMPLE = "audit(model.apply)(variables, x)"
 
@@ -31,7 +31,7 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
       keep: names of arguments of its public methods that enter uncast.
     """
     base = unpolicied_class(target if isinstance(target, type) else type(target))
-    cls = policied_class(base, policy, frozenset(keep), ROOT)
+    cls = make_policied_class(base, policy, frozenset(keep), ROOT)
     forget_warnings(cls)
     forget_warnings(policy)
     return cls if isinstance(target, type) else _with_class(target, cls)
@@ -55,8 +55,8 @@ def attach_inside(
       boundary: whether it casts what enters and leaves.
       inferred: what stands for a compute dtype that the policy leaves open, if not that of its own inputs.
     """
-    place = Place(lineage, boundary, inferred)
-    return _with_class(module, policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))
+    place = ModulePlace(lineage, boundary, inferred)
+    return _with_class(module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))
 
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:

@@ -16,10 +16,10 @@ from ..explanation._build import explanation
 from ..explanation._module import ModuleInfo, module_info
 from ..explanation._observation import observe, observe_call, shapes
 from ..explanation._operations import operations
+from ._active_policy import CURRENT, ActivePolicy
 from ._classes import unpolicied_class
 from ._fields import written_dtype
-from ._frame import CURRENT, Frame
-from ._path import calling, explain_unknown, is_trial, path_of
+from ._place import calling, explain_unknown, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -60,7 +60,8 @@ class _Met:
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
-        self._frames: dict[Frame, dict[str, type]] = {}  # the types of the modules in each, by path relative to it
+        # The types of the modules in each, by path relative to it.
+        self._frames: dict[ActivePolicy, dict[str, type]] = {}
 
     def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
         """The interceptor that observes calls; the first in place, and so outside of those that apply policies."""
@@ -93,7 +94,7 @@ class _Met:
             self.modules[path] = self._info(module)
 
     def _info(self, module: nn.Module) -> ModuleInfo:
-        frame: Frame | None = CURRENT.value
+        frame: ActivePolicy | None = CURRENT.value
         kind = unpolicied_class(type(module))
         if frame is None:
             return ModuleInfo(kind)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..autocast._modules import ELSEWHERE
-from ._path import calling, is_trial, path_of
+from ..interpreter._module_paths import ELSEWHERE
+from ._place import calling, is_trial, path_of
 
 _CALLED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("_CALLED", default=None)
 """The path of the module whose method is being traced."""

@@ -1,19 +1,40 @@
-"""Where a linen module stands in the model that was given a policy."""
+"""Where a linen module stands: its path, through every `.apply`, and the place of what was given the policy.
 
+A module that another one runs by `self.decoder.apply(variables, x)`, as tied heads do, gets a scope of its own, whose
+path begins anew. Where such a scope stands is told by a flag of it, as Flax hands flags to the scopes inside and to the
+clones that lifted transforms call.
+"""
+
+import contextlib
+import contextvars
 import dataclasses
 from collections import ChainMap
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
+from flax import linen as nn
+from flax.core import FrozenDict, Scope
 
 from .._policy_map import Match, PolicyMap
 
 PLACE = "_jmp_place"
 """The attribute of a policied class that holds the place of its modules."""
 
+_AROUND = "jmp_policy_around"
+"""The flag of a scope: the path of the module whose scope is the outermost around it."""
+_PATH = "jmp_policy_path"
+
+# The module whose method is running, and what is around its scope. No context of JAX's, which would compile everything
+# anew in each module. What is jitted and runs modules by `.apply` is mostly a closure of the method that calls it; a
+# function that several modules call is told apart by the rule that covers them, `ActivePolicy.rule`.
+_CALLING: contextvars.ContextVar[tuple[nn.Module, tuple[str, ...]] | None]
+_CALLING = contextvars.ContextVar("_CALLING", default=None)
+
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """The place of a module that was given a policy: its model's root, or somewhere inside a model of nnx.
 
     Attributes:
@@ -47,8 +68,132 @@ class Place:
         return found if _rank(rules, found) <= _rank(rules, around) else dataclasses.replace(around, boundary=False)
 
 
-ROOT = Place()
+Place = ModulePlace
+"""The name under which pickles of earlier versions find the class."""
+
+ROOT = ModulePlace()
 """The place of a module that was itself given the policy."""
+
+
+def path_of(module: nn.Module) -> tuple[str, ...]:
+    """The path of a bound module.
+
+    Of a module that runs through `.apply` it is that of the module it was made of, which the one that makes the call
+    holds. Where that one holds no such module, or several, the path is inside of it, and the name in angle brackets.
+    """
+    return (*_find_path_around(module), *module.path)
+
+
+def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
+    """Whether a bound module, inside the one at `path`, runs through `.apply`, so that what it writes is lost."""
+    return len(_find_path_around(module)) > len(path)
+
+
+def is_trial(module: nn.Module, method_name: str) -> bool:
+    """Whether a call is that by which Flax tries the setup of a module: of a function, on a clone without variables."""
+    return bool(_find_path_around(module)) and not module.path and not hasattr(type(module), method_name)
+
+
+def explain_unknown(paths: Iterable[str]) -> list[str]:
+    """A sentence for each module that runs through `.apply` and is none that its caller holds."""
+    return [
+        f"{path!r} runs through .apply, and what runs it holds no such module, or several: rules by path cover it "
+        f"where they cover {path.rpartition('/')[0]!r}"
+        for path in paths
+        if path.endswith(">")
+    ]
+
+
+class calling:  # in lower case: a function to those who use it, and a class because each module of a model enters one
+    """The context in which a method of a bound module runs, and whatever runs through `.apply` is inside of it."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._scope: Any = module.scope
+
+    def __enter__(self) -> None:
+        scope, around = self._scope, _find_path_around(self._module)
+        self._marks = _AROUND not in scope.flags and (scope.parent is None or bool(around))
+        if self._marks:
+            scope.flags = FrozenDict({**scope.flags, _AROUND: around}, __unsafe_skip_copy__=True)
+        self._token = _CALLING.set((self._module, around))
+
+    def __exit__(self, *_: object) -> None:
+        _CALLING.reset(self._token)
+        if self._marks:  # a bound module may be called from elsewhere next
+            _unmark(self._scope)
+            _unmark(self._module.scope)  # another scope, if a method called its base's
+
+
+@contextlib.contextmanager
+def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
+    """A context in which the scopes that a scope makes for the modules inside carry their paths as a flag.
+
+    Flax compiles a jitted module once for all modules of equal fields, wherever they stand: its key has everything but
+    the name. Under a policy map they may have different policies.
+    """
+    if "push" in vars(scope):
+        yield
+        return
+    push = scope.push
+
+    def push_with_path(*args: Any, **kwargs: Any) -> Scope:
+        inner = push(*args, **kwargs)
+        flags = {**inner.flags, _PATH: inner.path}  # a copy already: freezing it would copy every item again
+        inner.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
+        return inner
+
+    # On this one object, for the time of a call: neither Flax's class nor the author's module is touched.
+    vars(scope)["push"] = push_with_path
+    try:
+        yield
+    finally:
+        del vars(scope)["push"]
+
+
+def _find_path_around(module: nn.Module) -> tuple[str, ...]:
+    scope: Any = module.scope
+    found = scope.flags.get(_AROUND)
+    found = scope.root.flags.get(_AROUND) if found is None else found
+    if found is not None:
+        return found
+    calling = _CALLING.get()
+    if calling is None:
+        return ()
+    caller, around = calling
+    if scope.root.path or scope.root is caller.scope.root:  # type: ignore[union-attr]
+        return around
+    outermost = module
+    while isinstance(outermost.parent, nn.Module):
+        outermost = outermost.parent
+    return _find_path_inside(caller, outermost)
+
+
+def _find_path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
+    """The path of a module that another one runs through `.apply`: Flax clones it, and the clone knows its name."""
+    near, seen = [caller], {id(caller)}
+    while near:
+        found = {path_of(module) for module in near if module.name == applied.name and type(module) is type(applied)}
+        if len(found) == 1:
+            return found.pop()
+        if found or applied.name is None:
+            break
+        near = [inner for module in near for inner in _list_held_modules(module) if id(inner) not in seen]
+        seen.update(map(id, near))
+    return (*path_of(caller), f"<{applied.name or type(applied).__name__}>")
+
+
+def _list_held_modules(module: nn.Module) -> list[nn.Module]:
+    """The bound modules that a module made, or has in its fields."""
+    nodes = [*module._state.children.values(), *(x for name, x in vars(module).items() if name != "parent")]
+    leaves = jax.tree.leaves(nodes, is_leaf=lambda node: isinstance(node, nn.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf.scope is not None]
+
+
+def _unmark(scope: Scope | None) -> None:
+    if scope is not None and _AROUND in scope.flags:
+        flags = {name: value for name, value in scope.flags.items() if name != _AROUND}
+        scope.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
 
 
 def _rank(rules: PolicyMap, match: Match) -> int:

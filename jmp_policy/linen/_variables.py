@@ -1,38 +1,107 @@
-"""How a module inside declares its variables: made in the dtypes its author wrote, and parameters stored in another."""
+"""What a policy writes on a module while its method runs: dtypes, and how it declares its variables.
 
+They are made in the dtypes their author wrote, and parameters are stored in another.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from flax import linen as nn
 
 from .._formats import integers_of
 from .._policy import Policy
-from .._tree import cast_floating
-from ._fields import authors_dtype, is_filled_in
-from ._quantized import quantized_param
+from .._trees import cast_floating
+from ._active_policy import CURRENT
+from ._fields import (
+    casts_own_params,
+    has_open_dtype,
+    has_other_param_dtype,
+    is_filled_in,
+    mark_dtype,
+    mark_param_dtype,
+    read_authors_dtype,
+    temporarily_set,
+    widens_params,
+)
+from ._quantized import read_quantized_param
+
+INSIDE = "_jmp_inside"
+"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
+holds the quantization of the module's policy."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
 
 
-def policied_param(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
+def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
+    """The dtype of a policy in the field of a module that has one, and variables made and read accordingly.
+
+    Args:
+      module: a bound module.
+      policy: what holds for it.
+      until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
+        yet call one that is a boundary.
+    """
+    values: dict[str, Any] = {INSIDE: policy.quantization} if until_it_returns else {}
+    if has_open_dtype(module):
+        values["dtype"] = mark_dtype(policy.compute_dtype)
+    elif widens_params(module, policy.param_dtype):
+        values["dtype"] = mark_dtype(policy.param_dtype)
+    if policy.param_dtype is not None and has_other_param_dtype(module, policy.param_dtype):
+        values["param_dtype"] = mark_param_dtype(module, policy.param_dtype)
+    reads_in_compute = not casts_own_params(type(module))
+    # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
+    is_stored = _is_storing_params(module, policy)
+    if reads_in_compute or "param_dtype" in values or is_stored or integers_of(policy.quantization):
+        values["param"] = _make_param_method(module, policy, reads_in_compute)
+    if "param_dtype" in values or "dtype" in values:
+        values["variable"] = _make_variable_method(module)
+    filled = temporarily_set(module, values)
+    return _fill_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
+
+
+@contextlib.contextmanager
+def _fill_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> Iterator[None]:
+    """The context of an `nn.RNN`, which asks its cell for the first carry while it is not yet the cell's turn."""
+    dtype = None if cell.scope is None else _choose_first_carry_dtype(CURRENT.value.match(cell).policy)
+    fields = {}
+    if dtype is not None and has_other_param_dtype(cell, dtype):
+        fields["param_dtype"] = mark_param_dtype(cell, dtype)
+    with filled, temporarily_set(cell, fields):
+        yield
+
+
+def _choose_first_carry_dtype(policy: Policy) -> np.dtype | None:
+    """The dtype in which a cell makes its first carry: the param dtype, as by hand, unless it computes in a wider one.
+
+    A carry narrower than what the cell computes would be rounded at each step.
+    """
+    if policy.param_dtype is None or policy.compute_dtype is None:
+        return policy.param_dtype
+    return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _make_param_method(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
     """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
-    return functools.partial(_param, module, module.param, policy, reads_in_compute)
+    return functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
 
 
-def policied_variable(module: nn.Module) -> Callable[..., Any]:
+def _make_variable_method(module: nn.Module) -> Callable[..., Any]:
     """The module's `variable`, which makes running statistics and other state in the author's dtype."""
-    return functools.partial(_variable, module, module.variable)
+    return functools.partial(_declare_variable, module, module.variable)
 
 
-def stores_params(module: nn.Module, policy: Policy) -> bool:
+def _is_storing_params(module: nn.Module, policy: Policy) -> bool:
     """Whether parameters may be made now, in the param dtype of a policy."""
     assert module.scope is not None
     return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
 
 
-def _param(
+def _declare_param(
     module: nn.Module,
     param: Callable[..., Any],
     policy: Policy,
@@ -42,15 +111,16 @@ def _param(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
-    init = functools.partial(_stored, policy, functools.partial(_made, module, "params", init_fn))
+    drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
+    init = functools.partial(_init_in_param_dtype, policy, drawn)
     if integers_of(policy.quantization) is not None and not kwargs:
-        value = quantized_param(module, param, policy, name, init, *init_args)
+        value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
     return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
 
 
-def _variable(
+def _declare_variable(
     module: nn.Module,
     variable: Callable[..., Any],
     collection: str,
@@ -59,24 +129,26 @@ def _variable(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
-    init = None if init_fn is None else functools.partial(_made, module, collection, init_fn)
+    init = None if init_fn is None else functools.partial(_init_in_authors_dtype, module, collection, init_fn)
     return variable(collection, name, init, *init_args, **kwargs)
 
 
-def _stored(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _init_in_param_dtype(policy: Policy, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return policy.cast_to_param(init_fn(*args, **kwargs))
 
 
-def _made(module: nn.Module, collection: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _init_in_authors_dtype(
+    module: nn.Module, collection: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """What an initializer makes that finds the author's dtypes in its arguments, and on the module."""
     filled = {name: dtype for name in ("dtype", "param_dtype") if is_filled_in(dtype := vars(module).get(name))}
     if collection not in _NEVER_NARROWED:
         filled.pop("dtype", None)
-        as_written = lambda x: authors_dtype(x) if x is filled.get("param_dtype") else x
+        as_written = lambda x: read_authors_dtype(x) if x is filled.get("param_dtype") else x
     else:
-        as_written = authors_dtype
+        as_written = read_authors_dtype
     attributes = vars(module)
-    attributes.update({name: authors_dtype(dtype) for name, dtype in filled.items()})
+    attributes.update({name: read_authors_dtype(dtype) for name, dtype in filled.items()})
     try:  # not in a context manager: every parameter of a model comes through here
         return init_fn(*map(as_written, args), **{name: as_written(x) for name, x in kwargs.items()})
     finally:

@@ -8,11 +8,11 @@ from flax import linen as nn
 from flax.core import DenyList, meta
 
 from ..quant import QuantizedArray
-from ..quant._layer import WEIGHT_NAMES
 from ..quant._watched import Called, Watch
+from ..quant._weight import WEIGHT_NAMES
+from ._active_policy import CURRENT, ActivePolicy
 from ._classes import unpolicied_class
-from ._frame import CURRENT, Frame
-from ._path import calling, is_trial, path_of
+from ._place import calling, is_trial, path_of
 from ._quantized import quantization_of
 
 
@@ -65,7 +65,7 @@ def call_watched(model: nn.Module, watch: Watch, inputs: tuple, method: Any, kwa
 
 
 def _called(module: nn.Module) -> Called:
-    frame: Frame | None = CURRENT.value
+    frame: ActivePolicy | None = CURRENT.value
     quantization = "" if frame is None else quantization_of(module, frame.match(module).policy)
     return Called("/".join(path_of(module)), unpolicied_class(type(module)), quantization)
 

@@ -1,53 +1,145 @@
 """A call of a policied module's method."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
-from .._boundary import cast_arguments, cast_result, matmul_precision
+from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
-from ._bridge import linen_attributes
-from ._cache import cache_arguments
-from ._carry import carry_given
-from ._infer import inferred, inferred_inside
-from ._roles import Role
+from .._policy import Policy
+from ._layers import make_linen_attributes
+from ._module_spec import DtypeSource, ModuleSpec
 from ._shadow import call_on_shadow
 
-Adopt = Callable[[nnx.Module, Role], None]
-"""Gives the policy to the modules that were assigned to a policied one since it got its own."""
+# The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
+# write on modules that other threads call at the same time: each thread has its own, and it is in the key of every jit
+# cache, so that a jitted function inside the call is traced for each dtype.
+_INFERRED = jax.make_user_context(None)
+
+_INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
-def call_method(module: nnx.Module, role: Role, method: Any, args: tuple, kwargs: dict[str, Any], adopt: Adopt) -> Any:
-    """Calls a method of the class without a policy as the role of the module says.
+def run_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Calls a method of the class without a policy as the spec of the module says.
 
     Args:
       module: the policied module.
-      role: its role.
+      spec: its spec.
       method: the method as it stands in the class, a function or another descriptor.
       args: positional arguments, without the module.
       kwargs: keyword arguments.
-      adopt: called with the module first.
     """
-    adopt(module, role)
-    carry = carry_given(role.base, method, args, kwargs)
-    casts = role.boundary and not role.bridges  # the linen module inside does, and knows the names of its arguments
+    carry = find_carry(spec.base, method, args, kwargs)
+    hands_on = spec.dtype_source is DtypeSource.LINEN_MODULE
+    casts = spec.casts and not hands_on  # the linen module inside does, and knows the names of its arguments
     if casts:
-        policy, args, kwargs = cast_arguments(role.policy, method.__get__(module), role.keep, args, kwargs)
+        policy, args, kwargs = cast_arguments(spec.policy, method.__get__(module), spec.keep, args, kwargs)
     else:
-        policy = inferred(role.policy, args, kwargs)
-    takes_inferred = role.open_dtype and role.policy.compute_dtype is None
+        policy = infer_policy(spec.policy, args, kwargs)
+    takes_inferred = spec.open_dtype and spec.policy.compute_dtype is None
     attributes = {"dtype": policy.compute_dtype} if takes_inferred else {}
-    if role.bridges and policy is not role.policy and not role.boundary:
-        attributes |= linen_attributes(vars(module), role, policy.compute_dtype)
-    kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
+    if hands_on and policy is not spec.policy and not spec.casts:
+        attributes |= make_linen_attributes(vars(module), spec, policy.compute_dtype)
+    kwargs = give_cache_dtype(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
-        return method.__get__(shadow, role.runs)(*args, **kwargs)
+        return method.__get__(shadow, spec.runs)(*args, **kwargs)
 
-    params_dtype = policy.compute_dtype if role.casts_params else None
-    with inferred_inside(role.policy, policy), matmul_precision(policy):
-        out = call_on_shadow(module, role.runs, attributes, params_dtype, call)
+    params_dtype = policy.compute_dtype if spec.dtype_source is DtypeSource.PARAMS else None
+    with hold_inferred(spec.policy, policy), matmul_precision(policy):
+        out = call_on_shadow(module, spec.runs, attributes, params_dtype, call)
     if casts and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)
+
+
+def infer_policy(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
+    """A policy with the compute dtype that a call around inferred for it, or else with that of this call's inputs."""
+    if policy.compute_dtype is not None:
+        return policy
+    around = _INFERRED.value
+    if around is not None and around[0] == policy:
+        return policy.replace(compute_dtype=around[1])
+    return resolve_policy(policy, (args, kwargs))
+
+
+def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
+    """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
+    if policy.compute_dtype is not None:
+        return nullcontext()
+    return _INFERRED((policy, resolved_policy.compute_dtype))
+
+
+def find_carry(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The carry that a call hands to a recurrent cell; `None` if the call is no step of one."""
+    if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
+        return None
+    return args[0] if args else kwargs.get("carry")
+
+
+def give_cache_dtype(
+    module: nnx.Module, method: Any, dtype: np.dtype | None, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments for a method of an attention layer; those of any other module as they are.
+
+    Flax makes the cache in float32 unless told otherwise, and then fails to write keys of another dtype into it.
+
+    Raises:
+      ValueError: the call decodes, and there is a cache of another dtype than the layer's.
+    """
+    if not isinstance(module, nnx.MultiHeadAttention) or dtype is None:
+        return kwargs
+    name = getattr(method, "__name__", "")
+    if name == "init_cache" and len(args) < 2:
+        return {"dtype": dtype} | kwargs
+    cache = module.cached_key
+    if name == "__call__" and _decodes(module, kwargs) and cache is not None and cache.get_value().dtype != dtype:
+        raise ValueError(
+            f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
+            "Make it anew under the policy: layer.init_cache(input_shape). "
+            f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
+        )
+    return kwargs
+
+
+def _decodes(module: nnx.MultiHeadAttention, kwargs: dict[str, Any]) -> bool:
+    decode = kwargs.get("decode")
+    return bool(module.decode if decode is None else decode)
+
+
+def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
+    """The names of `keep`, each an argument of one of the public methods of a class.
+
+    Raises:
+      ValueError: one is not, or `keep` is a string.
+    """
+    methods = dict(list_public_methods(base))
+    main = methods.get("__call__", base)
+    if isinstance(keep, str):
+        check_keep(main, keep)
+    for name in keep:
+        if not any(_takes(method, name) for method in methods.values()):
+            check_keep(main, [name])
+    return tuple(sorted(keep))
+
+
+def _takes(method: Any, name: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def list_public_methods(base: type) -> Iterator[tuple[str, Any]]:
+    """The methods of a class that are called from outside, by name, as they are without a policy."""
+    for name in dir(base):
+        if name in _INHERITED or (name.startswith("_") and name != "__call__"):
+            continue
+        found = inspect.getattr_static(base, name)
+        if isinstance(found, staticmethod | classmethod | property | type):
+            continue
+        if callable(found) and hasattr(found, "__get__"):
+            yield name, getattr(found, "_jmp_method", found)

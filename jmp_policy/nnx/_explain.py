@@ -17,9 +17,10 @@ from ..explanation._observation import observe
 from ..explanation._operations import operations
 from ..quant import QuantizedArray
 from ._layers import has_written_dtype
+from ._module_spec import ModuleSpec, find_spec
+from ._nodes import NodeKind, find_kind, list_items
 from ._observed import observed
-from ._quantized import QuantizedParam, quantization_of
-from ._roles import Kind, Role, items_of, kind_of, role_of
+from ._quantized import QuantizedParam, describe_quantization
 
 
 def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
@@ -79,57 +80,59 @@ class _Tree:
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
     def _module(self, module: nnx.Module, path: tuple[str, ...], given: _Given | None) -> None:
-        role = role_of(module)
-        if role is None:
+        spec = find_spec(module)
+        if spec is None:
             given = None
-        elif role.attached or given is None:
-            given = _Given(role.given, len(path))
+        elif spec.attached or given is None:
+            given = _Given(spec.given, len(path))
             self._given.append(given)
-        self.modules["/".join(path)] = self._info(module, role, path, given)
-        for name, value in items_of(module):
+        self.modules["/".join(path)] = self._info(module, spec, path, given)
+        for name, value in list_items(module):
             self._value(value, (*path, name), "/".join(path), given)
 
     def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
-        kind = Kind.PARAM if issubclass(type(value), QuantizedParam) else kind_of(type(value))
-        if kind is Kind.OTHER or id(value) in self._seen:
+        kind = NodeKind.PARAM if issubclass(type(value), QuantizedParam) else find_kind(type(value))
+        if kind is NodeKind.OTHER or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if kind is Kind.MODULE:
+        if kind is NodeKind.MODULE:
             self._module(value, path, given)
-        elif kind is Kind.PARAM:
+        elif kind is NodeKind.PARAM:
             self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=_is_quantized))
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
                 given.types.setdefault(given.relative(path), type(value))
-            for name, item in items_of(value):
+            for name, item in list_items(value):
                 self._value(item, (*path, name), owner, given)
 
-    def _info(self, module: nnx.Module, role: Role | None, path: tuple[str, ...], given: _Given | None) -> ModuleInfo:
-        if role is None or given is None:
+    def _info(
+        self, module: nnx.Module, spec: ModuleSpec | None, path: tuple[str, ...], given: _Given | None
+    ) -> ModuleInfo:
+        if spec is None or given is None:
             return ModuleInfo(type(module))
         relative = given.relative(path)
-        given.types[relative] = role.base
+        given.types[relative] = spec.base
         if isinstance(given.policy, PolicyMap):
             match = given.policy.match(relative, given.types)
         else:
             match = Match(given.policy, None, boundary=False)
         info = module_info(
-            role.base,
+            spec.base,
             match,
-            attached=role.attached,
+            attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
-            written=_written_dtype(module, role),
+            written=_written_dtype(module, spec),
         )
-        return dataclasses.replace(info, quantization=quantization_of(role.base, vars(module), match.policy))
+        return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
 
 
 def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _written_dtype(module: nnx.Module, role: Role) -> Any:
+def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
     attributes = vars(module)
-    return attributes["dtype"] if has_written_dtype(role.base, attributes, role.open_dtype) else None
+    return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 
 
 def callable_of(module: nnx.Module, method: Any) -> Callable[..., Any]:

@@ -5,26 +5,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, name_state, prepare_leaf
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from .._overwrite import OVERWRITE, leaf_by_max, name_state
-from ..quant._amax_history import State, new_state
-from ..quant._float8_layer import Float8Multiply, has_state, why_layer_wide
-from ..quant._layout import Layout, stack_of
-
-Attributes = dict[str, Any]
-
-_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "dot_general": ("dot_general", lax.dot_general),
-    "conv_general_dilated": ("conv_general_dilated", lax.conv_general_dilated),
-    "einsum_op": ("einsum", jnp.einsum),
-}
-"""By the attributes of Flax's layers that hold the function they multiply with: which one it is, and the default."""
+from ..quant._amax_history import State, needs_state, new_state
+from ..quant._layer import Float8Multiply, why_layer_wide
+from ..quant._layout import Layout, stack_shape
+from ._layer_table import Attributes, layer_of, open_field
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)
@@ -48,79 +38,74 @@ class Float8State(nnx.Variable):
     """
 
 
-def multiplies_by(attributes: Attributes) -> str | None:
-    """The attribute that holds the function a layer multiplies with, if its author left that at its default."""
-    name = next((name for name in _OPERATIONS if name in attributes), None)
-    if name is None or attributes.get("dot_general_cls") is not None:
-        return None
-    return name if attributes[name] is None or attributes[name] is _OPERATIONS[name][1] else None
-
-
-def why_wide(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
+def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
     """Why a layer with a weight computes in the compute dtype, whatever its inputs; `None` if it does not."""
-    name = multiplies_by(attributes)
-    if name is None:
+    layer = layer_of(base)
+    if layer is None or open_field(base, attributes) is None:
         return "it multiplies by a function of its own, or by none that could be another"
-    groups = attributes.get("feature_group_count", 1)
-    return why_layer_wide(shape, layout, format, is_convolution=name == "conv_general_dilated", groups=groups)
+    is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
+    return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
 
 
-def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
+def make_state(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
     """The attribute that holds the state of a layer, if it has one: what it was, or a new one."""
-    if not has_state(format):
+    if not needs_state(format):
         return {}
-    known, new = attributes.get(OVERWRITE), new_state(format, stack_of(shape, layout))
+    known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(shape, layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}
 
 
 @remember_on_class
-def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
+def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module]:
     """A subclass of a layer that multiplies in 8 bits; one for equal classes.
 
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
     layer that is called.
     """
-    operation, own = _OPERATIONS[name]
+    layer = layer_of(base)
+    assert layer is not None
+    assert layer.field is not None
+    name = layer.field
 
     def multiply(self: Any) -> Float8Multiply:
-        return Float8Multiply(own, operation, format, lambda: _state_of(self))
+        return layer.float8_multiply(format, lambda: _read_state(self))
 
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
-    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, name, format)))
+    return make_subclass(base, {name: property(multiply, keep)}, (make_float8_layer, (base, format)))
 
 
-def _state_of(layer: Any) -> State:
+def _read_state(layer: Any) -> State:
     return {name: variable.get_value() for name, variable in vars(layer)[OVERWRITE].items()}
 
 
-def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
+def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
     """The function of models whose float8 state autodiff combines by max, and is that of true gradients."""
 
     @functools.wraps(fun)
-    def of_models(*args: Any, **kwargs: Any) -> Any:
-        states = states_in([args[position] for position in positions])
+    def call_prepared(*args: Any, **kwargs: Any) -> Any:
+        states = find_states([args[position] for position in positions])
         before = {path: variable.get_value() for path, variable in states.items()}
         for path, value in before.items():
-            states[path].set_value(leaf_by_max(path[-1], value, loss_scale))
+            states[path].set_value(prepare_leaf(path[-1], value, loss_scale))
         try:
             return fun(*args, **kwargs)
         finally:
             for path, value in before.items():
                 states[path].set_value(value)
 
-    return of_models
+    return call_prepared
 
 
-def states_in(model: Any) -> dict[Any, Float8State]:
+def find_states(model: Any) -> dict[Any, Float8State]:
     """The float8 state of the layers in a model, or in any tree of models, by path."""
     return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}
 
 
-def check_state_typed(model: Any, wrt: Any) -> None:
+def check_state_types(model: Any, wrt: Any) -> None:
     """Checks that the float8 state among what is differentiated of a model, or of a tree of models, is `Float8State`.
 
     Args:

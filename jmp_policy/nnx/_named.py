@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._tree import is_flax_object
-from ..autocast._modules import ELSEWHERE
+from .._flax_objects import is_flax_object
+from ..interpreter._module_paths import ELSEWHERE
 from ._observed import is_watched, unwatch_modules, watch_modules
 
 _CALLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("_CALLED", default=None)

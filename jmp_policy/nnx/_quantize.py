@@ -10,35 +10,34 @@ from .._messages import warn_user
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
-from ._adopt import adopt
-from ._attachment import Attachment
-from ._mismatch import reject
-from ._quantized import QuantizedParam, Weight, weight_in, weight_name
-from ._roles import Role, role_of
+from ._attachment import Attachment, reject_param
+from ._layer_table import LayerWeight, weight_in, weight_name
+from ._module_spec import ModuleSpec, find_spec
+from ._quantized import QuantizedParam
 
 
 def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     """A copy of an nnx model with the policy, whose weights are quantized; see `jmp_policy.quant.quantize`."""
-    role = role_of(model)
-    attachment = Attachment(quantizer.given, reject, adopt, keep=role.keep if role else ())
+    spec = find_spec(model)
+    attachment = Attachment(quantizer.given, reject_param, keep=spec.keep if spec else ())
     attached = attachment.attach(nnx.clone(model))
     done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; the values keep their ids alive
     for path, module in nnx.iter_modules(attached):
-        role = role_of(module)
-        weight = None if role is None else weight_in(role.base, vars(module))
-        if role is None or weight is None:
+        spec = find_spec(module)
+        weight = None if spec is None else weight_in(spec.base, vars(module))
+        if spec is None or weight is None:
             continue
-        name, mask = weight_name(role.base), vars(module).get("mask")
+        name, mask = weight_name(spec.base), vars(module).get("mask")
         variable = vars(module)[name]
         # Layers that differ in any of these make different integers of one weight.
-        key = id(variable), id(mask), weight.layout, role.policy.quantization
+        key = id(variable), id(mask), weight.layout, spec.policy.quantization
         if key not in done:
-            new = _quantized(quantizer, "/".join(map(str, path)), module, role, weight)
+            new = _quantized(quantizer, "/".join(map(str, path)), module, spec, weight)
             done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
         vars(module)[name] = done[key][1]
         if mask is not None and done[key][1] is not variable:
             module.mask = None  # type: ignore[attr-defined]  # the integers have it
-    unused = attachment.unused_rules()
+    unused = attachment.explain_unused_rules()
     quantizer.check(unused)
     for message in unused:
         warn_user(message)
@@ -46,7 +45,7 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
 
 
 def _quantized(
-    quantizer: Quantizer, path: str, module: nnx.Module, role: Role, weight: Weight
+    quantizer: Quantizer, path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
 ) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
     is_ours = isinstance(vars(module)["promote_dtype"], Promote)
@@ -54,7 +53,7 @@ def _quantized(
     value, mask = weight.value, vars(module).get("mask")
     if mask is not None and not isinstance(value, QuantizedArray):
         value = _masked(value, mask)
-    return quantizer.weight(path, weight_name(role.base), value, weight.layout, role.policy, unfit)
+    return quantizer.weight(path, weight_name(spec.base), value, weight.layout, spec.policy, unfit)
 
 
 def _masked(kernel: Any, mask: Any) -> Any:

@@ -8,9 +8,10 @@ from flax import nnx
 
 from ..quant._watched import Called, Watch
 from ._explain import callable_of
+from ._layer_table import weight_in
+from ._module_spec import find_spec
 from ._observed import watch_modules
-from ._quantized import quantization_of, weight_in
-from ._roles import role_of
+from ._quantized import describe_quantization
 
 # Not in the classes that are watched: JAX never forgets one of a pytree.
 _WATCH: contextvars.ContextVar[Watch] = contextvars.ContextVar("_WATCH")
@@ -31,8 +32,8 @@ def weights_of(model: nnx.Module) -> dict[str, Any]:
     """The weights of a model that can be quantized, or are, by the path of the module that they belong to."""
     weights = {}
     for path, module in nnx.iter_modules(model):
-        role = role_of(module)
-        found = weight_in(type(module) if role is None else role.base, vars(module))
+        spec = find_spec(module)
+        found = weight_in(type(module) if spec is None else spec.base, vars(module))
         if found is not None:
             weights["/".join(map(str, path))] = found.value
     return weights
@@ -59,7 +60,7 @@ def call_watched(model: nnx.Module, watch: Watch, inputs: tuple, method: Any, kw
 
 def _watched(path: str, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     module: Any = method.__self__  # type: ignore[attr-defined]
-    role = role_of(module)
-    base: Any = type(module).__base__ if role is None else role.base
-    quantization = "" if role is None else quantization_of(base, vars(module), role.policy)
+    spec = find_spec(module)
+    base: Any = type(module).__base__ if spec is None else spec.base
+    quantization = "" if spec is None else describe_quantization(base, vars(module), spec.policy)
     return _WATCH.get()(Called(path, base, quantization), method, args, kwargs)

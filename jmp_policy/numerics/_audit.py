@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from .._boundary import adapter_of, loaded_adapters
+from .._adapter import find_adapter, find_loaded_adapters
 from .._messages import describe
-from .._tree import is_array
+from .._trees import is_array
 from ..autocast._modules import TRACING, Register
-from ..autocast._paths import Paths
 from ..interpreter import trace
+from ..interpreter._module_paths import ModulePaths
 from ._inspect import Overflow, inspect
 from ._report import AuditReport
 from ._source import running_line
@@ -57,11 +57,11 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     def audited(*args: Any, **kwargs: Any) -> AuditReport:
         register, overflows = Register(), []
         traceable = _traceable(fun, overflows)
-        for adapter in loaded_adapters():
+        for adapter in find_loaded_adapters():
             traceable = adapter.named(traceable, register.enter)
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
-        return inspect(program, overflows, Paths(register.modules()))
+        return inspect(program, overflows, ModulePaths(register.modules()))
 
     return audited
 
@@ -85,7 +85,7 @@ def _check(fun: Any) -> None:
     Raises:
       TypeError: it is none.
     """
-    adapter = adapter_of(fun)
+    adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
     example = "audit(train_step)(state, batch)" if adapter is None else adapter.AUDIT_EXAMPLE

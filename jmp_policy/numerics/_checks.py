@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Literal
 
-from ..autocast._paths import AUTOCAST
 from ..explanation._half_sums import HALF_SUMS, half_sum
 from ..interpreter import Step, float_dtype
+from ..interpreter._module_paths import AUTOCAST
 from ._cost import MATMULS, MOVING, contracted
 from ._facts import FLOAT32, HALF, Fact
 from ._source import functions, is_called_by, is_in_file_of, is_of_library, origin
@@ -229,4 +229,3 @@ _PROMOTING = MATMULS | {
     "rem", "scatter", "scatter-add", "scatter_add", "select_n", "sub",
 }  # fmt: skip
 """Operations whose operands JAX promotes to one dtype; that of a comparison is nobody's concern."""
-

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from ..autocast._paths import Paths
 from ..interpreter import Step, float_dtype, multiplies_only, walk
-from ._catalogue import FINDINGS, REMEDIES
+from ..interpreter._module_paths import ModulePaths
 from ._checks import Suspicion, check, half_gradient
 from ._cost import MATMULS, bytes_of, flops
 from ._facts import HALF, Fact, fact_of, fact_of_argument, fact_of_constant, results
-from ._report import AuditReport, AuditRow, Finding, Matmul
+from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
 from ._source import line, origin
 
 
@@ -28,7 +27,7 @@ class Overflow(NamedTuple):
     scope: str
 
 
-def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: Paths) -> AuditReport:
+def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: ModulePaths) -> AuditReport:
     """The report of a program.
 
     Args:
@@ -57,7 +56,7 @@ class _Inspector:
       has_half: whether anything in the program is half precision.
     """
 
-    def __init__(self, paths: Paths):
+    def __init__(self, paths: ModulePaths):
         self.facts: dict[Any, Fact] = {}
         self.has_half = False
         self._paths = paths
@@ -124,7 +123,7 @@ class _Inspector:
 
     def _place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
-            self._places[scope] = self._paths.of_stack(scope), "transpose(" in scope
+            self._places[scope] = self._paths.read_stack(scope), "transpose(" in scope
         return self._places[scope]
 
 

@@ -1,11 +1,53 @@
-"""What an audit found: a table of operations, and findings."""
+"""What an audit can find, and the report of what it found: a table of operations, and findings."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._dtypes import DTypeLike, did_you_mean, parse_dtype
-from ._catalogue import FINDINGS
+from ..explanation._half_sums import REMEDY
+from ..report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
+
+MOST_ROWS = 60
+"""A table shows so many rows: `AuditReport.rows` has the others."""
+
+FINDINGS = {
+    "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
+    "accidental-promotion": "float32 for no reason but the dtype of a constant, a parameter or an array that the "
+    "program makes, where half would follow",
+    "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
+    "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
+    "round-trip-cast": "half precision widened and narrowed again with nothing computed between",
+    "float16-exp": "an exponential in float16, which overflows at 11.1",
+    "float16-log": "a logarithm in float16, whose argument may have been rounded to zero",
+    "float16-softmax": "a softmax in float16: small probabilities become zero",
+    "float16-norm": "the root of a sum of squares in float16: squares overflow at 256, and are zero below 2.4e-4",
+    "half-logits": "a loss computed from logits in half precision",
+    "log-of-softmax": "the logarithm of a softmax that was rounded to half precision: log(0) is -inf",
+    "log-of-sigmoid": "the logarithm of a sigmoid that was rounded to half precision: log(0) is -inf",
+    "half-gradient": "a gradient that is summed in half precision over the uses of a weight",
+    "infinite-constant": "a finite constant that is infinite in half precision",
+    "half-all-reduce": "a sum over devices in half precision",
+}
+"""The names of findings, and what each is."""
+
+REMEDIES = {
+    "float32-matmul": "cast what it reads, or give the layer a dtype",
+    "accidental-promotion": "cast the float32 operand, or widen the other one where that is meant",
+    "half-reduction": REMEDY,
+    "half-cumulative": "cast to float32 first",
+    "round-trip-cast": "leave both casts out",
+    "float16-exp": "cast to float32 first",
+    "float16-log": "cast to float32 first",
+    "float16-softmax": "cast to float32 first",
+    "float16-norm": "square and sum in float32",
+    "half-logits": "cast the logits to float32",
+    "log-of-softmax": "use jax.nn.log_softmax of float32 logits",
+    "log-of-sigmoid": "use jax.nn.log_sigmoid of float32 logits",
+    "half-gradient": "cast the weight at each use, inside of a loop, after a lookup; or add in float32",
+    "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
+    "half-all-reduce": "cast to float32 before, and back after",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +126,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AuditReport:
+class AuditReport(Report):
     """What `numerics.audit` found: a table in a terminal, and in a notebook.
 
     Attributes:
@@ -157,15 +199,18 @@ class AuditReport:
         counts = f"{len(self.rows)} rows, {_total(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
-    def __str__(self) -> str:
-        from ._text import as_text
+    _wraps_notes = False  # a line of the source stays whole
 
-        return as_text(self)
+    def _list_tables(self, width: int | None) -> list[Table]:
+        tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
+        return [*tables, _make_row_table(_choose_rows(self.rows))] if self.rows or width is None else tables
 
-    def _repr_html_(self) -> str:
-        from ._html import as_html
-
-        return as_html(self)
+    def _list_notes(self) -> list[str]:
+        notes = []
+        if len(self.rows) > MOST_ROWS:
+            notes.append(f"{len(self.rows) - MOST_ROWS} rows of less work are left out: `.rows` has them.")
+        notes += [f"{line}: the body of this while loop counts once." for line in self.uncounted_loops]
+        return [*notes, *map(str, self.findings)] if self.findings else [*notes, "no findings"]
 
 
 _EXAMPLE = "For example: report.assert_no('float32-matmul')."
@@ -184,3 +229,42 @@ def _described(matmul: Matmul) -> str:
 
 def _plain(entry: Finding | Matmul) -> dict[str, Any]:
     return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}
+
+
+def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
+    """A row for each dtype that matmuls run in: how many of them there are, and their work."""
+    total = sum(matmul.flops for matmul in matmuls)
+    rows = []
+    for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
+        group = [matmul for matmul in matmuls if matmul.dtype == dtype]
+        passes = (_total(matmul for matmul in group if matmul.backward == backward) for backward in (False, True))
+        work = sum(matmul.flops for matmul in group)
+        rows.append((dtype, *map(str, passes), format_count(work), f"{work / total:.1%}" if total else ""))
+    return Table([Column("matmuls in"), *map(_number_column, ("forward", "backward", "flops", "of all"))], rows)
+
+
+def _make_row_table(rows: Iterable[AuditRow]) -> Table:
+    texts, numbers = ("module", "operation", "dtype", "pass"), ("count", "flops", "bytes")
+    cells = [
+        (
+            row.path,
+            row.operation,
+            "->".join(shorten_dtypes([dtype]) for dtype in row.dtype.split("->")),
+            "backward" if row.backward else "forward",
+            str(row.count),
+            format_count(row.flops),
+            format_bytes(row.bytes),
+        )
+        for row in rows
+    ]
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
+
+
+def _number_column(header: str) -> Column:
+    return Column(header, is_number=True, wraps=False)
+
+
+def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:
+    """The rows that cost most, in the order of the program."""
+    dearest = set(sorted(rows, key=lambda row: (-row.flops, -row.bytes))[:MOST_ROWS])
+    return [row for row in rows if row in dearest]

@@ -10,7 +10,7 @@ import optax
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._rounding import is_half
-from .._tree import PyTree, cast_floating
+from .._trees import PyTree, cast_floating
 from ._inner import check_not_outermost, check_transformation, with_dtypes_of
 from ._step import with_extra_args
 

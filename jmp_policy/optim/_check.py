@@ -4,7 +4,7 @@ import numpy as np
 
 from .._loss_scale import DynamicLossScale
 from .._scaled_state import scaled_state
-from .._tree import PyTree
+from .._trees import PyTree
 
 
 def check(state: PyTree, *, patience: int = 10) -> None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import at_least_float32
-from .._overwrite import map_state, name_state
-from .._tree import PyTree
+from .._float8_state import map_state, name_state
+from .._trees import PyTree
 
 
 def accumulate(total: PyTree, grads: PyTree) -> PyTree:

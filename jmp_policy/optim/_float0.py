@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._tree import PyTree
+from .._trees import PyTree
 
 
 def has_float0(grads: PyTree) -> bool:

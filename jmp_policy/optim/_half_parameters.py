@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from .._rounding import is_half
-from .._tree import PyTree
+from .._trees import PyTree
 from ._inner import check_not_loss_scaled, check_not_outermost, check_transformation, with_dtypes_of
 from ._step import ParameterUpdate, step, with_extra_args
 

@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from .._scaled_state import has_scaled_state
-from .._tree import PyTree
+from .._trees import PyTree
 from ._step import ParameterUpdate
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._rounding import round_to_half, rounded
-from .._tree import PyTree
+from .._trees import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widened
 
 

@@ -8,7 +8,7 @@ import optax
 
 from .._rounding import round_to_half
 from .._scaled_state import without_variables
-from .._tree import PyTree, cast_floating
+from .._trees import PyTree, cast_floating
 from ._half_parameters import check_fits, map_half, widened_alone
 from ._kahan import COMPENSATED, KahanState
 from ._master_weights import COPIES, SPLIT, MasterWeightsState, SplitWeightsState

@@ -9,7 +9,7 @@ import optax
 from .._dtypes import did_you_mean
 from .._messages import quote
 from .._rounding import is_half, join_float32, round_to_half, split_float32
-from .._tree import PyTree
+from .._trees import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widened
 
 

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from .._rounding import stochastically_rounded
-from .._tree import PyTree
+from .._trees import PyTree
 from ._half_parameters import Storage, half_parameters, map_half, widened_alone
 
 

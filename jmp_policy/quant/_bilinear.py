@@ -5,7 +5,7 @@ whose label is not in the result is summed over; what remains says where a scale
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,17 @@ class Bilinear:
     out: Labels
     compute: "Dot | Convolution | Einsum"
 
-    def summed(self, operand: Labels) -> tuple[int, ...]:
+    def summed_axes(self, operand: Labels) -> tuple[int, ...]:
         """The axes of an operand that are summed over, counted from the front."""
         return tuple(i for i, label in enumerate(operand) if label not in self.out)
 
-    def aligned(self, scale: jax.Array, operand: Labels) -> jax.Array:
+    def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:
         """A scale of an operand, with length 1 on the axes that are summed over, to multiply the result with."""
         kept = [i for i, label in enumerate(operand) if label in self.out]
         order = sorted(kept, key=lambda i: self.out.index(operand[i]))
         lengths = {operand[i]: scale.shape[i] for i in kept}
         if order != kept:  # axes of length 1 need no moving
-            scale = lax.transpose(scale, (*order, *self.summed(operand)))
+            scale = lax.transpose(scale, (*order, *self.summed_axes(operand)))
         return scale.reshape([lengths.get(label, 1) for label in self.out])
 
 
@@ -89,10 +89,10 @@ def _options(compute: Dot | Einsum, preferred: Any) -> dict[str, Any]:
     return {"precision": compute.precision, "preferred_element_type": dtype, **sharding}
 
 
-def dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
+def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
     """`lax.dot_general`: the result has the axes of the batch, then those left over of the left, then of the right.
 
-    >>> dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
+    >>> label_dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
     ('l0', 'r1')
     """
     (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
@@ -106,7 +106,7 @@ def dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
     return Bilinear(tuple(left), tuple(right), (*batch, *free), compute)
 
 
-def convolution(left_ndim: int, compute: Convolution) -> Bilinear:
+def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
     """`lax.conv_general_dilated`: an example of the batch and an output feature are axes of their own.
 
     Each window overlaps with others, so that a scale of the input is one for all places of an example.
@@ -118,13 +118,13 @@ def convolution(left_ndim: int, compute: Convolution) -> Bilinear:
     return Bilinear(tuple(left), tuple(right), tuple(out), compute)
 
 
-def einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
+def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
     """`jnp.einsum` of two operands, written out.
 
     Raises:
       ValueError: it is no equation of two operands and a result, or one of them has a label twice.
 
-    >>> einsum(3, 2, Einsum("...d,nd->...n")).out
+    >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
     ('.0', '.1', 'n')
     """
     equation = compute.equation.replace(" ", "")
@@ -136,12 +136,12 @@ def einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
             "For example: 'abc,cd->abd'."
         )
     left, right = operands.split(",")
-    dots = max(_dots(left, left_ndim), _dots(right, right_ndim))
-    named = (_labels(left, _dots(left, left_ndim), dots), _labels(right, _dots(right, right_ndim), dots))
+    dots = max(_count_dots(left, left_ndim), _count_dots(right, right_ndim))
+    named = (_labels(left, _count_dots(left, left_ndim), dots), _labels(right, _count_dots(right, right_ndim), dots))
     return Bilinear(*named, _labels(out, dots, dots), compute)
 
 
-def _dots(term: str, ndim: int) -> int:
+def _count_dots(term: str, ndim: int) -> int:
     return ndim - len(term.replace("...", "")) if "..." in term else 0
 
 
@@ -149,3 +149,71 @@ def _labels(term: str, count: int, dots: int) -> Labels:
     """The labels of a term; the axes under its ellipsis are counted from the last, as broadcasting does."""
     before, _, after = term.partition("...")
     return (*before, *(f".{i}" for i in range(dots - count, dots)), *after)
+
+
+class Call(NamedTuple):
+    """A call of one of JAX's operations.
+
+    Attributes:
+      operation: what it computes.
+      lhs: its left operand.
+      rhs: its right operand.
+    """
+
+    operation: Bilinear
+    lhs: jax.Array
+    rhs: Any
+
+
+def describe_dot_general(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> Call:
+    """A call of `lax.dot_general`, with its arguments."""
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
+    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
+
+
+def describe_einsum(
+    equation: str,
+    lhs: jax.Array,
+    rhs: Any,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> Call:
+    """A call of `jnp.einsum` of two operands, with its arguments."""
+    return Call(
+        label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
+    )
+
+
+def describe_convolution(
+    lhs: jax.Array,
+    rhs: Any,
+    window_strides: Any,
+    padding: Any,
+    *,
+    dimension_numbers: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Call:
+    """A call of `lax.conv_general_dilated`, with its arguments but for the dilations by position."""
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    padding = padding if isinstance(padding, str) else tuple(tuple(p) for p in padding)
+    given = {"window_strides": tuple(window_strides), "padding": padding, "dimension_numbers": numbers, **options}
+    given |= {} if out_sharding is None else {"out_sharding": out_sharding}
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return Call(label_convolution(lhs.ndim, Convolution(tuple(hashable.items()), preferred_element_type)), lhs, rhs)
+
+
+def _axes(axes: Any) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in axes)

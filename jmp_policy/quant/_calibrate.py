@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .._boundary import adapter_of
+from .._adapter import find_adapter
 from .._messages import warn_user
 from ._calibration import Calibration
 from ._clip import Clip, checked
@@ -51,7 +51,7 @@ def calibrate(
     ({'': 3.0}, Array(3., dtype=float32))
     """
     checked(clip)
-    adapter = None if isinstance(model, type) else adapter_of(model)
+    adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
             f"calibrate takes a Flax module, got {model!r}. "

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._boundary import adapter_of
+from .._adapter import find_adapter
 from .._dtypes import is_floating_dtype
-from .._tree import is_array
+from .._trees import is_array
 from ._array import QuantizedArray
 from ._comparison import Comparison, LayerComparison
 from ._watched import Called
@@ -86,7 +86,7 @@ class _Outputs:
 
 
 def _weights(model: Any) -> dict[str, Any]:
-    adapter = None if isinstance(model, type) else adapter_of(model)
+    adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
             f"compare takes Flax modules, got {model!r}. For example: compare(model.bind(variables), "
@@ -110,7 +110,7 @@ def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
 
 def _run(model: Any, outputs: _Outputs, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
     with jax.disable_jit():
-        return adapter_of(model).call_watched(model, outputs.watch, inputs, method, kwargs)
+        return find_adapter(model).call_watched(model, outputs.watch, inputs, method, kwargs)
 
 
 def _row(path: str, before: Any, after: Any, called: Called | None, error: float | None) -> LayerComparison:

@@ -6,54 +6,24 @@ layer's `__eq__` and for JAX's caches.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._formats import Int4, Integers
+from .._float8_format import Float8
+from .._formats import Integers
+from ._amax_history import State, needs_state
 from ._array import QuantizedArray
-from ._layout import Layout, block_length, format_of, kernel_layout, why_left
-from ._operations import conv_general_dilated, dot_general, einsum
-from ._weight import Unquantized, fake_quantized
+from ._float8_product import float8_product, why_sizes_wide, why_weight_wide
+from ._layout import Layout, kernel_layout, layer_size
+from ._operations import OPERATIONS
+from ._weight import Unquantized, fake_quantize, prepare_weight
 
-WEIGHT_NAMES = ("kernel", "embedding")
-"""What Flax's layers call the weights that are quantized: those of two or more axes."""
-
-
-def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
-    """An array on its way into a product: quantized, yet to be, or itself where it is too small.
-
-    Raises:
-      ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
-    """
-    if isinstance(array, QuantizedArray):
-        return as_format(array, format, where)
-    format = format_of(format, layout)
-    if why_left(array.shape, layout, format):
-        return array
-    weight = Unquantized(array, format, layout.of(array.shape))
-    if isinstance(format, Int4):
-        block_length(weight.layout, format, where)  # here, where its name is known
-    return weight
-
-
-def as_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
-    """A quantized weight that computes as a policy says, if its integers are those of the policy.
-
-    Raises:
-      ValueError: they are not.
-    """
-    format = format_of(format, array.layout)
-    same_kind = type(array.format) is type(format)
-    if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
-        return array if array.format == format else dataclasses.replace(array, format=format)
-    raise ValueError(
-        f"The weight{where} is stored as {str(array.format)!r}, and its policy says {str(format)!r}. Give the model "
-        f"the policy it was quantized with, such as '{array.format}_from_mixed_bfloat16', or quantize it again from "
-        "the original."
-    )
+WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
+"""Why embeddings compute in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +47,15 @@ class Promote:
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, kernel, bias = arrays[0] if self.as_tuple else arrays
         layout = self.layout or kernel_layout(kernel.shape, None if bias is None else bias.shape)
-        weight = weight_of(kernel, self.format, layout, self.where)
+        weight = prepare_weight(kernel, self.format, layout, self.where)
         if not isinstance(weight, QuantizedArray | Unquantized):
-            return tuple(self._promoted((inputs, kernel, bias), dtype, options))
+            return tuple(self._promote_arrays((inputs, kernel, bias), dtype, options))
         # The dtype of the weight has a say, where the layer's own is open; its numbers stay as they are stored.
         stands_for_weight = jnp.zeros((), weight.dtype)
-        inputs, _, bias = self._promoted((inputs, stands_for_weight, bias), dtype, options)
+        inputs, _, bias = self._promote_arrays((inputs, stands_for_weight, bias), dtype, options)
         return inputs, weight, bias
 
-    def _promoted(self, arrays: tuple, dtype: Any, options: dict[str, Any]) -> Any:
+    def _promote_arrays(self, arrays: tuple, dtype: Any, options: dict[str, Any]) -> Any:
         return self.promote(*((arrays,) if self.as_tuple else arrays), dtype=dtype, **options)
 
 
@@ -95,7 +65,7 @@ class Round(Promote):
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, weight, bias = super().__call__(*arrays, dtype=dtype, **options)
         is_weight = isinstance(weight, QuantizedArray | Unquantized)
-        return inputs, fake_quantized(weight, inputs.dtype) if is_weight else weight, bias
+        return inputs, fake_quantize(weight, inputs.dtype) if is_weight else weight, bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +74,7 @@ class Multiply:
 
     Attributes:
       own: what the layer computes any other product with.
-      operation: one of `"dot_general"`, `"conv_general_dilated"`, `"einsum"`.
+      operation: its name in `OPERATIONS`.
     """
 
     own: Callable[..., Any]
@@ -112,16 +82,99 @@ class Multiply:
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         quantized = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
-        return (_OPERATIONS[self.operation] if quantized else self.own)(*operands, **options)
+        return (OPERATIONS[self.operation].quantized if quantized else self.own)(*operands, **options)
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "dot_general": dot_general,
-    "conv_general_dilated": conv_general_dilated,
-    "einsum": einsum,
-}
+@dataclasses.dataclass(frozen=True)
+class Float8Multiply:
+    """The `dot_general`, `conv_general_dilated` or `einsum_op` of a layer, in 8 bits where the weight is fit for it.
+
+    Attributes:
+      own: what the layer computes any other product with.
+      operation: its name in `OPERATIONS`.
+      format: of the policy.
+      state: finds the state of the layer, with `DelayedScaling`.
+    """
+
+    own: Callable[..., Any]
+    operation: str
+    format: Float8
+    state: Callable[[], State] = dataclasses.field(compare=False)  # like layers share what JAX compiles
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        operation, lhs, rhs = OPERATIONS[self.operation].describe(*operands, **options)
+        if why_weight_wide(operation, lhs.shape, rhs.shape, self.format) is not None:
+            return self.own(*operands, **options)
+        return float8_product(operation, lhs, rhs, self.format, self.state() if needs_state(self.format) else None)
 
 
-def _computing(format: Integers) -> dict[str, Any]:
-    """The options of a format that say how to compute, and nothing of how it is stored."""
-    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}
+def why_layer_wide(
+    shape: tuple[int, ...], layout: Layout, format: Float8, *, is_convolution: bool = False, groups: int = 1
+) -> str | None:
+    """Why a layer computes in the compute dtype, whatever its inputs; `None` if it does not.
+
+    Args:
+      shape: of its weight.
+      layout: of its weight.
+      format: of the policy.
+      is_convolution: whether it is one, whose window is no matter.
+      groups: the number of groups of features, of a convolution.
+
+    >>> why_layer_wide((3, 3, 3, 64), Layout((3, 3, 3), 1), Float8(min_size=0), is_convolution=True)
+    'the length 3 is no multiple of 16'
+    """
+    if groups != 1:
+        return "its convolution is one of groups"
+    inputs = layout.contracted[-1] if is_convolution else layout.length
+    return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedLayer:
+    """How a type of Flax's layers multiplies by its weight: a row of linen's table of layers, or of nnx's.
+
+    To add a layer, add its type and its row to `linen/_layer_table.py` or `nnx/_layer_table.py`.
+
+    Attributes:
+      weight: the name of the parameter that is the weight, one of `WEIGHT_NAMES`.
+      operation: the name in `OPERATIONS` of what the layer multiplies with; `None` where ours cannot take its place.
+      field: the field or attribute of the layer that holds this function; `None` where a method of the layer calls it.
+      layout: `(layer, shape of the weight) -> Layout`, where the layer tells the layout; `None` where the name of the
+        weight and the bias beside it do.
+      promote: what takes the place of the layer's `promote_dtype`.
+    """
+
+    weight: str
+    operation: str | None = None
+    field: str | None = None
+    layout: Callable[[Any, tuple[int, ...]], Layout] | None = None
+    promote: type[Promote] = Promote
+
+    @property
+    def default(self) -> Callable[..., jax.Array] | None:
+        """The function that the layer multiplies with if its author gave it no other."""
+        return None if self.operation is None else OPERATIONS[self.operation].default
+
+    def multiply(self) -> Multiply:
+        """What takes the place of that function where the weight is quantized."""
+        assert self.operation is not None
+        return Multiply(OPERATIONS[self.operation].default, self.operation)
+
+    def float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
+        """What takes the place of that function under a float8 policy.
+
+        Args:
+          format: of the policy.
+          state: finds the state of the layer, with `DelayedScaling`.
+        """
+        assert self.operation is not None
+        return Float8Multiply(OPERATIONS[self.operation].default, self.operation, format, state)
+
+
+def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:
+    """The row of a class of layers, or of the nearest class in the table that it is a subclass of.
+
+    >>> find_row({list: WeightedLayer("kernel")}, type("Layer", (list,), {})).weight
+    'kernel'
+    """
+    return next((table[base] for base in kind.__mro__ if base in table), None)

@@ -1,16 +1,24 @@
 """Post-training quantization: of linen's variables here, of nnx models by their adapter."""
 
+import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from .._boundary import adapter_of
+from .._adapter import find_adapter
+from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
-from .._tree import is_flax_object
+from .._messages import warn_user
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from ._array import QuantizedArray
 from ._clip import Clip
-from ._quantize_variables import quantize_variables
+from ._layout import Layout, kernel_layout, table_layout
 from ._quantizer import Quantizer
+from ._weight import WEIGHT_NAMES
 
 
 def quantize(
@@ -56,7 +64,7 @@ def quantize(
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
-    adapter = None if isinstance(target, type) else adapter_of(target)
+    adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and hasattr(adapter, "quantize"):
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
@@ -76,3 +84,119 @@ def _has_flax_objects(tree: Any) -> bool:
 
 def _kind(target: Any) -> str:
     return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
+
+
+def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
+    """The same tree, whose weights are quantized; see `quantize`.
+
+    Raises:
+      ValueError: a rule of the map names a type, or a pattern of `stacked` is none or matches nothing.
+    """
+    given = quantizer.given
+    _check_keys(given)
+    if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
+        from . import _serialization as _serialization
+    stacks = _Stacks(stacked)
+    params: Any = variables.get("params", variables)
+
+    def quantized(path: tuple, value: Any) -> Any:
+        module, _, name = _join_path(path).rpartition("/")
+        array = _unbox(value)
+        if name not in WEIGHT_NAMES or np.ndim(array) < 2:
+            return value
+        layout = _layout(name, array, _unbox(_bias(params, path)), stacks.depth(module))
+        new = quantizer.weight(module, name, array, layout, given if isinstance(given, Policy) else given[module])
+        if new is None:
+            return value
+        return value.replace_boxed(new) if _is_boxed(value) else new
+
+    new = jax.tree_util.tree_map_with_path(quantized, params, is_leaf=_is_whole)
+    stacks.check()
+    unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
+    quantizer.check(unused)
+    for message in unused:
+        warn_user(message)
+    if "params" not in variables:
+        return new
+    make: Any = type(variables)
+    return make({**variables, "params": new})
+
+
+class _Stacks:
+    """The patterns that say whose weights have leading axes of layers: as of a map, each covers what is inside."""
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        if isinstance(patterns, str):
+            raise ValueError(f"stacked is a collection of patterns, got the string {patterns!r}; write [{patterns!r}].")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"{pattern!r} of stacked is no valid pattern: {error}. For example: stacked=['blocks']."
+                ) from None
+        self._unused = dict.fromkeys(patterns)
+        self._patterns = tuple(self._unused)
+        self._modules: list[str] = []
+
+    def depth(self, module: str) -> int:
+        """How many leading axes the weights of a module have: one for each pattern that covers it."""
+        self._modules.append(module)
+        names = module.split("/")
+        around = ["/".join(names[:n]) for n in range(1, len(names) + 1)]
+        covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
+        for pattern in covering:
+            self._unused.pop(pattern, None)
+        return len(covering)
+
+    def check(self) -> None:
+        """Checks that each pattern covered a module with a weight."""
+        for pattern in self._unused:
+            known = ", ".join(map(repr, self._modules[:5])) or "none"
+            raise ValueError(f"{pattern!r} of stacked covers no module with a weight. Such modules are {known}.")
+
+
+def _check_keys(given: Policy | PolicyMap) -> None:
+    """Checks that the variables alone tell which rule holds."""
+    types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
+    if types:
+        name = types[0].__qualname__
+        raise ValueError(
+            f"A rule of the map is for the type {name}, and variables do not tell the types of their modules. Give the "
+            "rule a pattern of paths. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
+        )
+
+
+def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
+    if name == "embedding":
+        return table_layout(array.shape)
+    return kernel_layout(array.shape, None if bias is None else np.shape(bias), depth)
+
+
+def _bias(params: Any, path: tuple) -> Any:
+    for name in _join_path(path).split("/")[:-1]:
+        params = params[name]
+    return params.get("bias")
+
+
+def _modules(params: Any) -> list[str]:
+    """The paths of all modules with parameters, and of those around them."""
+    leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
+    names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
+    return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
+
+
+def _join_path(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, QuantizedArray) or _is_boxed(node)
+
+
+def _is_boxed(value: Any) -> bool:
+    return hasattr(value, "replace_boxed")
+
+
+def _unbox(value: Any) -> Any:
+    return value.unbox() if _is_boxed(value) else value

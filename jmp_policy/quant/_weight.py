@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 
-from .._formats import Integers
+from .._formats import Int4, Integers
 from ._array import QuantizedArray, quantize_array
-from ._layout import Layout
+from ._layout import Layout, block_length, choose_format, why_too_small
+
+WEIGHT_NAMES = ("kernel", "embedding")
+"""What Flax's layers call the weights that are quantized: those of two or more axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +47,10 @@ class Unquantized:
         return quantize_array(self.array, self.format, self.layout)
 
 
-Weight = QuantizedArray | Unquantized
+StoredWeight = QuantizedArray | Unquantized
 
 
-def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
+def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
     """A weight rounded to what its integers stand for; the gradient passes straight through to the one stored.
 
     Args:
@@ -59,24 +62,63 @@ def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
     """
     if isinstance(weight, QuantizedArray):
         return weight.dequantize(dtype)
-    spec = _Spec(weight.format, weight.layout, weight.dtype if dtype is None else dtype)
-    return _rounded_straight_through(weight.array, spec)
+    spec = _FakeQuantization(weight.format, weight.layout, weight.dtype if dtype is None else dtype)
+    return _round_straight_through(weight.array, spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
+class _FakeQuantization:
     format: Integers
     layout: Layout
     dtype: Any
 
 
-def _rounded(array: jax.Array, spec: _Spec) -> jax.Array:
+def _round(array: jax.Array, spec: _FakeQuantization) -> jax.Array:
     return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
 
 
-_rounded_straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1,))
+_round_straight_through = jax.custom_jvp(_round, nondiff_argnums=(1,))
 
 
-@_rounded_straight_through.defjvp
-def _straight_through(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _rounded_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
+@_round_straight_through.defjvp
+def _straight_through(spec: _FakeQuantization, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _round_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
+
+
+def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
+    """An array on its way into a product: quantized, yet to be, or itself where it is too small.
+
+    Raises:
+      ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
+    """
+    if isinstance(array, QuantizedArray):
+        return match_format(array, format, where)
+    format = choose_format(format, layout)
+    if why_too_small(array.shape, layout, format):
+        return array
+    weight = Unquantized(array, format, layout.of(array.shape))
+    if isinstance(format, Int4):
+        block_length(weight.layout, format, where)  # here, where its name is known
+    return weight
+
+
+def match_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
+    """A quantized weight that computes as a policy says, if its integers are those of the policy.
+
+    Raises:
+      ValueError: they are not.
+    """
+    format = choose_format(format, array.layout)
+    same_kind = type(array.format) is type(format)
+    if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
+        return array if array.format == format else dataclasses.replace(array, format=format)
+    raise ValueError(
+        f"The weight{where} is stored as {str(array.format)!r}, and its policy says {str(format)!r}. Give the model "
+        f"the policy it was quantized with, such as '{array.format}_from_mixed_bfloat16', or quantize it again from "
+        "the original."
+    )
+
+
+def _computing(format: Integers) -> dict[str, Any]:
+    """The options of a format that say how to compute, and nothing of how it is stored."""
+    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}

@@ -106,7 +106,7 @@ def test_comparison_is_shown_as_a_table(monkeypatch, capsys):
 
 
 def test_doctor_shows_rates_and_a_recommendation(monkeypatch, capsys):
-    from jmp_policy.demo._device_rates import MATMULS
+    from jmp_policy.demo._doctor import MATMULS
 
     rates = [demo.MatmulRate(kind, 0.15, 1.0) for kind in MATMULS[:-1]] + [demo.MatmulRate(MATMULS[-1], None, 0.0)]
     advice = demo.Recommendation("float32", "half precision is slower here")

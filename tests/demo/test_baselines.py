@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jmp_policy.demo._baselines import bigram_bits_per_byte, unigram_bits_per_byte
+from jmp_policy.demo._data import bigram_bits_per_byte, unigram_bits_per_byte
 
 
 def markov_bytes(length: int) -> tuple[np.ndarray, float]:

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from jmp_policy.demo import MatmulRate, diagnose
-from jmp_policy.demo._device_rates import MATMULS, measure_matmuls
-from jmp_policy.demo._doctor import recommend_policy
+from jmp_policy.demo._doctor import MATMULS, measure_matmuls, recommend_policy
 
 
 def rates(**speedups: float) -> list[MatmulRate]:

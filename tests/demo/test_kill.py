@@ -16,17 +16,17 @@ from pathlib import Path
 folder, out, api, resume, last_step = sys.argv[2:]
 sys.path.insert(0, sys.argv[1])
 import tiny
-from jmp_policy.demo import _training_run, train
+from jmp_policy.demo import _train, train
 
-_training_run.CHECKPOINT_EVERY = 10
-sample_batch = _training_run.sample_batch
+_train.CHECKPOINT_EVERY = 10
+sample_batch = _train.sample_batch
 
 def sample_or_die(*args, **kwargs):
     if kwargs["step"] == int(last_step):
         os.kill(os.getpid(), signal.SIGKILL)
     return sample_batch(*args, **kwargs)
 
-_training_run.sample_batch = sample_or_die
+_train.sample_batch = sample_or_die
 wishes = {"steps": 40, "api": api, "policy": "mixed_float16", "resume": resume == "resume"}
 train(tiny.options(Path(folder), out=Path(out), **wishes), tiny.silent_console())
 """

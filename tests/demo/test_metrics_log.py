@@ -3,7 +3,7 @@
 import json
 import math
 
-from jmp_policy.demo._metrics_log import MetricsLog
+from jmp_policy.demo._run_folder import MetricsLog
 
 
 def test_records_come_back_and_numbers_that_json_lacks_are_null(tmp_path):

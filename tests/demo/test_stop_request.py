@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jmp_policy.demo._stop_request import StopRequest
+from jmp_policy.demo._display import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

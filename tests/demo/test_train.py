@@ -16,11 +16,10 @@ from jmp_policy.demo import (
     Recommendation,
     UserError,
     _train as train_module,
-    _training_run,
     train,
 )
 from jmp_policy.demo._run_folder import RunConfig, RunFolder
-from jmp_policy.demo._trainer import TrainerConfig
+from jmp_policy.demo._trainer import make_trainer
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -39,7 +38,7 @@ def records(path) -> list[dict]:
 @pytest.fixture
 def table(monkeypatch):
     """Trains a table instead of a GPT: nothing to compile."""
-    monkeypatch.setattr(_training_run, "make_trainer", lambda api, config: tiny.TableTrainer(config))
+    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
 
 
 @pytest.fixture
@@ -47,14 +46,14 @@ def stop_after(monkeypatch):
     """Presses Ctrl-C in the middle of a step."""
 
     def press(step: int) -> None:
-        sample = _training_run.sample_batch
+        sample = train_module.sample_batch
 
         def sample_and_press(*args, **kwargs):
             if kwargs["step"] == step - 1:
                 signal.raise_signal(signal.SIGINT)
             return sample(*args, **kwargs)
 
-        monkeypatch.setattr(_training_run, "sample_batch", sample_and_press)
+        monkeypatch.setattr(train_module, "sample_batch", sample_and_press)
 
     return press
 
@@ -133,7 +132,7 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
 
 
 def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder, monkeypatch):
-    monkeypatch.setattr(_training_run, "make_trainer", lambda api, config: tiny.TableTrainer(config))
+    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
     run(folder, steps=1)
     monkeypatch.undo()  # now it is a GPT
     before = contents(folder / "run")
@@ -214,13 +213,13 @@ def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
 
 
 def test_a_run_that_only_overflows_says_that_it_is_stuck(folder, monkeypatch):
-    monkeypatch.setattr(_training_run, "TrainerConfig", overflowing_config)
+    monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
     with pytest.raises(FloatingPointError, match="Training is stuck: the last 12 steps were skipped"):
         run(folder, steps=12, policy="mixed_float16")
 
 
-def overflowing_config(*args):
-    return dataclasses.replace(TrainerConfig(*args), loss_scale=StaticLossScale(2.0**127))
+def make_overflowing_trainer(api, config):
+    return make_trainer(api, dataclasses.replace(config, loss_scale=StaticLossScale(2.0**127)))
 
 
 def contents(folder) -> dict[str, bytes]:

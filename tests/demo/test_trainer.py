@@ -6,7 +6,8 @@ import pytest
 from tiny import MODEL
 
 import jmp_policy as jmp
-from jmp_policy.demo._trainer import TrainerConfig, make_trainer, scaling_figures
+from jmp_policy.demo._gpt import TrainerConfig
+from jmp_policy.demo._trainer import make_trainer, scaling_figures
 
 WINDOWS = np.random.default_rng(0).integers(97, 101, (4, MODEL.context + 1)).astype(np.uint8)
 

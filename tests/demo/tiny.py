@@ -10,7 +10,7 @@ from rich.console import Console
 
 import jmp_policy as jmp
 from jmp_policy.demo import GPTConfig, TrainOptions
-from jmp_policy.demo._trainer import TrainerConfig, cross_entropy, split_windows
+from jmp_policy.demo._gpt import TrainerConfig, cross_entropy, split_windows
 
 MODEL = GPTConfig(width=16, depth=1, heads=2, context=16)
 

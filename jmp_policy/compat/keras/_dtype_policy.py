@@ -7,7 +7,7 @@ from ..._get_policy import default_policy
 from ..._grammar import parse_policy
 from ..._messages import quote
 from ..._policy import Policy as JmpPolicy
-from ..._tree import cast_floating
+from ..._trees import cast_floating
 
 
 class DTypePolicy:
@@ -20,8 +20,8 @@ class DTypePolicy:
         `jmp_policy.get_policy` reads and that quantizes nothing; `None` for the global policy's.
 
     Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy, or of a quantized one, which is a `QuantizedDTypePolicy`.
+      TypeError: `name` is not a string.
+      ValueError: `name` names no policy, or a quantized one, which is a `QuantizedDTypePolicy`.
 
     Source: `keras.DTypePolicy` of Keras 3.
 

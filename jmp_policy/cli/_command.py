@@ -1,0 +1,46 @@
+"""What the commands share: the error of a user, types of arguments, and the terminal."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class UserError(ValueError):
+    """Says in one line what is wrong with the user's input and what would work.
+
+    The command line prints it without a traceback and exits with status 2. Anything else that is raised is a bug
+    of ours and keeps its traceback.
+    """
+
+
+def positive_int(text: str) -> int:
+    """Reads an integer of at least one.
+
+    >>> positive_int("20")
+    20
+    """
+    return _int_from(text, 1)
+
+
+def seed(text: str) -> int:
+    """Reads an integer of at least zero and at most 2**32 - 1.
+
+    >>> seed("0")
+    0
+    """
+    return _int_from(text, 0)
+
+
+def _int_from(text: str, least: int) -> int:
+    if not text.isdecimal() or not least <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"expected an integer from {least} to {2**32 - 1}, got {text!r}")
+    return int(text)
+
+
+def make_console() -> "Console":
+    """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,170 @@
+"""`jmp-policy train`, `compare` and `doctor`: what the demo does."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._command import make_console, positive_int, seed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..demo import Diagnosis, MatmulRate, TrainResult, VariantResult
+
+
+def add_train(commands: Any) -> None:
+    """Adds `jmp-policy train` to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level GPT in mixed precision on real text",
+        description="Train a byte-level GPT in mixed precision, by default on the sources of the Python standard "
+        "library. Ctrl-C saves first; --resume continues bit-exactly.",
+    )
+    parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
+    parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
+    parser.add_argument("--policy", help="such as float8_from_mixed_bfloat16 (default: what the doctor recommends)")
+    parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
+    parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
+    parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out, or the last one in runs/")
+    parser.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """Trains, and prints how it ended."""
+    from ..demo import TrainOptions, train
+
+    names = ("api", "policy", "steps", "seed", "out", "resume")
+    options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})
+    console = make_console()
+    result = train(options, console)
+    if result.finished:
+        _print_result(result, console)
+        return 0
+    resume = f"jmp-policy train --resume --out {result.folder}"
+    console.print(f"stopped and saved at step {result.step}; continue with: {resume}")
+    return 130
+
+
+def _print_result(result: "TrainResult", console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table("validation loss", "bits per byte")
+    table.columns[1].justify = "right"
+    losses = {"this model": result.validation, "bigram baseline": result.bigram, "unigram baseline": result.unigram}
+    for name, loss in losses.items():
+        table.add_row(name, "not finite" if math.isnan(loss) else f"{loss:.3f}")
+    console.print(table, soft_wrap=False)
+    verdict = "beats" if result.validation < result.bigram else "does not beat"
+    files = "metrics.jsonl, loss.png, checkpoints/"
+    console.print(f"The model {verdict} the bigram baseline. {result.folder}/ holds {files}")
+
+
+def add_compare(commands: Any) -> None:
+    """Adds `jmp-policy compare` to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "compare",
+        help="the same short training in float32, bfloat16 and float16 with and without loss scaling",
+        description="Run the same short training in float32, in bfloat16, and in float16 without and with a dynamic "
+        "loss scale, and print one table.",
+    )
+    parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
+    parser.add_argument("--steps", type=positive_int, default=200, help="of each training (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of parameters and batches (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the folder for table and plot (default: the next runs/compare-001)")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Compares, and prints the table."""
+    from ..demo import CompareOptions, compare
+
+    console = make_console()
+    options = CompareOptions(tuple(arguments.data), arguments.steps, arguments.seed, arguments.out)
+    folder, rows = compare(options, console)
+    console.print(_table(rows), soft_wrap=False)
+    console.print(f"{folder}/ holds table.json, loss.png")
+    return 0
+
+
+def _table(rows: Sequence["VariantResult"]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    title = "Losses in bits per byte, memory in MiB, time in ms"
+    table = Table("policy", title=title, box=box.SIMPLE_HEAD, show_edge=False)  # fits 80 columns
+    for column in ("final\nloss", "vs\nfloat32", "zeroed\ngrads", "skipped\nsteps", "params", "activa-\ntions", "step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name.replace(", ", "\n"),
+            _number(row.final_loss, ".3f"),
+            _number(row.difference, "+.4f"),
+            f"{row.zeroed_gradient_share:.2%}",
+            str(row.skipped_steps),
+            f"{row.parameter_bytes / 2**20:.2f}",
+            f"{row.activation_bytes / 2**20:.2f}",
+            f"{row.step_seconds * 1e3:.1f}",
+        )
+    return table
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "nan"
+
+
+def add_doctor(commands: Any) -> None:
+    """Adds `jmp-policy doctor` to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "doctor",
+        help="which dtypes this device computes natively, how fast, and which policy to use",
+        description="Measure which dtypes this device computes natively and how fast, and recommend a policy.",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Measures, and prints what was found."""
+    from ..demo import diagnose
+
+    del arguments
+    console = make_console()
+    diagnosis = diagnose()
+    console.print(_matmul_table(diagnosis), soft_wrap=False)
+    console.print(_perceptron_table(diagnosis), soft_wrap=False)
+    recommendation = diagnosis.recommendation
+    console.print(f"Recommended policy: {recommendation.policy}")
+    console.print(f"Why: {recommendation.reason}.")
+    return 0
+
+
+def _matmul_table(diagnosis: "Diagnosis") -> "Table":
+    from rich.table import Table
+
+    table = Table("matmul", "native", title=f"Device: {diagnosis.device}")
+    for column in ("TFLOP/s", "to float32"):
+        table.add_column(column, justify="right")
+    for rate in diagnosis.matmuls:
+        table.add_row(rate.kind.name, "yes" if rate.native else "no", *_rate(rate))
+    return table
+
+
+def _rate(rate: "MatmulRate") -> tuple[str, str]:
+    if rate.teraflops is None:
+        return "not supported", "-"
+    return f"{rate.teraflops:.3g}", f"{rate.speedup:.2f}x"
+
+
+def _perceptron_table(diagnosis: "Diagnosis") -> "Table":
+    from rich.table import Table
+
+    table = Table("perceptron, forward and backward")
+    for column in ("time", "to float32"):
+        table.add_column(column, justify="right")
+    reference = diagnosis.perceptron_seconds["float32"]
+    for dtype, seconds in diagnosis.perceptron_seconds.items():
+        table.add_row(dtype, f"{seconds * 1e3:.2f} ms", f"{seconds / reference:.2f}x")
+    return table

@@ -1,0 +1,162 @@
+"""What holds inside an attached module while one of its methods runs."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from .._memory import remember_on_class
+from .._policy import Policy
+from .._policy_map import MapRule, Match, PolicyMap
+from ._place import PLACE, ModulePlace, path_of
+
+
+class _CurrentPolicy:
+    """The active policy. Part of the key of every jit cache: the program of a jitted submodule depends on it.
+
+    JAX never lets go of such a key, so it is a reference that keeps neither the policy nor its classes alive.
+    """
+
+    def __init__(self) -> None:
+        self._reference = jax.make_user_context(None)
+
+    @property
+    def value(self) -> Any:
+        """The active policy, or `None`."""
+        reference = self._reference.value
+        return None if reference is None else reference()
+
+    def __call__(self, active: "ActivePolicy") -> AbstractContextManager[Any]:
+        """The context in which a policy is active."""
+        return self._reference(active.reference)
+
+    def __reduce__(self) -> str:  # by its name, for what pickles functions by value
+        return "CURRENT"
+
+
+CURRENT = _CurrentPolicy()
+
+
+# The types of the modules met in the outermost call that is running, by path. No cache may depend on what is read here:
+# all that it decides for a program, `ActivePolicy.rule` says too.
+_MET: contextvars.ContextVar[dict[str, type[nn.Module]]] = contextvars.ContextVar("modules met")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ActivePolicy:
+    """The inside of an attached module: which policy holds at which path.
+
+    Those of the same values are one object. They are looked up with every cache of JAX's while a call is traced,
+    which is why they are compared by identity.
+
+    Attributes:
+      owner: the policied class of the attached module.
+      path: where it stands in its model.
+      policy: the policy it was given.
+      inferred: what stands for a compute dtype that a policy leaves open: that of the first floating input of the
+        attached module, or of the innermost one around that a rule matches which leaves it open.
+      rule: the rule of the policy map that covers the module whose method is running, if one does.
+    """
+
+    owner: type[nn.Module]
+    path: tuple[str, ...]
+    policy: Policy | PolicyMap
+    inferred: np.dtype | None
+    rule: MapRule | None
+
+    @functools.cached_property
+    def reference(self) -> "weakref.ref[ActivePolicy]":
+        """What stands for the active policy where it is not to be kept alive."""
+        return weakref.ref(self)
+
+    @functools.cached_property
+    def attachment(self) -> "ActivePolicy":
+        """What all active policies inside one attached module have in common."""
+        return intern_active_policy(self.owner, self.path, self.policy, None)
+
+    @functools.cached_property
+    def place(self) -> ModulePlace:
+        """Where the attached module stands in the model that was given the policy."""
+        return getattr(self.owner, PLACE)
+
+    @functools.cached_property
+    def has_paths(self) -> bool:
+        """Whether a rule may tell modules of equal fields apart by where they stand."""
+        return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
+        return self.path == path_of(module) and issubclass(type(module), self.owner)
+
+    def match(self, module: nn.Module) -> Match:
+        """The policy of a module inside; the attached module's boundary is its own, if that is one."""
+        if isinstance(self.policy, Policy):
+            return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
+        names, kind, met = path_of(module)[len(self.path) :], type(module), _MET.get()
+        path = self.place.path(names)
+        known = met if met.setdefault(path, kind) is kind else met | {path: kind}
+        found = self.place.match(self.policy, names, known)
+        is_outermost = names == () and self.place.boundary
+        return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
+
+    def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
+        """What is active while a method of a module runs that this rule covers.
+
+        The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
+        that runs one by `.apply`, must not be taken for that of its like elsewhere.
+        """
+        if rule is self.rule:
+            return self
+        return intern_active_policy(self.owner, self.path, self.policy, self.inferred, rule)
+
+    def replace_inferred(self, dtype: np.dtype | None) -> "ActivePolicy":
+        """What is active where this dtype stands for one left open."""
+        return intern_active_policy(self.owner, self.path, self.policy, dtype, self.rule)
+
+    def explain_unused(self, module: nn.Module) -> list[str]:
+        """What to say, when the call of the attached module is over, of rules that decided for no module."""
+        if isinstance(self.policy, Policy) or self.place.lineage:  # they may be for modules of nnx
+            return []
+        # Those inside a jitted module are met only once: all that were met in models of one structure count.
+        structure = jax.tree.structure(module.variables.get("params"))
+        known = self._known_types.setdefault(structure, weakref.WeakValueDictionary())
+        known.update(_MET.get())
+        return self.policy.explain_unused(dict(known))
+
+    @functools.cached_property
+    def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:
+        return {}
+
+    def _fill_compute_dtype(self, policy: Policy) -> Policy:
+        return policy if policy.compute_dtype is not None else policy.replace(compute_dtype=self.inferred)
+
+
+@remember_on_class
+def intern_active_policy(
+    owner: Any,
+    path: tuple[str, ...],
+    policy: Policy | PolicyMap,
+    inferred: np.dtype | None,
+    rule: MapRule | None = None,
+) -> ActivePolicy:
+    """The one active policy of these values."""
+    return ActivePolicy(owner, path, policy, inferred, rule)
+
+
+@contextlib.contextmanager
+def activate_policy(active: ActivePolicy) -> Iterator[None]:
+    """The context in which the call of an attached module runs: its policy is active, and no module was met yet."""
+    before = _MET.set({})
+    try:
+        with CURRENT(active):
+            yield
+    finally:
+        _MET.reset(before)

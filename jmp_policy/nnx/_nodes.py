@@ -1,0 +1,76 @@
+"""The kinds of values that a tree of modules is made of, and what each contains."""
+
+import enum
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .._dtypes import is_floating_dtype
+from .._memory import remember_weakly
+
+
+class NodeKind(enum.Enum):
+    """The kinds of values that the walks over module trees tell apart."""
+
+    MODULE = enum.auto()
+    PARAM = enum.auto()
+    PYTREE = enum.auto()
+    """Containers with attributes: `nnx.List`, `nnx.Dict`, and users' `nnx.Pytree` classes."""
+    BUILTIN = enum.auto()
+    """Lists, tuples and dictionaries."""
+    STATE = enum.auto()
+    """A mapping of Variables, as WeightNorm has."""
+    OTHER = enum.auto()
+
+
+@remember_weakly
+def find_kind(kind: type) -> NodeKind:
+    """The kind of the values of a type; a dictionary look-up, where `isinstance` of nnx runs Python code."""
+    if issubclass(kind, nnx.Param):
+        return NodeKind.PARAM
+    if issubclass(kind, nnx.Rngs | nnx.RngStream):
+        return NodeKind.OTHER
+    if issubclass(kind, nnx.Module) and not issubclass(kind, nnx.List | nnx.Dict):
+        return NodeKind.MODULE
+    if issubclass(kind, nnx.Pytree):
+        return NodeKind.PYTREE
+    if issubclass(kind, nnx.State):
+        return NodeKind.STATE
+    return NodeKind.BUILTIN if kind in (list, tuple, dict) else NodeKind.OTHER
+
+
+def find_floating_dtypes(param: nnx.Param) -> set[np.dtype]:
+    """The floating dtypes that a Param is stored in: of an array, an array reference, or a tree of them."""
+    dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(param.get_raw_value())]
+    return {np.dtype(dtype) for dtype in dtypes if dtype is not None and is_floating_dtype(dtype)}
+
+
+def list_items(container: Any) -> list[tuple[str, Any]]:
+    """The names and values in a container of any kind; modules are containers too."""
+    match find_kind(type(container)):
+        case NodeKind.MODULE | NodeKind.PYTREE:
+            return list(vars(container).items())
+        case NodeKind.STATE:
+            return list(container.items())
+        case NodeKind.BUILTIN:
+            pairs = container.items() if isinstance(container, dict) else enumerate(container)
+            return [(str(name), item) for name, item in pairs]
+    return []
+
+
+def replace_items(container: Any, items: list[Any]) -> Any:
+    """A copy of a container with other values, in the order of `list_items`."""
+    if isinstance(container, dict):
+        return dict(zip(container, items, strict=True))
+    if isinstance(container, list | tuple):
+        return type(container)(items)
+    return make_blank(type(container), dict(zip(vars(container), items, strict=True)))
+
+
+def make_blank(kind: type, attributes: dict[str, Any]) -> Any:
+    """An object with these attributes, made without its constructor."""
+    new = object.__new__(kind)
+    vars(new).update(attributes)
+    return new
