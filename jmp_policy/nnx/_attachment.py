@@ -17,7 +17,6 @@ from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._weight import WEIGHT_NAMES
-from ._call import list_public_methods, run_method
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -29,6 +28,7 @@ from ._layers import (
     make_attributes,
     make_linen_attributes,
 )
+from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, ModuleSpec, Product, find_spec
 from ._nodes import Attributes, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 from ._quantized import check_weight, choose_product, make_float8_attributes
