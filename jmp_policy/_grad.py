@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._float8_state import explain_reuse, has_state, map_state, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
-from ._overwrite import by_max, has_state, map_state, reuse_explained, unless_unused
 from ._scaled_state import get_loss_scale
 from ._trees import PyTree
 
@@ -92,7 +92,7 @@ def scaled_value_and_grad(
 
         @functools.wraps(fun)
         def plain_value_and_grad(*args: Any, **kwargs: Any) -> Any:
-            with reuse_explained():
+            with explain_reuse():
                 out, grads = plain(*args, **kwargs)
             warn_of_half(out[0] if has_aux else out, scale)
             return out, _true(grads, scale)
@@ -103,7 +103,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun)
     def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        with reuse_explained():
+        with explain_reuse():
             (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
         warn_of_half(loss, scale)
         return (loss, *aux) if has_aux else loss, _true(grads, scale)
@@ -118,7 +118,7 @@ def with_state_by_max(fun: Callable[..., Any], argnums: int | Sequence[int], sca
     def of_state(*args: Any, **kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else argnums
         differentiated = {position % len(args) for position in positions} if args else set()
-        prepared = [by_max(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)]
+        prepared = [prepare_state(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)]
         return fun(*prepared, **kwargs)
 
     return of_state
@@ -168,4 +168,4 @@ def _true(grads: PyTree, scale: LossScale) -> PyTree:
     true = scale.unscale(grads)
     if not has_state(grads):
         return true
-    return map_state(lambda state, _: unless_unused(state), grads, true, otherwise=lambda _, grad: grad)
+    return map_state(lambda state, _: zero_unused(state), grads, true, otherwise=lambda _, grad: grad)

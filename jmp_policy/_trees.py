@@ -8,21 +8,13 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import DTypeLike, half_dtype, is_floating_dtype, parse_dtype
+from ._float8_state import OVERWRITE, STATE_NAMES
 from ._memory import remember_weakly
 
 T = TypeVar("T")
 PyTree = Any
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-OVERWRITE = "_overwrite_with_gradient"
-"""The key of float8 state in a mapping, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`; no cast may touch it."""
-
-STATE_OF_PRODUCT = frozenset(
-    f"{operand}_{kind}" for operand in ("input", "kernel", "output_grad") for kind in ("scale", "amax_history")
-)
-"""The names of the state of one product in float8: a mapping with all of them holds state, wherever it stands."""
 
 
 class Uncast:
@@ -148,7 +140,7 @@ def _holds_state(mapping: Any) -> bool:
 
 
 def _holds_product(mapping: Any) -> bool:
-    return all(name in mapping for name in STATE_OF_PRODUCT)
+    return all(name in mapping for name in STATE_NAMES)
 
 
 def _is_holder(node: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
@@ -159,7 +151,7 @@ def _is_holder(node: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
 def _children(node: Any) -> tuple[list[tuple[bool, Any]], Any]:
     """The values of a mapping, each with whether it is float8 state, and the structure that they come back in."""
     children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    names = {OVERWRITE, *STATE_OF_PRODUCT} if _holds_product(node) else {OVERWRITE}
+    names = {OVERWRITE, *STATE_NAMES} if _holds_product(node) else {OVERWRITE}
     return [(getattr(key, "key", None) in names, child) for (key,), child in children], structure
 
 

@@ -9,7 +9,8 @@ from flax.core import freeze
 from float8_problem import STATE, assert_same, batch_of, compiled, loss_fn, variables_of
 
 import jmp_policy as jmp
-from jmp_policy._trees import STATE_OF_PRODUCT, floating_leaves
+from jmp_policy._float8_state import STATE_NAMES
+from jmp_policy._trees import floating_leaves
 
 VARIABLES = variables_of()
 POLICY = jmp.get_policy("bfloat16")
@@ -27,7 +28,7 @@ TREES = {
 def dtypes_of(tree):
     """The dtypes of state, and those of everything else."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    is_state = lambda path: str(path[-1].key) in STATE_OF_PRODUCT
+    is_state = lambda path: str(path[-1].key) in STATE_NAMES
     return tuple({x.dtype for path, x in leaves if is_state(path) == wanted} for wanted in (True, False))
 
 

@@ -13,8 +13,7 @@ from float8_problem import STATE, assert_same, batch_of, compiled, joined, loss_
 from jax import lax
 
 import jmp_policy as jmp
-from jmp_policy._overwrite import as_float32
-from jmp_policy._trees import STATE_OF_PRODUCT
+from jmp_policy._float8_state import STATE_NAMES, read_leaf
 
 FIRST, SECOND = batch_of(1), batch_of(2)
 VARIABLES = variables_of()
@@ -98,7 +97,7 @@ def minimized(loss):
     ids=["grad", "grad of a scaled loss", "minimize"],
 )
 def test_a_layer_used_twice_outside_of_jit_is_an_error_that_says_so(differentiate):
-    use = jax.custom_vjp(lambda leaf: jnp.sum(as_float32(leaf)))
+    use = jax.custom_vjp(lambda leaf: jnp.sum(read_leaf(leaf)))
     use.defvjp(lambda leaf: (use(leaf), leaf), lambda leaf, _: (leaf,))
     twice = lambda v: use(v["fp8"]["input_scale"]) + use(v["fp8"]["input_scale"])
     with pytest.raises(ValueError, match=r"used twice outside of jax\.jit.*For example: loss, grads = jax\.jit"):
@@ -228,4 +227,4 @@ def test_a_parameter_that_is_called_a_scale_is_a_parameter():
 
 
 def test_the_names_that_tell_are_those_of_a_state():
-    assert VARIABLES[STATE]["used"].keys() == STATE_OF_PRODUCT
+    assert VARIABLES[STATE]["used"].keys() == STATE_NAMES

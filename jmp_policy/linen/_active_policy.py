@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap, Rule
+from .._policy_map import MapRule, Match, PolicyMap
 from ._place import PLACE, ModulePlace, path_of
 
 
@@ -70,7 +70,7 @@ class ActivePolicy:
     path: tuple[str, ...]
     policy: Policy | PolicyMap
     inferred: np.dtype | None
-    rule: Rule | None
+    rule: MapRule | None
 
     @functools.cached_property
     def reference(self) -> "weakref.ref[ActivePolicy]":
@@ -107,7 +107,7 @@ class ActivePolicy:
         is_outermost = names == () and self.place.boundary
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
-    def replace_rule(self, rule: Rule | None) -> "ActivePolicy":
+    def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
         """What is active while a method of a module runs that this rule covers.
 
         The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
@@ -145,7 +145,7 @@ def intern_active_policy(
     path: tuple[str, ...],
     policy: Policy | PolicyMap,
     inferred: np.dtype | None,
-    rule: Rule | None = None,
+    rule: MapRule | None = None,
 ) -> ActivePolicy:
     """The one active policy of these values."""
     return ActivePolicy(owner, path, policy, inferred, rule)

@@ -13,11 +13,11 @@ from typing import Any
 from flax import linen as nn
 
 from .._call_casts import check_keep
-from .._made_classes import found_by_name, make_subclass
+from .._made_classes import find_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import differentiable, storable
+from ._float8 import mark_state, store_state
 from ._interceptor import POLICY
 from ._methods import KEEP, OWNER, call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import PLACE, ModulePlace
@@ -61,7 +61,7 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
     That is the first that no module has under its name: one made by a function, or in a notebook.
     """
     keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
-    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or found_by_name(kind) is not kind)
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
     return next(passing, base)
 
 
@@ -83,7 +83,7 @@ def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
         policy = getattr(self, POLICY)
-        return storable(policy, apply(self, differentiable(policy, variables), *args, **kwargs))
+        return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
@@ -98,7 +98,7 @@ def _check_keep(base: Any, keep: frozenset[str]) -> None:
 def _reduce(self: nn.Module) -> tuple:
     """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
     cls: Any = type(self)
-    if found_by_name(cls) is cls:
+    if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
     return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, KEEP, PLACE))), vars(self)
 

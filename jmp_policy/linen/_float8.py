@@ -11,17 +11,16 @@ from flax import linen as nn
 from jax import lax
 
 from .._float8_format import Float8
+from .._float8_state import OVERWRITE, has_state, is_prepared, map_state, prepare_state, read_leaf
 from .._memory import remember_weakly
-from .._overwrite import OVERWRITE, as_float32, by_max, has_state, is_by_max, map_state
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ..quant._amax_history import State, new_state
-from ..quant._layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
+from ..quant._amax_history import State, needs_state, new_state
+from ..quant._layer import WHY_TABLES_WIDE, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
-from ._einsum import computed, equation_of
 from ._fields import temporarily_set
-from ._layer_table import LAYERS, open_layer
+from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer
 from ._place import is_applied_inside, path_of
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
@@ -30,7 +29,7 @@ _REWRITES = ("_l2_normalize", "_spectral_normalize")
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
-def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+def make_float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a module under a float8 policy.
 
     Flax's layers multiply by a function in a field, in whose place ours is written while the method runs.
@@ -45,19 +44,19 @@ def float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[.
         return next_fun
     function = inspect.unwrap(method.func)
     if function is _EINSUM:
-        return functools.partial(_einsum, module, format, next_fun)
-    fields = _fields(module, format) if function.__module__.startswith("flax.linen.") else {}
+        return functools.partial(_call_einsum, module, format, next_fun)
+    fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun
 
-    def multiplying(*args: Any, **kwargs: Any) -> Any:
+    def call_with_fields(*args: Any, **kwargs: Any) -> Any:
         with temporarily_set(module, fields):
             return next_fun(*args, **kwargs)
 
-    return multiplying
+    return call_with_fields
 
 
-def sparing_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a module that rewrites the variables of others, of which it passes on the state of float8 layers.
 
     Args:
@@ -66,16 +65,16 @@ def sparing_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[.
     """
     if not _has_state(CURRENT.value.policy):
         return next_fun
-    fields = {name: _sparing_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
+    fields = {name: _spare_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
 
-    def rewriting(*args: Any, **kwargs: Any) -> Any:
+    def call_with_fields(*args: Any, **kwargs: Any) -> Any:
         with temporarily_set(module, fields):
             return next_fun(*args, **kwargs)
 
-    return rewriting
+    return call_with_fields
 
 
-def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layout: Layout) -> str:
+def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layout: Layout) -> str:
     """What becomes of the products with the weight of a bound module, as `Row.quantization` says it."""
     if isinstance(module, nn.Embed):
         return f"left: {WHY_TABLES_WIDE}"
@@ -90,37 +89,37 @@ def float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ...], layo
     return str(format) if left is None else f"left: {left}"
 
 
-def differentiable(given: Policy | PolicyMap, variables: Any) -> Any:
+def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return by_max(variables, 1.0) if _has_state(given) else variables
+    return prepare_state(variables, 1.0) if _has_state(given) else variables
 
 
-def storable(given: Policy | PolicyMap, out: Any) -> Any:
+def store_state(given: Policy | PolicyMap, out: Any) -> Any:
     """What a model returned with its variables, whose state is numbers again."""
     if not _has_state(given) or not has_state(out):
         return out
     # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
-    plain = lambda leaf: lax.stop_gradient(as_float32(leaf)) if is_by_max(leaf) else leaf
+    plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
     return map_state(plain, out, otherwise=lambda leaf: leaf)
 
 
 @remember_weakly
 def _has_state(given: Policy | PolicyMap) -> bool:
     if isinstance(given, Policy):
-        return keeps_state(given.quantization)
+        return needs_state(given.quantization)
     policies = [rule.policy for rule in given.rules]
     return any(map(_has_state, policies)) or (given.default is not None and _has_state(given.default))
 
 
 def _has_no_state(module: nn.Module, format: Float8) -> bool:
     """Whether a module runs through `.apply` inside another one, and was not given the state to scale by."""
-    if not keeps_state(format) or module.is_mutable_collection(OVERWRITE):
+    if not needs_state(format) or module.is_mutable_collection(OVERWRITE):
         return False
     is_empty = module.scope.is_collection_empty(OVERWRITE)  # type: ignore[union-attr]
     return is_empty and is_applied_inside(module, CURRENT.value.path)
 
 
-def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
+def _make_fields(module: nn.Module, format: Float8) -> dict[str, Any]:
     if isinstance(module, nn.RNN):  # which hands on the collections that its steps share by name
         shared = module.variable_broadcast
         shared = (shared,) if isinstance(shared, str) else shared
@@ -128,32 +127,32 @@ def _fields(module: nn.Module, format: Float8) -> dict[str, Any]:
     layer = open_layer(module)
     if layer is None or layer.field is None:
         return {}
-    return {layer.field: layer.float8_multiply(format, functools.partial(_state, module, format))}
+    return {layer.field: layer.float8_multiply(format, functools.partial(_find_state, module, format))}
 
 
-def _sparing_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
+def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
     """A rewriting that passes state on: it knows a weight by its path, and `kernel_scale` looks like one to it."""
 
     @functools.wraps(rewrite)
-    def sparing(path: Any, variable: Any, **options: Any) -> Any:
+    def rewrite_others(path: Any, variable: Any, **options: Any) -> Any:
         return variable if path[0].key == OVERWRITE else rewrite(path, variable, **options)
 
-    return sparing
+    return rewrite_others
 
 
-def _einsum(
+def _call_einsum(
     module: nn.Einsum, format: Float8, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
     """`nn.Einsum.__call__`, whose product is no field."""
-    equation = equation_of(module, einsum_str)
+    equation = find_equation(module, einsum_str)
     if equation is None:
         return own(inputs, einsum_str)
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    multiply = LAYERS[nn.Einsum].float8_multiply(format, functools.partial(_state, module, format))
-    return computed(module, equation, inputs, kernel, module.promote_dtype, multiply)
+    multiply = LAYERS[nn.Einsum].float8_multiply(format, functools.partial(_find_state, module, format))
+    return compute_einsum(module, equation, inputs, kernel, module.promote_dtype, multiply)
 
 
-def _state(module: nn.Module, format: Float8) -> State:
+def _find_state(module: nn.Module, format: Float8) -> State:
     """The state of a layer, in a collection of its own; made where a model is initialised.
 
     Raises:
@@ -163,13 +162,13 @@ def _state(module: nn.Module, format: Float8) -> State:
     state: State = {}
     for name, initial in jax.eval_shape(functools.partial(new_state, format)).items():
         if not module.scope.has_variable(OVERWRITE, name) and not module.is_mutable_collection(OVERWRITE):
-            raise ValueError(_no_state(module, format))
+            raise ValueError(_explain_no_state(module, format))
         make = jnp.ones if name.endswith("scale") else jnp.zeros
         state[name] = module.variable(OVERWRITE, name, make, initial.shape, initial.dtype).value
     return state
 
 
-def _no_state(module: nn.Module, format: Float8) -> str:
+def _explain_no_state(module: nn.Module, format: Float8) -> str:
     path = "/".join(path_of(module))
     return (
         f"The layer {path!r} scales by what it saw before ({str(format)!r}), and finds no state: its "

@@ -19,7 +19,7 @@ from ..quant._array import Misread
 from ._active_policy import CURRENT, ActivePolicy
 from ._fields import has_dtype_field, has_open_dtype, note_layer
 from ._place import add_paths_to_jit_keys, calling, path_of
-from ._quantized import name_misread_weight, quantized_method
+from ._quantized import name_misread_weight, quantize_method
 from ._variables import INSIDE, fill_fields
 
 POLICY = "_jmp_policy"
@@ -52,7 +52,7 @@ def _call_inside(
 ) -> Any:
     """Calls a method of a module inside of the attached one."""
     if INSIDE in vars(module):
-        next_fun = quantized_method(module, context.orig_method, vars(module)[INSIDE], next_fun)
+        next_fun = quantize_method(module, context.orig_method, vars(module)[INSIDE], next_fun)
         with calling(module):
             return next_fun(*args, **kwargs)
     match = current.match(module)
@@ -66,7 +66,7 @@ def _call_inside(
     fields = fill_fields(module, match.policy, until_it_returns=is_method)
     with calling(module), _activate_inside(current, inside, module), fields:
         _check_cache(module)
-        next_fun = quantized_method(module, context.orig_method, match.policy.quantization, next_fun)
+        next_fun = quantize_method(module, context.orig_method, match.policy.quantization, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
         else:

@@ -18,19 +18,18 @@ from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread
 from ..quant._layer import Promote, WeightedLayer
-from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
-from ..quant._weight import WEIGHT_NAMES, Unquantized, as_format, fake_quantized, weight_of
-from ._einsum import bias_shape, computed, equation_of
+from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
+from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import is_parameter_wrapper, temporarily_set
-from ._float8 import float8_layer, float8_method, sparing_state
-from ._layer_table import is_default, layer_of, open_layer, rewritten_by
+from ._float8 import explain_float8_layer, make_float8_method, spare_state
+from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
 from ._place import path_of
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
 
 
-def quantized_method(
+def quantize_method(
     module: nn.Module, method: Any, format: Quantization | None, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
@@ -46,9 +45,9 @@ def quantized_method(
       next_fun: what to call for it.
     """
     if is_parameter_wrapper(module):
-        next_fun = sparing_state(module, next_fun)
+        next_fun = spare_state(module, next_fun)
     if isinstance(format, Float8):
-        return float8_method(module, method, format, next_fun)
+        return make_float8_method(module, method, format, next_fun)
     if format is None:
         return next_fun
     if is_parameter_wrapper(module):
@@ -57,18 +56,18 @@ def quantized_method(
     own = _METHODS.get(function)
     if own is not None:
         return functools.partial(own, module, format, next_fun)
-    fields = _fields(module, format) if function.__module__.startswith("flax.linen.") else {}
+    fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun
 
-    def multiplying(*args: Any, **kwargs: Any) -> Any:
+    def call_with_fields(*args: Any, **kwargs: Any) -> Any:
         with temporarily_set(module, fields | {_MULTIPLIES: True}):
             return next_fun(*args, **kwargs)
 
-    return multiplying
+    return call_with_fields
 
 
-def quantized_param(
+def read_quantized_param(
     module: nn.Module, param: Callable[..., Any], policy: Policy, name: str, init_fn: Callable[..., Any], *args: Any
 ) -> Any:
     """A parameter of a module under a quantized policy.
@@ -79,14 +78,14 @@ def quantized_param(
     format = integers_of(policy.quantization)
     assert format is not None
     if type(module).param is nn.Module.param:
-        return _read(module, format, param, name, init_fn, *args)
+        return _read_param(module, format, param, name, init_fn, *args)
     # The author's own `param` makes something of the numbers that Flax's returns, which has them of the scope.
     scope: Any = module.scope
-    with temporarily_set(scope, {"param": functools.partial(_read, module, format, scope.param)}):
+    with temporarily_set(scope, {"param": functools.partial(_read_param, module, format, scope.param)}):
         return param(name, init_fn, *args)
 
 
-def _read(
+def _read_param(
     module: nn.Module,
     format: Integers,
     param: Callable[..., Any],
@@ -96,50 +95,50 @@ def _read(
     **options: Any,
 ) -> Any:
     """A parameter as stored, or the numbers that it stands for; `param` makes or finds it."""
-    stored = _stored(module, name)
+    stored = _find_stored(module, name)
     as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
-        init = functools.partial(_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init, **options), format, _where(module, name))
+        init = functools.partial(_make_like, module, stored, name, init_fn, args)
+        value = match_format(param(name, init, **options), format, _quote_path(module, name))
         return value if as_stored else value.dequantize()
     value = param(name, init_fn, *args, **options)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = weight_of(value, format, _layout(module, name, value.shape), _where(module, name))
-    return fake_quantized(weight) if isinstance(weight, Unquantized) else value
+    weight = prepare_weight(value, format, _find_layout(module, name, value.shape), _quote_path(module, name))
+    return fake_quantize(weight) if isinstance(weight, Unquantized) else value
 
 
 def quantization_of(module: nn.Module, policy: Policy) -> str:
     """What becomes of the weight of a bound module under a policy, as `Row.quantization` says it."""
     format = policy.quantization
-    weight = None if format is None else _weight(module)
+    weight = None if format is None else _find_weight(module)
     if format is None or weight is None:
         return ""
     name, shape = weight
-    layout = _layout(module, name, shape)
+    layout = _find_layout(module, name, shape)
     if isinstance(format, Float8):
-        return float8_layer(module, format, shape, layout)
-    format, left = format_of(format, layout), why_left(shape, layout, format)
+        return explain_float8_layer(module, format, shape, layout)
+    format, left = choose_format(format, layout), why_too_small(shape, layout, format)
     if left is not None:
         return f"left: {left}"
-    as_numbers = _why_no_integers(module) if isinstance(format, Int8) and format.activations else None
+    as_numbers = _explain_no_integers(module) if isinstance(format, Int8) and format.activations else None
     return str(format) if as_numbers is None else f"{format}, computed with as numbers: {as_numbers}"
 
 
-def _weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
     """The name and the shape of the parameter of a module that is to be quantized, if it has one."""
-    params = {name: _stored(module, name) for name in WEIGHT_NAMES}
+    params = {name: _find_stored(module, name) for name in WEIGHT_NAMES}
     return next(((name, x.shape) for name, x in params.items() if x is not None and len(x.shape) > 1), None)
 
 
-def _stored(module: nn.Module, name: str) -> Any:
+def _find_stored(module: nn.Module, name: str) -> Any:
     """The parameter of a bound module, as stored; `None` without one, as where a submodule has that name."""
     assert module.scope is not None
     value = meta.unbox(module.scope.get_variable("params", name))
     return value if hasattr(value, "shape") else None
 
 
-def _why_no_integers(module: nn.Module) -> str | None:
+def _explain_no_integers(module: nn.Module) -> str | None:
     """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
     layer = layer_of(type(module))
     if layer is None or (layer.operation is None and layer.weight == "kernel"):
@@ -196,7 +195,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
             )
 
 
-def _where(module: nn.Module, name: str) -> str:
+def _quote_path(module: nn.Module, name: str) -> str:
     """What an error message says of the place a weight stands in."""
     return f" {'/'.join((*path_of(module), name))!r}"
 
@@ -205,7 +204,7 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedArray)
 
 
-def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
+def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
     layer = _multiplying_layer(module)
     if layer is None or layer.field is None:
@@ -213,7 +212,7 @@ def _fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     promote: Any = module.promote_dtype  # type: ignore[attr-defined]
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
-    ours = layer.promote(format, promote, as_tuple=False, where=_where(module, layer.weight))
+    ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
     return {"promote_dtype": ours, layer.field: layer.multiply()}
 
 
@@ -224,7 +223,7 @@ def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
     return open_layer(module)
 
 
-def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:
+def _make_like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:
     """What an initializer would make of a stored weight: its arrays, for Flax compares their shapes; its own shape is
     compared here."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
@@ -237,10 +236,10 @@ def _like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, ar
     return jax.tree.map(jnp.zeros_like, stored)
 
 
-def _layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
+def _find_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
     if name == "embedding":
         return table_layout(shape)
-    bias = _stored(module, "bias")
+    bias = _find_stored(module, "bias")
     return kernel_layout(shape, None if bias is None else jnp.shape(bias))
 
 
@@ -251,35 +250,35 @@ def _is_flax_embedding(module: nn.Module) -> bool:
     return is_flax and is_default(module, "promote_dtype")
 
 
-def _einsum(
+def _call_einsum(
     module: nn.Einsum, format: Integers, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
     """`nn.Einsum.__call__`, whose product is no field."""
-    equation = equation_of(module, einsum_str)
+    equation = find_equation(module, einsum_str)
     if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)
-    layout = kernel_layout(tuple(module.shape), bias_shape(module, equation, inputs))
-    if why_left(tuple(module.shape), layout, format):
+    layout = kernel_layout(tuple(module.shape), find_bias_shape(module, equation, inputs))
+    if why_too_small(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
     with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_where(module, "kernel"))
-    return computed(module, equation, inputs, kernel, promote, einsum)
+    promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_quote_path(module, "kernel"))
+    return compute_einsum(module, equation, inputs, kernel, promote, einsum)
 
 
-def _embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inputs: jax.Array) -> Any:
+def _call_embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inputs: jax.Array) -> Any:
     """`nn.Embed.__call__`: the rows that are read, and no others, as numbers."""
-    table = _table(module, format)
+    table = _find_table(module, format)
     if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
         return own(inputs)
     if module.num_embeddings == 1:
-        return jnp.broadcast_to(fake_quantized(table, module.dtype), (*inputs.shape, module.features))
+        return jnp.broadcast_to(fake_quantize(table, module.dtype), (*inputs.shape, module.features))
     return take(table, inputs, module.dtype)
 
 
-def _attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: jax.Array) -> Any:
+def _call_attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: jax.Array) -> Any:
     """`nn.Embed.attend`."""
-    table = _table(module, format)
+    table = _find_table(module, format)
     if table is None:
         return own(query)
     stands_for_table = jnp.zeros((), table.dtype)
@@ -287,16 +286,17 @@ def _attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: 
     return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def _table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized | None:
+def _find_table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized | None:
     """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
-    stored = _stored(module, "embedding")
+    stored = _find_stored(module, "embedding")
     if stored is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return None
-    table = weight_of(stored, format, table_layout(stored.shape), _where(module, "embedding"))
+    table = prepare_weight(stored, format, table_layout(stored.shape), _quote_path(module, "embedding"))
     return table if isinstance(table, QuantizedArray | Unquantized) else None
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {
-    inspect.unwrap(method): own
-    for method, own in [(nn.Einsum.__call__, _einsum), (nn.Embed.__call__, _embed), (nn.Embed.attend, _attend)]
+    inspect.unwrap(nn.Einsum.__call__): _call_einsum,
+    inspect.unwrap(nn.Embed.__call__): _call_embed,
+    inspect.unwrap(nn.Embed.attend): _call_attend,
 }

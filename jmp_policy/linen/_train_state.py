@@ -6,9 +6,9 @@ from flax.training import train_state
 
 from .. import optim
 from .._finite import select_tree
-from .._overwrite import OVERWRITE
+from .._float8_state import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import next_state
+from ..optim._overwriting import overwrite_state
 
 
 class TrainState(train_state.TrainState):
@@ -52,4 +52,4 @@ class TrainState(train_state.TrainState):
 
     def _next_state(self, grads: Any, opt_state: Any) -> dict[str, Any]:
         before = {OVERWRITE: self.params[OVERWRITE]}
-        return next_state(before, {OVERWRITE: grads[OVERWRITE]}, self.opt_state, opt_state)
+        return overwrite_state(before, {OVERWRITE: grads[OVERWRITE]}, self.opt_state, opt_state)

@@ -27,7 +27,7 @@ from ._fields import (
     temporarily_set,
     widens_params,
 )
-from ._quantized import quantized_param
+from ._quantized import read_quantized_param
 
 INSIDE = "_jmp_inside"
 """The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
@@ -114,7 +114,7 @@ def _declare_param(
     drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
     init = functools.partial(_init_in_param_dtype, policy, drawn)
     if integers_of(policy.quantization) is not None and not kwargs:
-        value = quantized_param(module, param, policy, name, init, *init_args)
+        value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
     return cast_floating(value, policy.compute_dtype) if reads_in_compute else value

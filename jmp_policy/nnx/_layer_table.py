@@ -74,7 +74,7 @@ def _einsum(attributes: Attributes, shape: Shape) -> Layout:
         return kernel_layout(own)
     left = equation.partition(",")[0].replace("...", "")
     labels = label_einsum(len(left), len(own), Einsum(equation))
-    summed = labels.summed(labels.right)
+    summed = labels.summed_axes(labels.right)
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
-from .._overwrite import OVERWRITE
+from .._float8_state import OVERWRITE
 from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import next_state, zeroed
+from ..optim._overwriting import overwrite_state, zero_state
 from ..optim._step import ParameterUpdate
 from ._float8 import Float8State
 
@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: Any, grads: Any, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            return super().update(model, zeroed(grads), **extra)
+            return super().update(model, zero_state(grads), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         opt_state = nnx.as_pure(self.opt_state)
@@ -75,7 +75,7 @@ class Optimizer(nnx.Optimizer):
         """Gives a model the next float8 state, whatever the optimizer made of it, if it was among its parameters."""
         old, new = ({OVERWRITE: tree} for tree in state)  # that of a linen module stands under no such name
         if jax.tree.leaves(new):
-            nnx.update(model, next_state(old, new, before, nnx.as_pure(self.opt_state))[OVERWRITE])
+            nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state))[OVERWRITE])
 
 
 def _steps_taken(opt_state: Any) -> Any:

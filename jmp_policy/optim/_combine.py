@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import at_least_float32
-from .._overwrite import map_state, name_state
+from .._float8_state import map_state, name_state
 from .._trees import PyTree
 
 

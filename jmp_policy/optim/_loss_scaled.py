@@ -10,14 +10,14 @@ import optax
 from jax import lax
 
 from .._finite import all_finite
+from .._float8_state import has_state, map_state
 from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
-from .._overwrite import has_state, map_state
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
 from ._float0 import has_float0, unless_float0, without_float0
 from ._inner import check_transformation, with_dtypes_of
-from ._overwriting import masked, next_state, unmasked
+from ._overwriting import hide_state, overwrite_state, restore_state
 from ._step import ParameterUpdate, step, with_extra_args
 
 AxisName = Any
@@ -84,7 +84,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(masked(params))
+        inner_state = inner.init(hide_state(params))
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
         # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
@@ -162,9 +162,9 @@ class LossScaledUpdate(ParameterUpdate):
                 "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
-        new_updates, new = self(masked(updates), state, masked(params), **extra)
-        after = next_state(params, updates, state, new)
-        return unmasked(new_updates, map_state(jnp.subtract, after, params, otherwise=lambda x, _: x)), new
+        new_updates, new = self(hide_state(updates), state, hide_state(params), **extra)
+        after = overwrite_state(params, updates, state, new)
+        return restore_state(new_updates, map_state(jnp.subtract, after, params, otherwise=lambda x, _: x)), new
 
     def step(
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
@@ -177,8 +177,8 @@ class LossScaledUpdate(ParameterUpdate):
         """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
         _check_state(state)
         if has_state(params):
-            new_params, new = self.step_scaled(masked(grads), scale, state, masked(params), extra)
-            return unmasked(new_params, next_state(params, grads, state, new)), new
+            new_params, new = self.step_scaled(hide_state(grads), scale, state, hide_state(params), extra)
+            return restore_state(new_params, overwrite_state(params, grads, state, new)), new
         arrays, others = _split(extra)
         update = _update_and_apply(self._inner, others) if others else self._update_and_apply
         return self._unless_nonfinite(update, _Operands(grads, scale, state.inner_state, params, arrays), state)

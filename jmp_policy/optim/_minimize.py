@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import optax
 
+from .._float8_state import explain_reuse
 from .._grad import value_and_grad, warn_of_half, with_scaled_loss, with_state_by_max
 from .._loss_scale import NoOpLossScale
-from .._overwrite import reuse_explained
 from .._param_casts import of_copies
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._trees import PyTree
@@ -77,7 +77,7 @@ def _scaled_step(
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
     copies, fun_of_copies = of_copies(with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale), params)
-    with reuse_explained():
+    with explain_reuse():
         (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     warn_of_half(out[0], scale)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})

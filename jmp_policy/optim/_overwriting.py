@@ -8,28 +8,28 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._overwrite import map_state, overwritten
+from .._float8_state import map_state, next_state
 from .._scaled_state import has_scaled_state, scaled_state
 from .._trees import PyTree
 
 
-def masked(tree: PyTree) -> PyTree:
+def hide_state(tree: PyTree) -> PyTree:
     """A tree without its state, which transformations of optax pass over."""
     return map_state(lambda _: optax.MaskedNode(), tree, otherwise=_itself)
 
 
-def unmasked(tree: PyTree, state: PyTree) -> PyTree:
+def restore_state(tree: PyTree, state: PyTree) -> PyTree:
     """A masked tree with the state of another."""
     others = iter(jax.tree.leaves(tree))
     return map_state(_itself, state, otherwise=lambda _: next(others))
 
 
-def zeroed(tree: PyTree) -> PyTree:
+def zero_state(tree: PyTree) -> PyTree:
     """A tree with zeros for its state, of which no update comes, and nothing in the sums over all parameters."""
     return map_state(jnp.zeros_like, tree, otherwise=_itself)
 
 
-def next_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> PyTree:
+def overwrite_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """Parameters whose state is the next one, unless the step was skipped.
 
     Args:
@@ -40,9 +40,9 @@ def next_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> 
       after: the next state of the optimizer.
     """
     if isinstance(params, optax.LookaheadParams):
-        fast = next_state(params.fast, grads, before, after)
-        return optax.LookaheadParams(fast, unmasked(masked(params.slow), fast))
-    new = overwritten(params, grads, _is_first(before))
+        fast = overwrite_state(params.fast, grads, before, after)
+        return optax.LookaheadParams(fast, restore_state(hide_state(params.slow), fast))
+    new = next_state(params, grads, _is_first(before))
     if not has_scaled_state(after):
         return new
     finite = scaled_state(after).grads_finite

@@ -100,11 +100,11 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     params: Any = variables.get("params", variables)
 
     def quantized(path: tuple, value: Any) -> Any:
-        module, _, name = _joined(path).rpartition("/")
-        array = _unboxed(value)
+        module, _, name = _join_path(path).rpartition("/")
+        array = _unbox(value)
         if name not in WEIGHT_NAMES or np.ndim(array) < 2:
             return value
-        layout = _layout(name, array, _unboxed(_bias(params, path)), stacks.depth(module))
+        layout = _layout(name, array, _unbox(_bias(params, path)), stacks.depth(module))
         new = quantizer.weight(module, name, array, layout, given if isinstance(given, Policy) else given[module])
         if new is None:
             return value
@@ -174,7 +174,7 @@ def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
 
 
 def _bias(params: Any, path: tuple) -> Any:
-    for name in _joined(path).split("/")[:-1]:
+    for name in _join_path(path).split("/")[:-1]:
         params = params[name]
     return params.get("bias")
 
@@ -182,11 +182,11 @@ def _bias(params: Any, path: tuple) -> Any:
 def _modules(params: Any) -> list[str]:
     """The paths of all modules with parameters, and of those around them."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
-    names = [_joined(path).split("/")[:-1] for path, _ in leaves]
+    names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
 
 
-def _joined(path: tuple) -> str:
+def _join_path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -198,5 +198,5 @@ def _is_boxed(value: Any) -> bool:
     return hasattr(value, "replace_boxed")
 
 
-def _unboxed(value: Any) -> Any:
+def _unbox(value: Any) -> Any:
     return value.unbox() if _is_boxed(value) else value

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jmp_policy as jmp
-from jmp_policy import optim
-from jmp_policy._overwrite import overwritten
+from jmp_policy import _float8_state, optim
 from jmp_policy.quant import Float8, conv_general_dilated, einsum
 
 KEY = "_overwrite_with_gradient"
@@ -110,7 +109,7 @@ def test_a_branch_that_was_not_taken_keeps_its_state():
     @jax.jit
     def after(state, is_taken):
         branch = lambda tree: lax.cond(is_taken, lambda: jnp.sum(product(x, w, state=tree[KEY])), lambda: 1.0)
-        return overwritten(state, unscaled_grad(branch)(state))
+        return _float8_state.next_state(state, unscaled_grad(branch)(state))
 
     check_state(after(state, True)[KEY], state[KEY], input=np.abs(x).max(), kernel=np.abs(w).max(), output_grad=1)
     jax.tree.map(np.testing.assert_array_equal, after(state, False), state)

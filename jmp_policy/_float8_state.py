@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._trees import OVERWRITE as OVERWRITE, STATE_OF_PRODUCT, PyTree
+PyTree = Any
+
+OVERWRITE = "_overwrite_with_gradient"
+"""The key of float8 state in a mapping, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`; no cast may touch it."""
+
+STATE_NAMES = frozenset(
+    f"{operand}_{kind}" for operand in ("input", "kernel", "output_grad") for kind in ("scale", "amax_history")
+)
+"""The names of the state of one product in float8: a mapping with all of them holds state, wherever it stands."""
 
 _OUTPUT_GRAD = "output_grad_"
 """What the names of leaves begin with that tell of gradients, and so grow with the loss scale."""
@@ -35,8 +43,8 @@ def name_state(tree: PyTree) -> list[str]:
     paths, siblings = [_words(text) for text in texts], defaultdict(set)
     for *place, name in paths:
         siblings[*place].add(name)
-    is_product = {place: names >= STATE_OF_PRODUCT for place, names in siblings.items()}
-    is_state = [OVERWRITE in path or (path[-1] in STATE_OF_PRODUCT and is_product[*path[:-1]]) for path in paths]
+    is_product = {place: names >= STATE_NAMES for place, names in siblings.items()}
+    is_state = [OVERWRITE in path or (path[-1] in STATE_NAMES and is_product[*path[:-1]]) for path in paths]
     return [path[-1] if state else "" for path, state in zip(paths, is_state, strict=True)]
 
 
@@ -52,7 +60,7 @@ def _map_named(fun: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return structure.unflatten([fun(*row) for row in rows])
 
 
-def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
+def prepare_state(tree: PyTree, loss_scale: Any) -> PyTree:
     """What to differentiate instead of a tree: its state is scaled as gradients are, and autodiff combines it by max.
 
     Where state is used more than once, by a layer that is called again or in the steps of a scan, autodiff would sum
@@ -67,13 +75,13 @@ def by_max(tree: PyTree, loss_scale: Any) -> PyTree:
       ValueError: a leaf is an amax history by its name, and without the other state of its product.
     """
     _check_complete(tree)
-    return _map_named(lambda name, leaf: leaf_by_max(name, leaf, loss_scale) if name else leaf, tree)
+    return _map_named(lambda name, leaf: prepare_leaf(name, leaf, loss_scale) if name else leaf, tree)
 
 
 def _check_complete(tree: PyTree) -> None:
     for name, (path, _) in zip(name_state(tree), jax.tree_util.tree_leaves_with_path(tree), strict=True):
         text = _text(path)
-        if not name and _HISTORY in text and _words(text)[-1] in STATE_OF_PRODUCT:
+        if not name and _HISTORY in text and _words(text)[-1] in STATE_NAMES:
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} is the amax history of a float8 layer by its name, and would be "
                 "differentiated as a parameter: it stands without the rest of its layer's state. Keep that together, "
@@ -81,31 +89,31 @@ def _check_complete(tree: PyTree) -> None:
             )
 
 
-def leaf_by_max(name: str, leaf: Any, loss_scale: Any) -> jax.Array:
-    """One leaf of state, of this name, as `by_max` makes it."""
-    if is_by_max(leaf):
+def prepare_leaf(name: str, leaf: Any, loss_scale: Any) -> jax.Array:
+    """One leaf of state, of this name, as `prepare_state` makes it."""
+    if is_prepared(leaf):
         return leaf
     is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # that of a `NoOpLossScale` costs no operation
     scaled = _scaled(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
     return lax.convert_element_type(scaled, _max_dtype())
 
 
-def is_by_max(leaf: Any) -> bool:
+def is_prepared(leaf: Any) -> bool:
     """Whether autodiff combines the cotangents of an array by max."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
-def as_float32(leaf: jax.Array) -> jax.Array:
+def read_leaf(leaf: jax.Array) -> jax.Array:
     """A leaf of state as numbers to compute with."""
     return lax.convert_element_type(leaf, jnp.float32)
 
 
-def like_state(values: jax.Array, leaf: jax.Array) -> jax.Array:
+def write_leaf(values: jax.Array, leaf: jax.Array) -> jax.Array:
     """Numbers as the cotangent of a leaf of state."""
     return lax.convert_element_type(values, leaf.dtype)
 
 
-def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
+def next_state(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
     """The next state.
 
     A layer that did not run has no gradient, which is to say zeros, where a scale is positive: it keeps its state. So
@@ -129,13 +137,13 @@ def overwritten(old: PyTree, new: PyTree, is_first: Any = True) -> PyTree:
     return _map_named(next_leaf, old, new)
 
 
-def unless_unused(state: jax.Array) -> jax.Array:
+def zero_unused(state: jax.Array) -> jax.Array:
     """The gradient of state, in which zero, and not the least number, stands for what did not run."""
     return jnp.maximum(state, 0.0)
 
 
 @contextlib.contextmanager
-def reuse_explained() -> Iterator[None]:
+def explain_reuse() -> Iterator[None]:
     """Says what to do where JAX cannot add arrays of the dtype that is combined by max.
 
     Raises:
