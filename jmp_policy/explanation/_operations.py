@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr
 
+from .._adapter import ModuleInfo
 from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
 from ..interpreter import walk
 from ._half_sums import HalfSum, half_sum
-from ._module import ModuleInfo
 from ._observation import path_of
 
 STRUCTURAL = frozenset({

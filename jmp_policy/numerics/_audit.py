@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from .._adapter import find_adapter, find_loaded_adapters
+from .._adapter import find_adapter
 from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register
@@ -56,9 +56,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     @functools.wraps(fun)
     def audited(*args: Any, **kwargs: Any) -> AuditReport:
         register, overflows = Register(), []
-        traceable = _traceable(fun, overflows)
-        for adapter in find_loaded_adapters():
-            traceable = adapter.named(traceable, register.enter)
+        traceable = register.watch(_traceable(fun, overflows))
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
         return inspect(program, overflows, ModulePaths(register.modules()))
@@ -88,5 +86,5 @@ def _check(fun: Any) -> None:
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
-    example = "audit(train_step)(state, batch)" if adapter is None else adapter.AUDIT_EXAMPLE
+    example = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
     raise TypeError(f"audit takes a function, got {describe(fun)}. For example: {example}.")

@@ -1,10 +1,9 @@
 """Keras's dtype policy of whatever stands for one: of whichever class it has in Keras."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..._formats import KINDS, Float8
-from ..._get_policy import get_policy, is_policy_spec
+from ..._get_policy import PolicySpec, get_policy, is_policy_spec
 from ..._messages import quote
 from ..._policy import FROM, Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy, default_jmp_policy
@@ -15,7 +14,7 @@ from ._serialize import deserialize_policy
 
 
 def find_dtype_policy(
-    spec: Any, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
+    spec: PolicySpec, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
 ) -> DTypePolicy:
     """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
 

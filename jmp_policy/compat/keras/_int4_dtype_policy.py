@@ -1,7 +1,5 @@
 """Keras's dtype policy for weights in 4 bits, with the size of their blocks."""
 
-from typing import Any
-
 from ..._messages import quote
 from ._quantized_dtype_policy import QuantizedDTypePolicy
 
@@ -56,7 +54,7 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
         return INT4
 
 
-def read_block_size(mode: Any) -> int | None:
+def read_block_size(mode: object) -> int | None:
     """The block size in the mode of an `Int4DTypePolicy`; `None` for any other mode.
 
     >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]

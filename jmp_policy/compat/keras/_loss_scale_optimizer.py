@@ -50,7 +50,7 @@ def LossScaleOptimizer(
     return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, _check_steps(dynamic_growth_steps)))
 
 
-def _check_scale(value: Any) -> Any:
+def _check_scale(value: object) -> Any:
     if isinstance(value, bool | np.bool_):
         raise TypeError(
             f"`initial_scale` must be a number, got {value}: `dynamic`, the second argument in tf.keras, is by keyword "
@@ -69,7 +69,7 @@ def _check_scale(value: Any) -> Any:
     return float(value)
 
 
-def _check_steps(value: Any) -> int:
+def _check_steps(value: object) -> int:
     received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, dynamic_growth_steps=2000)."
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`dynamic_growth_steps` must be an int, {received}")
