@@ -16,7 +16,7 @@ from ..interpreter import trace
 from ..interpreter._module_paths import ModulePaths
 from ._inspect import Overflow, inspect
 from ._report import AuditReport
-from ._source import running_line
+from ._source import find_running_line
 
 
 def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
@@ -68,7 +68,7 @@ def _traceable(fun: Callable[..., Any], overflows: list[Overflow]) -> Callable[.
     """The function as it is traced: it returns arrays alone, and constants that overflow are noted."""
 
     def notice(kind: str, flag: int) -> None:
-        overflows.append(Overflow(running_line(), str(source_info_util.current_name_stack())))
+        overflows.append(Overflow(find_running_line(), str(source_info_util.current_name_stack())))
 
     def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
         with np.errstate(over="call", call=notice):
