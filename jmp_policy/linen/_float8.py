@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 
 from .._float8_format import Float8
-from .._float8_state import OVERWRITE, has_state, is_prepared, map_state, prepare_state, read_leaf
+from .._float8_state import OVERWRITE, prepare_state, read_state
 from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -96,11 +95,7 @@ def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
 
 def store_state(given: Policy | PolicyMap, out: Any) -> Any:
     """What a model returned with its variables, whose state is numbers again."""
-    if not _has_state(given) or not has_state(out):
-        return out
-    # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
-    plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
-    return map_state(plain, out, otherwise=lambda leaf: leaf)
+    return read_state(out) if _has_state(given) else out
 
 
 @remember_weakly

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._adapter import find_adapter
 from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
@@ -135,5 +134,6 @@ def make_linen_attributes(
       inferred: what stands for a compute dtype that the policy leaves open.
     """
     module = attributes[_WRAPPED]
-    attach_inside = find_adapter(module).attach_inside
+    from ..linen._adapter import attach_inside  # not before: most models wrap no linen module
+
     return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}

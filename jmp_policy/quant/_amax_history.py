@@ -9,7 +9,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._float8_format import DelayedScaling, Float8
-from .._float8_state import is_prepared, read_leaf, write_leaf
+from .._float8_state import read_leaf, write_leaf
 from .._formats import Quantization
 from ._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
@@ -88,7 +88,7 @@ def scale_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) ->
 def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
     """As `scale_by_history`, and the memory of the next step, with this array in it."""
     used, made = _compute_scales(name, memory, format)
-    history = jnp.maximum(_read_state(memory.amax_history), 0.0)
+    history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
     history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
     after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
     return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
@@ -102,16 +102,11 @@ def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Arra
     """
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
-    stored, history = _read_state(memory.scale)[0], _read_state(memory.amax_history)
+    stored, history = read_leaf(memory.scale)[0], read_leaf(memory.amax_history)
     stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
     made = compute_scale(largest, stored, DTYPES[name], format.margin)
     return (stored if recipe.delay == 2 else made), made
-
-
-def _read_state(leaf: jax.Array) -> jax.Array:
-    """A leaf of state to compute with."""
-    return read_leaf(leaf) if is_prepared(leaf) else leaf
 
 
 @custom_vmap
