@@ -2,6 +2,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from flax.core import FrozenDict, freeze, meta
@@ -10,7 +11,7 @@ import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.quant._weight import match_format
 
-KERNEL = jax.random.normal(jax.random.key(0), (64, 64))
+KERNEL = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)
 
 
 def variables() -> dict:
