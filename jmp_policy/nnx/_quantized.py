@@ -21,7 +21,7 @@ from ._nodes import Attributes
 
 
 class QuantizedParam(nnx.Variable):
-    """The Variable of a quantized weight: it holds a `QuantizedArray`, and is no `nnx.Param`, for nothing trains it.
+    """The Variable of a quantized weight: it holds a `QuantizedArray`. Nothing trains it, so it is not an `nnx.Param`.
 
     Optimizers and gradients of `nnx.Param` pass it by. Its arrays are part of `nnx.state` as any others.
 
@@ -32,7 +32,7 @@ class QuantizedParam(nnx.Variable):
     """
 
     def get_value(self, **options: Any) -> Any:
-        """The quantized weight, of which `param[...]` is the whole and no other part can be had."""
+        """The quantized weight, whole: `param[...]` is the only index it takes."""
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
