@@ -14,8 +14,8 @@ from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._messages import warn_once
 from .._policy import Policy
 from .._trees import cast_floating
-from ..explanation._observation import observe_call
 from ._active_policy import CURRENT, ActivePolicy, activate_policy, intern_active_policy
+from ._calls import hook_boundary
 from ._fields import collect_layers, explain_written_dtypes
 from ._interceptor import POLICY, make_interceptor
 from ._place import PLACE, calling, path_of
@@ -101,7 +101,7 @@ def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             return _call_with_casts(method, self, args, kwargs)
 
-        return observe_call("/".join(path_of(self)), call, args, kwargs)  # out here, where nothing is cast yet
+        return hook_boundary(self, method.__name__, call, args, kwargs)
 
     setattr(call_boundary, _BOUNDARY, call_boundary)
     return call_boundary

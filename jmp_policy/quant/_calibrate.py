@@ -7,7 +7,7 @@ from typing import Any
 from .._adapter import find_adapter
 from .._messages import warn_user
 from ._calibration import Calibration
-from ._clip import Clip, checked
+from ._clip import Clip, check_clip
 
 
 def calibrate(
@@ -50,20 +50,20 @@ def calibrate(
     >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
     ({'': 3.0}, Array(3., dtype=float32))
     """
-    checked(clip)
+    check_clip(clip)
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
             f"calibrate takes a Flax module, got {model!r}. "
             "For example: calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)."
         )
-    bound, calibration, count = adapter.bound(model, variables), Calibration(), 0
+    bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        calibration.run(functools.partial(adapter.call_watched, bound, calibration.watch, inputs, method, kwargs))
+        calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
     _check(calibration, count)
-    weights = adapter.weights_of(bound)
+    weights = adapter.weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 

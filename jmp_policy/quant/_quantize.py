@@ -65,10 +65,14 @@ def quantize(
     """
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
     adapter = None if isinstance(target, type) else find_adapter(target)
-    if adapter is not None and hasattr(adapter, "quantize"):
+    if adapter is not None and adapter.quantize is not None:
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
-        return adapter.quantize(target, quantizer)
+        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.weight)
+        quantizer.check(unused)
+        for message in unused:
+            warn_user(message)
+        return quantized
     if isinstance(target, Mapping) and not _has_flax_objects(target):
         return quantize_variables(target, quantizer, stacked)
     raise TypeError(
