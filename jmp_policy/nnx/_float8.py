@@ -16,7 +16,7 @@ from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import Float8Multiply, why_layer_wide
 from ..quant._layout import Layout, stack_shape
-from ._layer_table import layer_of, open_field
+from ._layer_table import find_layer, find_open_field
 from ._nodes import Attributes
 
 
@@ -43,8 +43,8 @@ class Float8State(nnx.Variable):
 
 def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
     """Why a layer with a weight computes in the compute dtype, whatever its inputs; `None` if it does not."""
-    layer = layer_of(base)
-    if layer is None or open_field(base, attributes) is None:
+    layer = find_layer(base)
+    if layer is None or find_open_field(base, attributes) is None:
         return "it multiplies by a function of its own, or by none that could be another"
     is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
     return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
@@ -67,7 +67,7 @@ def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
     layer that is called.
     """
-    layer = layer_of(base)
+    layer = find_layer(base)
     assert layer is not None
     assert layer.field is not None
     name = layer.field
