@@ -71,7 +71,7 @@ def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module
     name = layer.field
 
     def multiply(self: Any) -> Float8Multiply:
-        return layer.float8_multiply(format, lambda: _read_state(self))
+        return layer.make_float8_multiply(format, lambda: _read_state(self))
 
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
