@@ -15,7 +15,7 @@ from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating
-from ..explanation._written import explain_written, wider_dtype
+from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
 from ._call import list_public_methods, run_method
 from ._layers import (
@@ -101,7 +101,7 @@ class Attachment:
 
     def explain_written_dtypes(self) -> list[str]:
         """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
-        return explain_written(self._layers, AUTOCAST_EXAMPLE)
+        return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
 
     def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
@@ -154,7 +154,7 @@ class Attachment:
         check_weight("/".join(path), base, attributes, policy)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
             written = attributes["dtype"] if has_written_dtype(base, attributes, open_dtype) else None
-            self._layers["/".join(path)] = wider_dtype(written, policy)
+            self._layers["/".join(path)] = find_wider_dtype(written, policy)
         new_attributes = make_attributes(base, attributes, policy, open_dtype)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= make_float8_attributes(base, known, policy.quantization)
