@@ -1,4 +1,4 @@
-"""What a boundary casts: the arguments of a call, and its result."""
+"""What a boundary casts: the arguments of a call, its result, and the carry of a recurrent cell."""
 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
@@ -10,7 +10,7 @@ import jax
 from ._flax_objects import is_flax_object
 from ._messages import quote, shorten
 from ._policy import Policy
-from ._trees import PyTree, cast_floating, floating_leaves
+from ._trees import PyTree, cast_floating, floating_leaves, is_floating
 
 
 def cast_arguments(
@@ -102,3 +102,27 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 def name_function(fun: Any) -> str:
     return shorten(getattr(fun, "__qualname__", repr(fun)))
+
+
+def keep_carry_dtypes(carry: Any, out: Any) -> Any:
+    """The result of a step of a cell, its new carry in the dtypes of the old one.
+
+    Cells make their first carry in param dtype. Most promote to it: the memory of an LSTM stays float32, and nothing
+    is cast here. A `SimpleCell` returns what its layers computed, in compute dtype, which a scan refuses; widening
+    that loses nothing. Making the first carry in compute dtype instead would round the memory of the others. A first
+    carry narrower than what the cell computes in is rounded at each step: it chose the dtype to keep.
+
+    Args:
+      carry: the old carry, as the caller handed it over; `None` if there is none.
+      out: `(new carry, output)`; anything else, and a new carry of another structure, is left as it is.
+    """
+    if carry is None or not isinstance(out, tuple) or len(out) != 2:
+        return out
+    new_carry, output = out
+    if jax.tree.structure(new_carry) != jax.tree.structure(carry):
+        return out
+    return jax.tree.map(_cast_like, new_carry, carry), output
+
+
+def _cast_like(new: Any, old: Any) -> Any:
+    return cast_floating(new, old.dtype) if is_floating(old) else new

@@ -21,12 +21,12 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ..interpreter._module_paths import AUTOCAST
-from ._casting import Casting, CastingRule, Colour, Mark
+from ._casting import Casting, CastingRule
+from ._marks import Colour, Mark
 from ._modules import TRACING, Register
-from ._place import Place
-from ._rules import AutocastRules, unused_functions
-from ._scope import COMPUTE_DTYPES
-from ._scopes import Scopes, check_policy, has_scopes, root_policy
+from ._place import EquationPlace, explain_unused_functions
+from ._rules import AutocastRules, has_scopes
+from ._scopes import COMPUTE_DTYPES, Scopes, check_policy, root_policy
 
 CUSTOM_RULES = ("opaque", "inside")
 
@@ -113,16 +113,16 @@ class _Autocast:
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, Place(), wanted).program
+        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
     def _rule(self, policy: Policy, program: Any) -> CastingRule:
         scopes = None
-        unused = unused_functions(self._rules, program.jaxpr)
+        unused = explain_unused_functions(self._rules.functions, program.jaxpr)
         if self._register is not None:
-            scopes = Scopes(self._policy, self._rules, self._register.modules())
-            unused += scopes.unused(program.jaxpr)
+            scopes = Scopes(self._policy, self._rules.scopes, self._rules.backward, self._register.modules())
+            unused += scopes.explain_unused(program.jaxpr)
         for message in unused:
             warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)

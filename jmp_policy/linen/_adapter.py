@@ -15,7 +15,7 @@ from .._messages import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._trees import Args, Kwargs, PyTree
-from ..quant import QuantizedArray
+from ..quant._array import is_quantized
 from ..quant._weight import WEIGHT_NAMES
 from ._calls import hook_calls
 from ._classes import make_policied_class, unpolicied_class
@@ -85,7 +85,7 @@ class _Linen:
     def weights(self, model: nn.Module) -> dict[str, Any]:
         """Returns the weights of a bound module that can be quantized, or are, by the path of their module."""
         _, variables = model.unbind()
-        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=_is_quantized)
+        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=is_quantized)
         weights = {}
         for keys, leaf in leaves:
             path, _, name = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
@@ -132,7 +132,3 @@ def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:
         object.__setattr__(module, "scope", target.scope.rewound())
         object.__setattr__(module, "_state", dataclasses.replace(target._state, children={**target._state.children}))
     return module
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)

@@ -15,12 +15,12 @@ from .._trees import Args, Kwargs, PyTree
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
-from ._call import parse_keep
 from ._calls import find_modules, hook_calls
 from ._decorate import decorate_class, find_given_policy
 from ._explain import examine, find_method
 from ._layer_table import LayerWeight, weight_in, weight_name
 from ._lift import lift
+from ._methods import parse_keep
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import QuantizedParam
 

@@ -12,7 +12,7 @@ from .._adapter import Hook, ModelInfo, ModuleInfo, describe_module
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
 from .._trees import Args, Kwargs
-from ..quant import QuantizedArray
+from ..quant._array import is_quantized
 from ._calls import hook_calls
 from ._layers import has_written_dtype
 from ._module_spec import ModuleSpec, find_spec
@@ -105,7 +105,7 @@ class _Tree:
         if kind is NodeKind.MODULE:
             self._visit_module(value, path, given)
         elif kind is NodeKind.PARAM:
-            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=_is_quantized))
+            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=is_quantized))
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
                 given.types.setdefault(given.strip_path(path), type(value))
@@ -131,10 +131,6 @@ class _Tree:
             written=_written_dtype(module, spec),
         )
         return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
 
 
 def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:

@@ -14,7 +14,8 @@ from .._memory import remember_on_class
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import Float8Multiply, why_layer_wide
 from ..quant._layout import Layout, stack_shape
-from ._layer_table import Attributes, layer_of, open_field
+from ._layer_table import layer_of, open_field
+from ._nodes import Attributes
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)

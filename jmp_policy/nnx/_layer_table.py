@@ -8,9 +8,9 @@ from .._memory import remember_weakly
 from ..quant._bilinear import Einsum, label_einsum
 from ..quant._layer import Round, WeightedLayer, find_row
 from ..quant._layout import Layout, kernel_layout, table_layout
+from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
 
-Attributes = dict[str, Any]
 Shape = tuple[int, ...]
 
 

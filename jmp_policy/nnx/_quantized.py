@@ -15,8 +15,9 @@ from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
 from ..quant._layout import choose_format, why_too_small
 from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
-from ._layer_table import Attributes, layer_of, weight_in, weight_name
+from ._layer_table import layer_of, weight_in, weight_name
 from ._module_spec import Product
+from ._nodes import Attributes
 
 
 class QuantizedParam(nnx.Variable):

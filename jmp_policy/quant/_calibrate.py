@@ -7,7 +7,7 @@ from typing import Any
 from .._adapter import find_adapter
 from .._messages import warn_user
 from ._calibration import Calibration
-from ._clip import Clip, checked
+from ._clip import Clip, check_clip
 
 
 def calibrate(
@@ -50,7 +50,7 @@ def calibrate(
     >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
     ({'': 3.0}, Array(3., dtype=float32))
     """
-    checked(clip)
+    check_clip(clip)
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
