@@ -9,6 +9,7 @@ import numpy as np
 
 from .._adapter import ModelInfo, ModuleInfo
 from .._dtypes import is_floating_dtype
+from .._paths import list_paths_to
 from ._explanation import Explanation, Row
 from ._observation import Observation
 from ._operations import (
@@ -59,9 +60,7 @@ def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) ->
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
 
     def key(path: str) -> list[int]:
-        names = path.split("/") if path else []
-        around = ("/".join(names[:n]) for n in range(len(names) + 1))
-        return [position[outer] for outer in around if outer in modules]
+        return [position[outer] for outer in list_paths_to(path) if outer in modules]
 
     return sorted(modules, key=key)
 

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._paths import list_paths_to
 from .._policy import Policy
 from ..report import (
     Column,
@@ -194,9 +195,8 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
 
 def _indent(row: Row, paths: set[str]) -> str:
     """The path of a module, without what the row of the module around it says already; marked if it has a note."""
-    names = row.path.split("/")
-    around = [n for n in range(1, len(names)) if "/".join(names[:n]) in paths]
-    name = "/".join(names[around[-1] if around else 0 :]) or row.type
+    around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
+    name = row.path.removeprefix(f"{around[-1]}/") if around else row.path or row.type
     return "  " * len(around) + name + (" (!)" if row.leaks_into or row.half_sums else "")
 
 

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from .._adapter import ModuleInfo
 from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
+from .._paths import list_paths_to
 from ..interpreter import walk
 from ._half_sums import HalfSum, find_half_sum
 from ._observation import path_of
@@ -185,7 +186,7 @@ def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, 
         return ()
     if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
         return ()
-    return sorted(source for source in marks if not _is_inside(path, source))
+    return sorted(source for source in marks if source not in list_paths_to(path))
 
 
 def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
@@ -195,12 +196,5 @@ def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozens
 
 def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
     """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
-    if not path:
-        return frozenset()
-    names = path.split("/")
-    around = ("/".join(names[: n + 1]) for n in range(len(names)))
+    around = list_paths_to(path or "")[1:]
     return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(outer + "/")
