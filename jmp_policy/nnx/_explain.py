@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import Hook, ModelInfo, ModuleInfo, describe_module
+from .._adapter import Hook, Method, ModelInfo, ModuleInfo, describe_module
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from .._trees import Args, Kwargs
+from .._trees import Args, Kwargs, PyTree
 from ..quant._array import is_quantized
 from ._calls import hook_calls
 from ._layers import has_written_dtype
@@ -23,8 +23,8 @@ from ._quantized import QuantizedParam, describe_quantization
 def examine(
     model: nnx.Module,
     inputs: Args,
-    method: Any,
-    rngs: Any,
+    method: Method,
+    rngs: PyTree,
     kwargs: Kwargs,
     trace: Callable[..., None],
     hook: Hook,
@@ -138,7 +138,7 @@ def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
     return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 
 
-def find_method(module: nnx.Module, method: Any) -> Callable[..., Any]:
+def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
     """What to call: a method is found again by its name, for the class of the module may be another one."""
     if method is None:
         return module  # type: ignore[return-value]

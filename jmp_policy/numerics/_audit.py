@@ -63,7 +63,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
         traceable = register.watch(_make_traceable(fun, overflows))
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
-        return _inspect_program(program, overflows, ModulePaths(register.modules()))
+        return _inspect_program(program, overflows, ModulePaths(register.list_modules()))
 
     return run_audit
 
