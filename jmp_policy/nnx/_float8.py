@@ -73,7 +73,7 @@ def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module
     name = layer.field
 
     def multiply(self: nnx.Module) -> Float8Multiply:
-        return layer.float8_multiply(format, lambda: _read_state(self))
+        return layer.make_float8_multiply(format, lambda: _read_state(self))
 
     def keep(self: nnx.Module, function: Callable[..., Any]) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function

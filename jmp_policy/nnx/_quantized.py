@@ -47,7 +47,7 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
     if not isinstance(weight.value, QuantizedArray) and why_too_small(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
-    return {"promote_dtype": promote} | ({layer.field: layer.multiply()} if layer.field else {})
+    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply()} if layer.field else {})
 
 
 def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
