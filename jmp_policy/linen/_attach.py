@@ -11,10 +11,10 @@ from flax import linen as nn
 from .._once import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from ._active_policy import find_class_policy
 from ._classes import make_policied_class, unpolicied_class
 from ._explain import explain as explain
 from ._fields import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE
-from ._interceptor import POLICY
 from ._named import named as named
 from ._place import ROOT, ModulePlace
 from ._watch import bound as bound, call_watched as call_watched, weights_of as weights_of
@@ -61,7 +61,8 @@ def attach_inside(
 
 def policy_of(target: Any) -> Policy | PolicyMap | None:
     """The policy of a linen class or instance."""
-    return getattr(target, POLICY, None)
+    given = find_class_policy(target)
+    return None if given is None else given.policy
 
 
 def _with_class(target: nn.Module, kind: type[nn.Module]) -> Any:

@@ -17,12 +17,10 @@ from .._made_classes import found_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
 from ._float8 import mark_state, store_state
-from ._interceptor import POLICY
-from ._methods import KEEP, OWNER, call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
-from ._place import PLACE, ModulePlace
-
-_BASE = "_jmp_base"
+from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
+from ._place import ModulePlace
 
 
 def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
@@ -37,15 +35,9 @@ def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[s
 @remember_on_class
 def _make_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     _check_keep(base, keep)
-    namespace = {
-        POLICY: policy,
-        _BASE: base,
-        KEEP: keep,
-        PLACE: place,
-        "__init_subclass__": classmethod(_init_subclass),
-    }
-    cls = make_subclass(base, namespace, (make_policied_class, (base, policy, keep, place)))
-    setattr(cls, OWNER, cls)
+    recipe = (make_policied_class, (base, policy, keep, place))
+    cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
+    setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, keep, place, owner=cls))
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
@@ -67,12 +59,13 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
 
 def unpolicied_class(cls: Any) -> Any:
     """The class that a policied class was made of, and any other as it is."""
-    return vars(cls).get(_BASE, cls)
+    own: ClassPolicy | None = vars(cls).get(CLASS_POLICY)
+    return cls if own is None else own.base
 
 
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
     """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
-    super(getattr(cls, OWNER), cls).__init_subclass__(**kwargs)
+    super(read_class_policy(cls).owner, cls).__init_subclass__(**kwargs)
     wrap_methods(cls, vars(cls))
 
 
@@ -82,7 +75,7 @@ def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = getattr(self, POLICY)
+        policy = read_class_policy(self).policy
         return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
@@ -100,7 +93,8 @@ def _reduce(self: nn.Module) -> tuple:
     cls: Any = type(self)
     if found_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
-    return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, KEEP, PLACE))), vars(self)
+    given = read_class_policy(cls)
+    return _rebuild, (unpolicied_class(cls), given.policy, given.keep, given.place), vars(self)
 
 
 def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:

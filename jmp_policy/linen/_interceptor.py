@@ -22,9 +22,6 @@ from ._place import add_paths_to_jit_keys, calling, path_of
 from ._quantized import name_misread_weight, quantize_method
 from ._variables import INSIDE, fill_fields
 
-POLICY = "_jmp_policy"
-"""The attribute of a policied class that holds its policy."""
-
 _UNCHANGED = contextlib.nullcontext()
 _RUNNING = "jmp_policy_running"
 

@@ -15,14 +15,12 @@ from .._once import warn_once
 from .._policy import Policy
 from .._trees import cast_floating
 from ..explanation._observation import observe_call
-from ._active_policy import CURRENT, ActivePolicy, activate_policy, intern_active_policy
+from ._active_policy import CURRENT, ActivePolicy, activate_policy, intern_active_policy, read_class_policy
 from ._fields import collect_layers, explain_written_dtypes
-from ._interceptor import POLICY, make_interceptor
-from ._place import PLACE, calling, path_of
+from ._interceptor import make_interceptor
+from ._place import calling, path_of
 from ._quantized import quantized_weights_explained
 
-KEEP = "_jmp_keep"
-OWNER = "_jmp_owner"
 _BOUNDARY = "_jmp_boundary"
 
 
@@ -95,7 +93,7 @@ def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        if not getattr(self, PLACE).boundary:
+        if not read_class_policy(self).place.boundary:
             return call_without_casts(self, *args, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +117,7 @@ def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         policy = _read_root_policy(self)
         if policy.compute_dtype is None:
-            inferred = getattr(self, PLACE).inferred if around is None else around.inferred
+            inferred = read_class_policy(self).place.inferred if around is None else around.inferred
             policy = policy.replace(compute_dtype=inferred)
         with _activate_on(self, policy.resolve(args, kwargs).compute_dtype):
             return method(self, *args, **kwargs)
@@ -134,7 +132,7 @@ def _is_boundary(method: Callable[..., Any]) -> bool:
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    keep = getattr(module, KEEP)
+    keep = read_class_policy(module).keep
     policy, args, kwargs = cast_arguments(_read_root_policy(module), method, keep, (module, *args), kwargs)
     activated = _activate_on(module, policy.compute_dtype)
     with activated as active, matmul_precision(policy), quantized_weights_explained(module):
@@ -143,22 +141,22 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: tuple,
             for message in active.explain_unused(module):
                 warn_once(active.policy, message)
             for message in explain_written_dtypes():
-                warn_once(active.owner, message)
+                warn_once(active.given.owner, message)
     return cast_result(policy, out)
 
 
 @contextlib.contextmanager
 def _activate_on(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[ActivePolicy]:
-    active = intern_active_policy(getattr(module, OWNER), path_of(module), getattr(module, POLICY), compute_dtype)
+    active = intern_active_policy(read_class_policy(module).owner, path_of(module), compute_dtype)
     with calling(module), activate_policy(active), collect_layers(), nn.intercept_methods(make_interceptor(active)):
         yield active
 
 
 def _read_root_policy(module: nn.Module) -> Policy:
-    given, place = getattr(module, POLICY), getattr(module, PLACE)
-    if isinstance(given, Policy):
-        return given
-    return place.match(given, (), {place.path(()): type(module)}).policy
+    given = read_class_policy(module)
+    if isinstance(given.policy, Policy):
+        return given.policy
+    return given.place.match(given.policy, (), {given.place.path(()): type(module)}).policy
 
 
 def _cast_first_carry(

@@ -19,9 +19,6 @@ from flax.core import FrozenDict, Scope
 
 from .._policy_map import Match, PolicyMap
 
-PLACE = "_jmp_place"
-"""The attribute of a policied class that holds the place of its modules."""
-
 _AROUND = "jmp_policy_around"
 """The flag of a scope: the path of the module whose scope is the outermost around it."""
 _PATH = "jmp_policy_path"
