@@ -55,9 +55,9 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
             return np.dtype(half_dtype())
         found = _BY_NAME.get(_ALIASES.get(name, name))
     else:
-        found = _BY_NAME.get(_name_of(spec) or "")
+        found = _BY_NAME.get(_find_name(spec) or "")
     if found is None:
-        raise ValueError(_unknown_dtype(spec, where, example))
+        raise ValueError(_explain_unknown(spec, where, example))
     return found
 
 
@@ -112,7 +112,7 @@ def dtype_names() -> list[str]:
     return [*_BY_NAME, *_ALIASES, "half"]
 
 
-def _floating_dtypes() -> dict[str, np.dtype]:
+def _list_floating_dtypes() -> dict[str, np.dtype]:
     """All that JAX or ml_dtypes has, so that a format they add is known here at once."""
     common = {name: np.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")}
     scalar_types = (getattr(ml_dtypes, name) for name in sorted(dir(ml_dtypes)))
@@ -120,7 +120,7 @@ def _floating_dtypes() -> dict[str, np.dtype]:
     return common | exotic
 
 
-def _name_of(spec: DTypeLike) -> str | None:
+def _find_name(spec: DTypeLike) -> str | None:
     # Not all that numpy reads: it takes Python's `float` for float64, where JAX takes it for float32, and any object
     # with an attribute `dtype`, a Flax layer among them, for that dtype.
     is_scalar_type = isinstance(spec, _JAX_SCALAR_TYPE) or (isinstance(spec, type) and issubclass(spec, np.generic))
@@ -132,10 +132,10 @@ def _name_of(spec: DTypeLike) -> str | None:
         return None
 
 
-def _unknown_dtype(spec: DTypeLike, where: str, example: str) -> str:
+def _explain_unknown(spec: DTypeLike, where: str, example: str) -> str:
     return f"Unknown dtype {quote(spec)}{where}. {did_you_mean(spec, dtype_names())} For example: {example}."
 
 
 _JAX_SCALAR_TYPE = type(jnp.float32)
-_BY_NAME = _floating_dtypes()
+_BY_NAME = _list_floating_dtypes()
 _CANONICAL = {dtype: dtype for dtype in _BY_NAME.values()}

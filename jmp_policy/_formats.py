@@ -5,10 +5,18 @@ import re
 from typing import Any
 
 from ._dtypes import did_you_mean
-from ._float8_format import Float8 as Float8
-from ._float8_recipe import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
-from ._format_fields import DEFAULT_MIN_SIZE, check_count, check_flag, spelled_options
+from ._float8_format import (
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    Float8 as Float8,
+    check_count,
+    check_flag,
+    spell_options,
+)
 from ._messages import quote
+
+DEFAULT_MIN_SIZE = 4096
+"""The number of elements below which a product takes less time than the conversions around it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Int8:
         return self
 
     def __str__(self) -> str:
-        return "int8" + spelled_options(self, "activations", "min_size")
+        return "int8" + spell_options(self, "activations", "min_size")
 
 
 PER_CHANNEL = -1
@@ -103,7 +111,7 @@ class Int4:
         return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
 
     def __str__(self) -> str:
-        return f"int4/{self.block_size}" + spelled_options(self, "min_size", "table_bits")
+        return f"int4/{self.block_size}" + spell_options(self, "min_size", "table_bits")
 
 
 Integers = Int8 | Int4
@@ -150,39 +158,40 @@ def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
         remedy = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
         raise ValueError(f"Unknown quantization {quote(spec)}{where}. {remedy} For example: 'int8'.")
     kind, place = found["kind"], f" in {quote(spec)}{where}"
-    pairs = [] if found["slash"] is None else [(_slash_field(kind, found["slash"], place), found["slash"])]
+    pairs = [] if found["slash"] is None else [(_find_slash_field(kind, found["slash"], place), found["slash"])]
     options = (found["options"] or "").strip()
-    pairs += [_option(kind, piece, place) for piece in options.split(",") if options]
+    pairs += [_parse_option(kind, piece, place) for piece in options.split(",") if options]
     given: dict[str, Any] = {}
     for name, value in pairs:
         if name in given:
-            raise ValueError(f"{quote(name)} is given twice{place}. For example: {_example(kind)}.")
-        given[name] = value if name in _WORDS else _value(value, kind, place)
+            raise ValueError(f"{quote(name)} is given twice{place}. For example: {_show_example(kind)}.")
+        given[name] = value if name in _WORDS else _parse_value(value, kind, place)
     try:
         return _KINDS[kind](**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"In {quote(spec)}{where}: {error}") from None
 
 
-def _slash_field(kind: str, slash: str, place: str) -> str:
+def _find_slash_field(kind: str, slash: str, place: str) -> str:
     """What a number after a slash says."""
     if kind not in _SLASH:
-        raise ValueError(f"{kind} takes no '/{slash.strip()}'{place}. For example: {_example(kind)}.")
+        raise ValueError(f"{kind} takes no '/{slash.strip()}'{place}. For example: {_show_example(kind)}.")
     return _SLASH[kind]
 
 
-def _option(kind: str, piece: str, place: str) -> tuple[str, str]:
+def _parse_option(kind: str, piece: str, place: str) -> tuple[str, str]:
     """The name and value of `name=value`."""
     name, _, value = (part.strip() for part in piece.partition("="))
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     if name not in known:
         raise ValueError(
-            f"{quote(name)} is no option of {kind}{place}. {did_you_mean(name, known)} For example: {_example(kind)}."
+            f"{quote(name)} is not an option of {kind}{place}. {did_you_mean(name, known)} "
+            f"For example: {_show_example(kind)}."
         )
     return name, value
 
 
-def _value(text: str, kind: str, place: str) -> int | bool:
+def _parse_value(text: str, kind: str, place: str) -> int | bool:
     words = {"true": True, "false": False}
     text = text.strip()
     if text in words:
@@ -191,9 +200,9 @@ def _value(text: str, kind: str, place: str) -> int | bool:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"{quote(text)}{place} is no number, and neither true nor false. For example: {_example(kind)}."
+            f"{quote(text)}{place} is neither a number nor true or false. For example: {_show_example(kind)}."
         ) from None
 
 
-def _example(kind: str) -> str:
+def _show_example(kind: str) -> str:
     return repr(f"{_KINDS[kind](min_size=0)}")

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._default import read_default, read_origin, set_default, temporarily_set_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._messages import quote
-from ._policy import Policy
+from ._policy import Policy, read_default, read_origin, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
 
 PolicySpec = Any
@@ -70,7 +69,8 @@ def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
     if "param_dtype" in config:
         return Policy.from_config(config)
     raise ValueError(
-        f"{quote(config)} is no config of a policy or map. For rules by path or type: PolicyMap({{'head': 'float32'}})."
+        f"{quote(config)} is not the config of a policy or map. "
+        "For rules by path or type: PolicyMap({'head': 'float32'})."
     )
 
 
@@ -80,7 +80,7 @@ def is_policy_spec(value: object) -> bool:
     >>> is_policy_spec("mixed_bfloat16"), is_policy_spec(float), is_policy_spec(lambda x: x)
     (True, False, False)
     """
-    if isinstance(value, str):  # a string can be nothing else, so that its error is that of a policy
+    if isinstance(value, str):  # a string can be nothing else, so its error speaks of policies
         return True
     try:
         get_policy(value)

@@ -37,7 +37,7 @@ _FIELDS = {
     "output": "output_dtype",
     "precision": "precision",
 }
-_NAMED = {
+_INFERRING = {
     "infer": (None, None, None),
     "infer_float32_vars": ("float32", None, None),
     "infer_with_float32_vars": ("float32", None, None),
@@ -59,7 +59,7 @@ def parse_policy(text: str) -> Policy:
     """
     quantized = _QUANTIZED.match(text)
     if quantized:
-        return _quantized(quantized["format"], quantized["source"], text)
+        return _parse_quantized(quantized["format"], quantized["source"], text)
     name = text.strip().lower()
     kind = _KIND.match(name)
     if kind:
@@ -67,18 +67,18 @@ def parse_policy(text: str) -> Policy:
         _fail(f"{quote(name)} says nothing of the dtypes around it", text, example)
     if "=" in name:
         return _parse_fields(text)
-    if name in _NAMED:
-        return Policy(*_NAMED[name])
+    if name in _INFERRING:
+        return Policy(*_INFERRING[name])
     if name.startswith(_MIXED):
-        half = _half(name, text)
+        half = _parse_half(name, text)
         return Policy("float32", half, half)
     if name.endswith(_FLOAT32_VARS):
-        dtype = _dtype(name.removesuffix(_FLOAT32_VARS), text)
+        dtype = _parse_dtype_name(name.removesuffix(_FLOAT32_VARS), text)
         return Policy("float32", dtype, dtype)
-    return Policy(*[_whole(name, text)] * 3)
+    return Policy(*[_parse_whole(name, text)] * 3)
 
 
-def _quantized(format: str, source: str, text: str) -> Policy:
+def _parse_quantized(format: str, source: str, text: str) -> Policy:
     where = f" in policy {quote(text)}"
     nested = _QUANTIZED.match(source)
     if nested:  # not read by parse_policy, which would call itself as often as a string repeats itself
@@ -97,39 +97,39 @@ def _parse_fields(text: str) -> Policy:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         field = _FIELDS.get(key.lower())
         if not equals:
-            _fail(f"{quote(part.strip())} is no 'key=value'", text, f"For example: {EXAMPLE!r}.")
+            _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
             remedy = did_you_mean(key, ("params", "compute", "output", "precision"))
             _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{remedy} For example: {EXAMPLE!r}.")
         if field in given:
             _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
-        given[field] = value if field == "precision" else _dtype_or_none(value, part, text)
+        given[field] = value if field == "precision" else _parse_optional_dtype(value, part, text)
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
     output_dtype = given.get("output_dtype", compute_dtype)
-    return Policy(param_dtype, compute_dtype, output_dtype, precision=_precision(given.get("precision"), text))
+    return Policy(param_dtype, compute_dtype, output_dtype, precision=_parse_precision(given.get("precision"), text))
 
 
-def _dtype_or_none(value: str, part: str, text: str) -> np.dtype | None:
+def _parse_optional_dtype(value: str, part: str, text: str) -> np.dtype | None:
     if value.lower() == "none":
         return None
     return parse_dtype(value, where=f" in {quote(part.strip())} of policy {quote(text)}", example=repr(EXAMPLE))
 
 
-def _half(name: str, text: str) -> np.dtype:
+def _parse_half(name: str, text: str) -> np.dtype:
     """The dtype of a mixed policy; its error offers no dtype that is known but not half, such as float64."""
     half = name.removeprefix(_MIXED)
     dtype = parse_dtype(half) if half in dtype_names() else None
     if dtype is None or dtype not in (np.dtype("float16"), np.dtype("bfloat16")):
-        _fail(f"{quote(half)} is no half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
+        _fail(f"{quote(half)} is not half precision", text, did_you_mean(name, ("mixed_float16", "mixed_bfloat16")))
     return dtype
 
 
-def _dtype(name: str, text: str) -> np.dtype:
+def _parse_dtype_name(name: str, text: str) -> np.dtype:
     return parse_dtype(name, where=f" in policy {quote(text)}", example=repr(EXAMPLE))
 
 
-def _precision(name: str | None, text: str) -> str | None:
+def _parse_precision(name: str | None, text: str) -> str | None:
     if name is None or name.lower() == "none":
         return None
     try:
@@ -138,13 +138,13 @@ def _precision(name: str | None, text: str) -> str | None:
         raise ValueError(f"In policy {quote(text)}: {error}") from None
 
 
-def _whole(name: str, text: str) -> np.dtype:
+def _parse_whole(name: str, text: str) -> np.dtype:
     """A string that is all dtype; if it is none, the error offers the names of policies too."""
     try:
         return parse_dtype(name)
     except ValueError:
         quantized = [f"{kind}{FROM}mixed_bfloat16" for kind in KINDS]
-        remedy = did_you_mean(name, [*dtype_names(), *_NAMED, "mixed_float16", "mixed_bfloat16", *quantized])
+        remedy = did_you_mean(name, [*dtype_names(), *_INFERRING, "mixed_float16", "mixed_bfloat16", *quantized])
         raise ValueError(f"Unknown dtype or policy {quote(text)}. {remedy} For example: {EXAMPLE!r}.") from None
 
 

@@ -23,18 +23,18 @@ def make_subclass(
       namespace: attributes of the subclass.
       recipe: a function and its arguments that make an equal subclass: what a pickle holds of one that is not found
         under its name, because its base is.
-      metaclass: that of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
+      metaclass: the metaclass of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
       **options: what else the metaclass of the base takes.
     """
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     # No other metaclass where a decorator may put the subclass in its base's place: authors mix such a class with
     # others, which have metaclasses of their own.
     if metaclass is None:
-        metaclass = _picklable(type(base)) if found_by_name(base) is base else type(base)
+        metaclass = _make_picklable(type(base)) if find_by_name(base) is base else type(base)
     return metaclass(base.__name__, (base,), {_RECIPE: recipe, **same, **namespace}, **options)
 
 
-def found_by_name(kind: type) -> Any:
+def find_by_name(kind: type) -> Any:
     """What the module of a class has under its name."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
@@ -50,7 +50,7 @@ def pickle_by_recipe(metaclass: type[type]) -> type[type]:
 
 def _reduce_class(kind: Any) -> Any:
     recipe = vars(kind).get(_RECIPE)
-    return kind.__qualname__ if recipe is None or found_by_name(kind) is kind else recipe
+    return kind.__qualname__ if recipe is None or find_by_name(kind) is kind else recipe
 
 
 class _Picklable(type):
@@ -60,7 +60,7 @@ class _Picklable(type):
 pickle_by_recipe(_Picklable)
 
 
-def _picklable(parent: type[type]) -> type[type]:
+def _make_picklable(parent: type[type]) -> type[type]:
     if parent is type:
         return _Picklable
     return parent if parent in copyreg.dispatch_table else _picklable_metaclass(parent)

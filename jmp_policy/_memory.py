@@ -1,4 +1,4 @@
-"""Results that are remembered for as long as what they are for is alive: `functools.cache` would keep that alive."""
+"""Results that are look_up for as long as what they are for is alive: `functools.cache` would keep that alive."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
     results: dict[weakref.ref[Any], T] = {}  # where a WeakKeyDictionary would call two functions more at each look
 
     @functools.wraps(fun)
-    def remembered(key: Any) -> T:
+    def look_up(key: Any) -> T:
         try:
             return results[weakref.ref(key)]
         except KeyError:
@@ -33,7 +33,7 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
     def forget(reference: weakref.ref[Any]) -> None:
         results.pop(reference, None)
 
-    return remembered
+    return look_up
 
 
 def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
@@ -49,13 +49,13 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
     """
 
     @functools.wraps(fun)
-    def remembered(kind: Any, *args: Any) -> T:
-        results = _memory_of(kind)
+    def look_up(kind: Any, *args: Any) -> T:
+        results = _get_memory(kind)
         key = (fun, *args)
         found = results.get(key, _UNKNOWN)
         return results.setdefault(key, fun(kind, *args)) if found is _UNKNOWN else found
 
-    return remembered
+    return look_up
 
 
 class _Memory(dict[tuple, Any]):
@@ -77,7 +77,7 @@ class _Memory(dict[tuple, Any]):
         return self._owner is not None and self._owner() is kind
 
 
-def _memory_of(kind: type) -> _Memory:
+def _get_memory(kind: type) -> _Memory:
     found = vars(kind).get(_MEMORY)
     if found is None or not found.is_of(kind):
         with _LOCK:

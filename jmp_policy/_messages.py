@@ -2,10 +2,15 @@
 
 import inspect
 import warnings
+import weakref
+from typing import Any
 
 _LONGEST_QUOTE = 500
 _LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
+
+# Weak: what was given a policy, and is gone, is not kept alive by what was said of it.
+_SAID: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn_user(message: str) -> None:
@@ -17,6 +22,24 @@ def warn_user(message: str) -> None:
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def warn_once(about: Any, message: str) -> None:
+    """Warns at the user's line, unless this was said of the same object before.
+
+    Args:
+      about: a map, or a class with a policy.
+      message: what to say; up to a semicolon it tells whether it was said, and the rest may differ.
+    """
+    said, gist = _SAID.setdefault(about, set()), message.partition(";")[0]
+    if gist not in said:
+        said.add(gist)
+        warn_user(message)
+
+
+def forget_warnings(about: Any) -> None:
+    """Has warnings given again, as where an object is handed to `with_policy` once more."""
+    _SAID.pop(about, None)
 
 
 def quote(value: object) -> str:

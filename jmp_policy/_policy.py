@@ -1,7 +1,7 @@
-"""The policy: which dtype parameters are stored in, computed in, and returned in."""
+"""The policy: which dtype parameters are stored in, computed in, and returned in; and the default policy's context."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -39,7 +39,7 @@ class Policy:
         dtypes say. It holds in modules; a plain function has no weights to quantize.
 
     Raises:
-      ValueError: a dtype is no floating dtype, or the precision or quantization is unknown.
+      ValueError: a dtype is not a floating dtype, or the precision or quantization is unknown.
 
     >>> policy = Policy("float32", "bfloat16", "float32")
     >>> policy is Policy(np.float32, "bf16", jax.numpy.float32)
@@ -65,10 +65,10 @@ class Policy:
     ) -> "Policy":
         """The one policy of these dtypes."""
         fields = (
-            _optional_dtype(param_dtype, "param_dtype"),
-            _optional_dtype(compute_dtype, "compute_dtype"),
-            _optional_dtype(output_dtype, "output_dtype"),
-            _precision_name(precision),
+            _parse_optional_dtype(param_dtype, "param_dtype"),
+            _parse_optional_dtype(compute_dtype, "compute_dtype"),
+            _parse_optional_dtype(output_dtype, "output_dtype"),
+            _parse_precision(precision),
             parse_quantization(quantization, where=" for quantization"),
         )
         new = object.__new__(cls)
@@ -99,7 +99,7 @@ class Policy:
         """The same policy with other values of some fields.
 
         Raises:
-          ValueError: there is no field of that name.
+          ValueError: a Policy has no field of that name.
         """
         for name in fields:
             if name not in _FIELDS:
@@ -136,7 +136,7 @@ class Policy:
         """
         if self.quantization is not None:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
-        param, compute, output = (_spelled(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
+        param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         if self.precision is None and compute == output:
             if param == compute:
                 return "infer" if param == "none" else param
@@ -174,7 +174,7 @@ class Policy:
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        parts = [f"{key}={_spelled(dtype)}" for key, dtype in zip(("params", "compute", "output"), dtypes, strict=True)]
+        parts = [f"{key}={_spell(dtype)}" for key, dtype in zip(("params", "compute", "output"), dtypes, strict=True)]
         plain = ",".join(parts if self.precision is None else [*parts, f"precision={self.precision}"])
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
 
@@ -194,15 +194,15 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
 _INTERNED: dict[tuple, Policy] = {}
 
 
-def _spelled(value: object) -> str:
+def _spell(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None:
+def _parse_optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None:
     return None if spec is None else parse_dtype(spec, where=f" for {field}", example=f"{field}='bfloat16'")
 
 
-def _precision_name(precision: Any) -> str | None:
+def _parse_precision(precision: Any) -> str | None:
     if precision is None:
         return None
     if isinstance(precision, jax.lax.Precision):
@@ -217,3 +217,47 @@ def _precision_name(precision: Any) -> str | None:
     raise ValueError(
         f"Unknown precision {quote(precision)}. {did_you_mean(name, known)} For example: precision='highest'."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyedDefault:
+    """A default policy with the object of another library that it was made from.
+
+    What is compiled while it holds is keyed by the object's `__jmp_key__()`, as it was then, and never by the object:
+    one that is equal compiles nothing again, and one with another loss scale, say, is never answered for it.
+    """
+
+    policy: Any
+    key: Hashable
+    origin: Any = dataclasses.field(compare=False)
+
+
+# Not a ContextVar or a module global: either, read while tracing, goes stale at the second call of a jitted function.
+_CONTEXT = jax.make_user_context(Policy("float32", "float32", "float32"))
+
+
+def read_default() -> Any:
+    """The policy or map that is the default one."""
+    value = _CONTEXT.value
+    return value.policy if isinstance(value, KeyedDefault) else value
+
+
+def read_origin() -> Any:
+    """The object that the default policy was made from; `None` if there is none, or if it has changed since."""
+    value = _CONTEXT.value
+    is_origin_kept = isinstance(value, KeyedDefault) and value.origin.__jmp_key__() == value.key
+    return value.origin if is_origin_kept else None
+
+
+def set_default(policy: Any, spec: Any) -> None:
+    """Makes a policy, and what it was made from, the default one."""
+    _CONTEXT.set_global(_key_by_origin(policy, spec))
+
+
+def temporarily_set_default(policy: Any, spec: Any) -> Any:
+    """A context manager in which a policy, and what it was made from, is the default one, in this thread."""
+    return _CONTEXT(_key_by_origin(policy, spec))
+
+
+def _key_by_origin(policy: Any, spec: Any) -> Any:
+    return KeyedDefault(policy, spec.__jmp_key__(), spec) if hasattr(spec, "__jmp_key__") else policy

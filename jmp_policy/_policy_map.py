@@ -11,19 +11,18 @@ from typing import Any
 
 import jax
 
-from ._default import read_default
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import quote
-from ._policy import Policy
+from ._policy import Policy, read_default
 
 Key = str | type
 Spec = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class MapRule:
     """One key of a map and the policy of the modules that it covers."""
 
     key: Key
@@ -47,7 +46,7 @@ class Match:
     """
 
     policy: Policy
-    rule: Rule | None
+    rule: MapRule | None
     boundary: bool
 
 
@@ -66,7 +65,7 @@ class PolicyMap:
       default: the policy of everything else; `None` stands for the default policy, as of when the map is applied.
 
     Raises:
-      ValueError: a key is no valid pattern, or a policy no valid policy.
+      ValueError: a key is not a valid pattern, or a value not a valid policy.
       TypeError: a key is neither a string nor a type.
 
     >>> rules = PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
@@ -74,7 +73,7 @@ class PolicyMap:
     ('float32', 'mixed_bfloat16', 'bfloat16')
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[MapRule, ...]
     default: Policy | None
     _ranks: dict[tuple[str, weakref.ref[type]], int]
 
@@ -82,13 +81,13 @@ class PolicyMap:
         """The one map of these rules."""
         pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else rules
         fields = (
-            tuple(_rule(pair, i) for i, pair in enumerate(pairs)),
-            None if default is None else _policy(default, "as default of a PolicyMap"),
+            tuple(_parse_rule(pair, i) for i, pair in enumerate(pairs)),
+            None if default is None else _parse_rule_policy(default, "as default of a PolicyMap"),
         )
         new = object.__new__(cls)
         vars(new).update(rules=fields[0], default=fields[1], _ranks={})
         with _LOCK:
-            return _INTERNED.setdefault(_interning_key(*fields), new)
+            return _INTERNED.setdefault(_make_interning_key(*fields), new)
 
     def __getitem__(self, path: str) -> Policy:
         """The policy of the module at `path`, by the string keys alone."""
@@ -111,8 +110,8 @@ class PolicyMap:
         """As `resolve`, with the rule that gave the policy."""
         # `dict` is a quick answer; `Mapping` alone is a slow one, and each module of a model asks.
         types = module_type if isinstance(module_type, dict | Mapping) else {path: module_type}
-        own = _rank(self, path, types.get(path))
-        rank = min([own, *(_rank(self, outer, types.get(outer)) for outer in _outer_paths(path))])
+        own = _find_rank(self, path, types.get(path))
+        rank = min([own, *(_find_rank(self, outer, types.get(outer)) for outer in _list_outer_paths(path))])
         if rank == len(self.rules):
             return Match(self._default_policy(path, types), None, boundary=path == "")
         return Match(self.rules[rank].policy, self.rules[rank], boundary=own == rank)
@@ -148,7 +147,7 @@ class PolicyMap:
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
         keys = self.unused(types)
-        return [_why_unused(rule, self, types) for rule in self.rules if rule.key in keys]
+        return [_explain_unused_rule(rule, self, types) for rule in self.rules if rule.key in keys]
 
     def get_config(self) -> dict[str, Any]:
         """The map as plain lists, dictionaries and strings, for JSON; a type is written as its module and name.
@@ -157,7 +156,7 @@ class PolicyMap:
         {'path': 'head'}
         """
         return {
-            "rules": [[_key_config(rule.key), rule.policy.get_config()] for rule in self.rules],
+            "rules": [[_write_key(rule.key), rule.policy.get_config()] for rule in self.rules],
             "default": None if self.default is None else self.default.get_config(),
         }
 
@@ -170,11 +169,11 @@ class PolicyMap:
         """
         if not isinstance(config, Mapping) or config.keys() != {"rules", "default"}:
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
-            raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_config_example()}")
+            raise ValueError(f"A map's config has the keys 'rules' and 'default', got {got}. {_show_config()}")
         for rule in config["rules"]:
             if not isinstance(rule, list | tuple) or len(rule) != 2:
-                raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is no pair. {_config_example()}")
-        rules = [(_key_from_config(key), Policy.from_config(policy)) for key, policy in config["rules"]]
+                raise ValueError(f"The rule {quote(rule)} of a PolicyMap's config is not a pair. {_show_config()}")
+        rules = [(_read_key(key), Policy.from_config(policy)) for key, policy in config["rules"]]
         return cls(rules, None if config["default"] is None else Policy.from_config(config["default"]))
 
     def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
@@ -186,58 +185,58 @@ class PolicyMap:
         if self.default is not None:
             return self
         if isinstance(default, PolicyMap):
-            return PolicyMap([*_pairs(self.rules), *_pairs(default.rules)], default.default)
-        return PolicyMap(_pairs(self.rules), default)
+            return PolicyMap([*_rule_pairs(self.rules), *_rule_pairs(default.rules)], default.default)
+        return PolicyMap(_rule_pairs(self.rules), default)
 
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
         default = self.default or read_default()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
 
     def __repr__(self) -> str:
-        rules = ", ".join(f"{_spelled(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
+        rules = ", ".join(f"{_spell(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
         return f"PolicyMap({{{rules}}}, default={None if self.default is None else str(self.default)!r})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
-        return PolicyMap, (_pairs(self.rules), self.default)
+        return PolicyMap, (_rule_pairs(self.rules), self.default)
 
 
 _INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
-def _interning_key(rules: tuple[Rule, ...], default: Policy | None) -> tuple:
+def _make_interning_key(rules: tuple[MapRule, ...], default: Policy | None) -> tuple:
     """Types by their ids, for the map keeps them alive: a key that did so would never let go of the map."""
     return tuple((id(rule.key) if isinstance(rule.key, type) else rule.key, rule.policy) for rule in rules), default
 
 
-def _pairs(rules: Iterable[Rule]) -> list[tuple[Key, Policy]]:
+def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:
     return [(rule.key, rule.policy) for rule in rules]
 
 
-def _rule(pair: tuple[Key, Spec], position: int) -> Rule:
+def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
     where = f"rule {position} of a PolicyMap"
     try:
         key, spec = pair
     except (TypeError, ValueError):
-        raise TypeError(f"{quote(pair)}, {where}, is no pair. For example: ('head', 'float32').") from None
+        raise TypeError(f"{quote(pair)}, {where}, is not a pair. For example: ('head', 'float32').") from None
     if isinstance(key, str):
         try:
             re.compile(key)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"The key {quote(key)}, {where}, is no valid pattern: {error}. For example: r'block_\\d+/mlp'."
+                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. For example: r'block_\\d+/mlp'."
             ) from None
     elif not isinstance(key, type):
         raise TypeError(f"The key {quote(key)}, {where}, is neither a pattern nor a module type. For example: 'head'.")
-    return Rule(key, _policy(spec, f"for key {_spelled(key)}, {where}"))
+    return MapRule(key, _parse_rule_policy(spec, f"for key {_spell(key)}, {where}"))
 
 
-def _policy(spec: Spec, where: str) -> Policy:
+def _parse_rule_policy(spec: Spec, where: str) -> Policy:
     spec = spec.__jmp_policy__() if hasattr(spec, "__jmp_policy__") else spec
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
-        raise ValueError(f"{quote(spec)} {where} is no policy of one module. For example: 'mixed_bfloat16'.")
+        raise ValueError(f"{quote(spec)} {where} is not the policy of one module. For example: 'mixed_bfloat16'.")
     try:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:
@@ -247,7 +246,7 @@ def _policy(spec: Spec, where: str) -> Policy:
 _MOST_PATHS = 1 << 16
 
 
-def _rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
+def _find_rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
     """The place of the first rule that names a module itself, or the number of rules where none does."""
     known, key = rules._ranks, (path, weakref.ref(module_type or _Untyped))
     try:
@@ -264,38 +263,38 @@ class _Untyped:
     """Stands for a module of which the path alone is known."""
 
 
-def _outer_paths(path: str) -> list[str]:
+def _list_outer_paths(path: str) -> list[str]:
     """The paths of the modules around `path`, the root's included, innermost first."""
     names = path.split("/") if path else []
     return ["/".join(names[:i]) for i in range(len(names) - 1, -1, -1)]
 
 
-def _why_unused(rule: Rule, rules: PolicyMap, types: Mapping[str, Any]) -> str:
+def _explain_unused_rule(rule: MapRule, rules: PolicyMap, types: Mapping[str, Any]) -> str:
     covered = next((path for path in types if rule.matches(path, types[path])), None)
     hiding = None if covered is None else rules.match(covered, types).rule
     if hiding is not None:
-        return f"policy rule {_spelled(rule.key)} decides nothing: the earlier rule {_spelled(hiding.key)} hides it"
+        return f"policy rule {_spell(rule.key)} decides nothing: the earlier rule {_spell(hiding.key)} hides it"
     near = difflib.get_close_matches(str(rule.key), [path for path in types if path], 1, cutoff=0.4)
     closest = f"; the closest path is {near[0]!r}" if near else ""
-    return f"policy rule {_spelled(rule.key)} matches no module{closest}"
+    return f"policy rule {_spell(rule.key)} matches no module{closest}"
 
 
-def _spelled(key: Key) -> str:
+def _spell(key: Key) -> str:
     return repr(key) if isinstance(key, str) else key.__qualname__
 
 
-def _key_config(key: Key) -> dict[str, str]:
+def _write_key(key: Key) -> dict[str, str]:
     return {"path": key} if isinstance(key, str) else {"type": f"{key.__module__}:{key.__qualname__}"}
 
 
-def _config_example() -> str:
+def _show_config() -> str:
     return f"For example: {PolicyMap({'head': 'float32'}).get_config()}."
 
 
-def _key_from_config(config: Mapping[str, str]) -> Key:
+def _read_key(config: Mapping[str, str]) -> Key:
     if not isinstance(config, Mapping) or not config.keys() & {"path", "type"}:
         wrong = f"The key {quote(config)} of a PolicyMap's config has neither 'path' nor 'type'."
-        raise ValueError(f"{wrong} {_config_example()}")
+        raise ValueError(f"{wrong} {_show_config()}")
     if "path" in config:
         return config["path"]
     module, _, name = config["type"].partition(":")

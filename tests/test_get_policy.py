@@ -60,7 +60,7 @@ def test_the_config_of_a_map_is_read_with_the_default_filled_in(rules):
 @pytest.mark.parametrize("spec", [{}, {"head": "float32"}])
 def test_a_mapping_that_is_no_config_is_an_error_that_names_maps(spec):
     assert not is_policy_spec(spec)
-    with pytest.raises(ValueError, match=r"is no config of a policy or map\. For rules .*: PolicyMap\({'head'"):
+    with pytest.raises(ValueError, match=r"is not the config of a policy or map\. For rules .*: PolicyMap\({'head'"):
         jmp.get_policy(spec)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
 from jmp_policy._dtypes import dtype_names
-from jmp_policy._float8_recipe import parse_recipe
+from jmp_policy._float8_format import parse_recipe
 from jmp_policy._formats import CurrentScaling, DelayedScaling, Float8, Int4, Int8, parse_quantization
 from jmp_policy._grammar import parse_policy
 from jmp_policy._policy import PRECISIONS
@@ -147,14 +147,14 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     ("text", "message"),
     [
         ("bflaot16", r"^Unknown dtype or policy 'bflaot16'\. Did you mean 'bfloat16'\? For example: 'params=float32,"),
-        ("mixed_float61", r"^'float61' is no half precision in policy 'mixed_float61'\. Did you mean 'mixed_float16'"),
-        ("mixed_float32", r"^'float32' is no half precision in policy 'mixed_float32'\. Did you mean 'mixed_float16'"),
+        ("mixed_float61", r"^'float61' is not half precision in policy 'mixed_float61'\. Did you mean 'mixed_float16'"),
+        ("mixed_float32", r"^'float32' is not half precision in policy 'mixed_float32'\. Did you mean 'mixed_float16'"),
         ("params=float32,compute=bflaot16",
          r"^Unknown dtype 'bflaot16' in 'compute=bflaot16' of policy 'params=float32,compute=bflaot16'\. "
          r"Did you mean 'bfloat16'\? For example: 'params=float32,compute=bfloat16,output=float32'\.$"),
         ("parms=f32", r"^Unknown key 'parms' in 'parms=f32' in policy 'parms=f32'\. Did you mean 'params'\? For examp"),
-        ("c=f16,f32", r"^'f32' is no 'key=value' in policy 'c=f16,f32'\. For example: "),
-        ("c=f16,", r"^'' is no 'key=value' in policy 'c=f16,'"),
+        ("c=f16,f32", r"^'f32' is not a 'key=value' in policy 'c=f16,f32'\. For example: "),
+        ("c=f16,", r"^'' is not a 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
         ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
         ("int8_with_float32_vars", r"^Unknown dtype 'int8' in policy 'int8_with_float32_vars'"),
@@ -175,16 +175,16 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
          r"^'int4_from_f32' is quantized already in policy 'int8_from_int4_from_f32'\. For example: 'int8_from_"),
         ("int8/3_from_f32", r"^int8 takes no '/3' in 'int8/3' in policy 'int8/3_from_f32'\. For example: 'int8\(min_s"),
         ("int8(min=0)_from_f32",
-         r"^'min' is no option of int8 in 'int8\(min=0\)' in policy .*\. Known are 'activations', 'min_size'\. For "),
-        ("int8(min_size=0,)_from_f32", r"^'' is no option of int8 in 'int8\(min_size=0,\)' in policy "),
+         r"^'min' is not an option of int8 in 'int8\(min=0\)' in policy .*\. Known are 'activations', 'min_size'\. "),
+        ("int8(min_size=0,)_from_f32", r"^'' is not an option of int8 in 'int8\(min_size=0,\)' in policy "),
         ("int4/3(block_size=4)_from_f32",
          r"^'block_size' is given twice in 'int4/3\(block_size=4\)' in policy .*For example: 'int4/128\(min_size=0\)"),
         ("int4/x_from_f32",
-         r"^'x' in 'int4/x' in policy 'int4/x_from_f32' is no number, and neither true nor false\. .*'int4/128\(min"),
+         r"^'x' in 'int4/x' in policy 'int4/x_from_f32' is neither a number nor true or false\. .*'int4/128\(min"),
         ("int4/0_from_f32",
          r"^In 'int4/0' in policy 'int4/0_from_f32': block_size must be at least 1, got 0\. For example: Int4\(block"),
         ("int4/-2_from_f32", r"^In 'int4/-2' in policy 'int4/-2_from_f32': block_size must be at least 1, got -2\. Fo"),
-        ("float8/x_from_f32", r"^'x' in 'float8/x' in policy 'float8/x_from_f32' is no number, .*'float8\(min_size=0"),
+        ("float8/x_from_f32", r"^'x' in 'float8/x' in policy 'float8/x_from_f32' is neither a number nor "),
         ("float8/0_from_f32",
          r"^In 'float8/0' in policy 'float8/0_from_f32': amax_history_length must be at least 1, got 0\. For exam"),
         ("float8/2(amax_history_length=2)_from_f32", r"^'amax_history_length' is given twice in 'float8/2\(amax_his"),
@@ -195,7 +195,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("float8(recipe=current/column)_from_f32", r"^In .*: Unknown recipe 'current/column'\. Did you mean 'current"),
         ("float8(recipe=delayed/3)_from_f32", r"^In .*: Unknown recipe 'delayed/3'\. Did you mean 'delayed"),
         ("float8(recipes=current)_from_f32",
-         r"^'recipes' is no option of float8 in .*\. Did you mean 'recipe'\? For example: 'float8\(min_size=0\)'\.$"),
+         r"^'recipes' is not an option of float8 in .*\. Did you mean 'recipe'\? For example: 'float8\(min_size=0\)'"),
         ("float8(margin=true)_from_f32", r"^In .*: margin must be an int, got True\. For example: Float8\(margin=1\)"),
         ("float8(weight_grad=0)_from_f32", r"^In .*: weight_grad is True or False, got 0\. For example: Float8\(\)\.$"),
         ("int8(min_size=true)_from_f32", r"^In .*: min_size must be an int, got True\. For example: Int8\(min_size"),

@@ -66,7 +66,7 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
       A `DynamicLossScale`; a `NoOpLossScale` for an empty dict.
 
     Raises:
-      TypeError: `state_dict` is no mapping, or a value no number.
+      TypeError: `state_dict` is not a mapping, or a value is not a number.
       ValueError: a key is missing or unknown, or a value out of its range.
 
     Source: the documentation of `torch.amp.GradScaler`, its methods `state_dict` and `update`.

@@ -1,10 +1,27 @@
 """The explanation: a row per module, what was amiss with the rules, and totals."""
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._policy import Policy
+from ..report import (
+    Column,
+    Report,
+    Table,
+    format_bytes,
+    list_places,
+    name_place,
+    shorten_dtypes,
+    shorten_policy,
+)
+from ._half_sums import REMEDY
 from ._lookup import row_at
+
+_WIDE, _WIDER = 100, 150
+"""Terminals of so many columns show each row with its policy, and with its quantization; narrower ones have tables
+of their own for these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Report):
     """What `jmp_policy.explain` found: a table in a terminal, and in a notebook.
 
     Attributes:
@@ -96,12 +113,110 @@ class Explanation:
             "float32_bytes": self.float32_bytes,
         }
 
-    def __str__(self) -> str:
-        from ._text import as_text
+    def _list_tables(self, width: int | None) -> list[Table]:
+        has_policies = any(row.policy is not None for row in self.rows)
+        quantization = ["quantization"] if any(row.quantization for row in self.rows) else []
+        if width is None:
+            headers = ["module", "type", "policy", *_HEADERS, *quantization, "leaks into"]
+            return [_make_module_table(self.rows, headers, lambda row: row.path)]
+        indent = functools.partial(_indent, paths={row.path for row in self.rows})
+        if not has_policies:
+            return [_make_module_table(self.rows, ["module", "type", *_HEADERS], indent, gap=1)]
+        if width >= (_WIDER if quantization else _WIDE):
+            return [_make_module_table(self.rows, ["module", "type", "policy", *_HEADERS, *quantization], indent)]
+        modules = _make_module_table(self.rows, ["module", "type", *_HEADERS], indent, gap=1)
+        return [modules, _make_rule_table(self.rows), *(_make_quantization_table(self.rows) for _ in quantization)]
 
-        return as_text(self)
+    def _list_notes(self) -> list[str]:
+        found = _describe_bytes(self), *_describe_leaks(self), *_describe_half_sums(self)
+        return [*found, *self.unused, *self.unknown]
 
-    def _repr_html_(self) -> str:
-        from ._html import as_html
 
-        return as_html(self)
+_HEADERS = ("rule", "param", "in", "compute", "out", "bytes")
+"""The columns of every table of modules."""
+
+_CELLS: dict[str, Callable[[Row], str]] = {
+    "type": lambda row: row.type,
+    "policy": lambda row: shorten_policy(row.policy),
+    "rule": lambda row: row.rule,
+    "param": lambda row: shorten_dtypes(row.param_dtypes),
+    "in": lambda row: shorten_dtypes(row.input_dtypes),
+    "compute": lambda row: shorten_dtypes(row.compute_dtypes),
+    "out": lambda row: shorten_dtypes(row.output_dtypes),
+    "bytes": lambda row: format_bytes(row.param_bytes),
+    "quantization": lambda row: row.quantization,
+    "leaks into": lambda row: ", ".join(map(name_place, row.leaks_into)),
+}
+"""By column: what it says of a module."""
+
+
+def _make_module_table(
+    rows: Sequence[Row], headers: Sequence[str], name_module: Callable[[Row], str], gap: int = 2
+) -> Table:
+    """A row for each module."""
+    columns = [Column(header, is_number=header == "bytes", wraps=header != "bytes") for header in headers]
+    cells = _CELLS | {"module": name_module}
+    return Table(columns, [[cells[header](row) for header in headers] for row in rows], gap)
+
+
+def _make_rule_table(rows: Sequence[Row]) -> Table:
+    """A row for each rule and its policy."""
+    holding = [(row.rule, shorten_policy(row.policy)) for row in rows if row.policy is not None]
+    cells = [(rule, policy, str(holding.count((rule, policy)))) for rule, policy in dict.fromkeys(holding)]
+    return Table([Column("rule"), Column("policy"), Column("modules", is_number=True)], cells)
+
+
+def _make_quantization_table(rows: Sequence[Row]) -> Table:
+    """A row for each thing that became of a weight."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        if row.quantization:
+            places.setdefault(row.quantization, []).append(name_place(row.path))
+    cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
+    return Table([Column("quantization"), Column("modules")], cells)
+
+
+def _indent(row: Row, paths: set[str]) -> str:
+    """The path of a module, without what the row of the module around it says already; marked if it has a note."""
+    names = row.path.split("/")
+    around = [n for n in range(1, len(names)) if "/".join(names[:n]) in paths]
+    name = "/".join(names[around[-1] if around else 0 :]) or row.type
+    return "  " * len(around) + name + (" (!)" if row.leaks_into or row.half_sums else "")
+
+
+def _describe_bytes(explanation: Explanation) -> str:
+    total, float32 = explanation.total_bytes, explanation.float32_bytes
+    if not float32:
+        return "no parameters"
+    return f"parameters: {format_bytes(total)}, {total / float32:.0%} of what they would take in float32"
+
+
+def _describe_leaks(explanation: Explanation) -> list[str]:
+    """A sentence for each rule whose modules leak."""
+    by_rule: dict[tuple[str, Policy | None], list[Row]] = {}
+    for row in explanation.rows:
+        if row.leaks_into:
+            by_rule.setdefault((row.rule, row.policy), []).append(row)
+    return [_describe_leak(explanation, rows) for rows in by_rule.values()]
+
+
+def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
+    first, others = rows[0], len(rows) - 1
+    into = list(dict.fromkeys(path for row in rows for path in row.leaks_into))
+    who = f"{first.path} (!)" + (f" and {others} more" if others else "")
+    dtypes = shorten_dtypes(first.output_dtypes)
+    spread = f"{who} {'leak' if others else 'leaks'} {dtypes} into the code of {list_places(into)}"
+    meant = explanation[into[0]].policy
+    if first.policy is None or meant is None or first.rule == "author's dtype":
+        return f"{spread}; cast what it returns, where that is not meant"
+    return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
+
+
+def _describe_half_sums(explanation: Explanation) -> list[str]:
+    """A sentence for each sum."""
+    by_sum: dict[str, list[str]] = {}
+    for row in explanation.rows:
+        for half_sum in row.half_sums:
+            by_sum.setdefault(half_sum, []).append(row.path)
+    growing = "whose error grows with their count"
+    return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap, Rule
+from .._policy_map import MapRule, Match, PolicyMap
 from ._place import ModulePlace, path_of
 
 CLASS_POLICY = "_jmp_class_policy"
@@ -102,7 +102,7 @@ class ActivePolicy:
     given: ClassPolicy
     path: tuple[str, ...]
     inferred: np.dtype | None
-    rule: Rule | None
+    rule: MapRule | None
 
     @functools.cached_property
     def policy(self) -> Policy | PolicyMap:
@@ -140,7 +140,7 @@ class ActivePolicy:
         is_outermost = names == () and place.boundary
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
-    def replace_rule(self, rule: Rule | None) -> "ActivePolicy":
+    def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
         """What is active while a method of a module runs that this rule covers.
 
         The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
@@ -174,7 +174,7 @@ class ActivePolicy:
 
 @remember_on_class
 def intern_active_policy(
-    owner: Any, path: tuple[str, ...], inferred: np.dtype | None, rule: Rule | None = None
+    owner: Any, path: tuple[str, ...], inferred: np.dtype | None, rule: MapRule | None = None
 ) -> ActivePolicy:
     """The one active policy of these values; `owner` is the class that carries what was given."""
     return ActivePolicy(read_class_policy(owner), path, inferred, rule)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._once import forget_warnings
+from .._messages import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._active_policy import find_class_policy

@@ -13,7 +13,7 @@ from typing import Any
 from flax import linen as nn
 
 from .._call_casts import check_keep
-from .._made_classes import found_by_name, make_subclass
+from .._made_classes import find_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -53,7 +53,7 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
     That is the first that no module has under its name: one made by a function, or in a notebook.
     """
     keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
-    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or found_by_name(kind) is not kind)
+    passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
     return next(passing, base)
 
 
@@ -91,7 +91,7 @@ def _check_keep(base: Any, keep: frozenset[str]) -> None:
 def _reduce(self: nn.Module) -> tuple:
     """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
     cls: Any = type(self)
-    if found_by_name(cls) is cls:
+    if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
     given = read_class_policy(cls)
     return _rebuild, (unpolicied_class(cls), given.policy, given.keep, given.place), vars(self)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 
 from .._call_casts import cast_arguments, cast_result, matmul_precision
-from .._once import warn_once
+from .._messages import warn_once
 from .._policy import Policy
 from .._trees import cast_floating
 from ..explanation._observation import observe_call

@@ -6,9 +6,9 @@ from typing import Any
 from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment, reject
-from ._call import checked_keep
-from ._decorate import decorated, given_to
+from ._attachment import AUTOCAST_EXAMPLE as AUTOCAST_EXAMPLE, Attachment, reject_param
+from ._call import parse_keep
+from ._decorate import decorate_class, find_given_policy
 from ._explain import explain as explain
 from ._lifted import lifted as lifted
 from ._module_spec import find_spec
@@ -29,12 +29,12 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
       ValueError: a Param is stored in another dtype than the param dtype, or `keep` names no argument.
     """
     base = target if isinstance(target, type) else type(target)
-    names = checked_keep(base, keep)
+    names = parse_keep(base, keep)
     if isinstance(target, type):
-        return decorated(target, policy, names)
-    attachment = Attachment(policy, reject, keep=names)
+        return decorate_class(target, policy, names)
+    attachment = Attachment(policy, reject_param, keep=names)
     module = attachment.attach(target)
-    for message in (*attachment.unused_rules(), *attachment.written_explained()):
+    for message in (*attachment.explain_unused_rules(), *attachment.explain_written_dtypes()):
         warn_user(message)
     return module
 
@@ -42,8 +42,8 @@ def attach(target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> An
 def policy_of(target: Any) -> Policy | PolicyMap | None:
     """The policy that an nnx module or class was given, by itself or by a rule of a map that names it."""
     if isinstance(target, type):
-        return given_to(target)
+        return find_given_policy(target)
     spec = find_spec(target)
-    if spec is None or not spec.boundary:
+    if spec is None or not spec.casts:
         return None
     return spec.given if spec.attached else spec.policy

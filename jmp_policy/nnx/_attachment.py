@@ -1,6 +1,5 @@
 """Giving a policy to every module of a tree."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -18,20 +17,21 @@ from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._weight import WEIGHT_NAMES
-from ._call import call_method, public_methods
-from ._layer_table import open_field
+from ._call import list_public_methods, run_method
 from ._layers import (
     WRAPPERS,
-    dtype_attributes,
+    find_dtype_source,
     has_open_linen_module,
     has_written_dtype,
     is_bridge,
     is_dtype_open,
-    linen_attributes,
+    is_plain_layer,
+    make_attributes,
+    make_linen_attributes,
 )
-from ._module_spec import SPEC, ModuleSpec, find_spec
-from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
-from ._quantized import check_weight, float8_attributes, is_float8, reads_quantized_rows
+from ._module_spec import SPEC, CallEffect, ModuleSpec, Product, find_spec
+from ._nodes import NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
+from ._quantized import check_weight, choose_product, make_float8_attributes
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
@@ -90,112 +90,115 @@ class Attachment:
 
     def attach(self, module: nnx.Module) -> nnx.Module:
         """Gives the policy to a module, as the root of a tree, and to the modules inside."""
-        return self._module(module, (), None, attached=True)
+        return self._attach_module(module, (), None, is_root=True)
 
-    def unused_rules(self) -> list[str]:
+    def explain_unused_rules(self) -> list[str]:
         """What to say of the rules that decide for no module that was met."""
         # Which modules a linen one has inside shows when it is called, and a rule may be for one of them.
         if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
             return []
         return self.given.explain_unused(self.types)
 
-    def written_explained(self) -> list[str]:
+    def explain_written_dtypes(self) -> list[str]:
         """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
         return explain_written(self._layers, AUTOCAST_EXAMPLE)
 
     def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
-        rewritten = policy is not self._match("/".join(path[:-1])).policy  # it was taken its quantization
-        return self._value(value, path, _Around(policy, rewritten=rewritten))
+        rewritten = policy is not self._find_match("/".join(path[:-1])).policy  # it was taken its quantization
+        return self._attach_value(value, path, _Around(policy, rewritten=rewritten))
 
-    def _value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
-        match kind_of(type(value)):
+    def _attach_value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+        match find_kind(type(value)):
             case NodeKind.MODULE:
-                return self._module(value, path, around)
+                return self._attach_module(value, path, around)
             case NodeKind.PARAM:
-                self._param(value, path, around)
+                self._check_param(value, path, around)
             case NodeKind.STATE:
-                for name, item in items_of(value):
-                    self._value(item, (*path, name), around)
+                for name, item in list_items(value):
+                    self._attach_value(item, (*path, name), around)
             case NodeKind.PYTREE | NodeKind.BUILTIN:
-                return self._container(value, path, around)
+                return self._attach_container(value, path, around)
         return value
 
-    def _container(self, container: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+    def _attach_container(self, container: Any, path: tuple[str, ...], around: _Around | None) -> Any:
         if id(container) in self._done:
             return self._done[id(container)][1]
         if isinstance(container, nnx.Module):  # nnx.List and nnx.Dict have paths, and rules may name them
             self.types.setdefault("/".join(path), type(container))
-            around = around and around._replace(policy=self._match("/".join(path)).policy)
+            around = around and around._replace(policy=self._find_match("/".join(path)).policy)
         self._done[id(container)] = container, container
-        items = items_of(container)
-        new = [self._value(item, (*path, name), around) for name, item in items]
+        items = list_items(container)
+        new = [self._attach_value(item, (*path, name), around) for name, item in items]
         if any(a is not b for a, (_, b) in zip(new, items, strict=True)):
             self._done[id(container)] = container, replace_items(container, new)
         return self._done[id(container)][1]
 
-    def _module(self, module: nnx.Module, path: tuple[str, ...], around: _Around | None, attached: bool = False) -> Any:
+    def _attach_module(
+        self, module: nnx.Module, path: tuple[str, ...], around: _Around | None, is_root: bool = False
+    ) -> Any:
         if id(module) in self._done:
             return self._done[id(module)][1]
         spec = find_spec(module)
         base = type(module) if spec is None else spec.base
         self.types.setdefault("/".join(path), base)
-        if not attached and (around is None or (spec is not None and spec.attached)):
-            return self._rebuilt(module, type(module), path, None, vars(module), {})
+        if not is_root and (around is None or (spec is not None and spec.attached)):
+            return self._rebuild(module, type(module), path, None, vars(module), {})
         attributes = vars(module) | dict(spec.authored if spec else ())
         state = attributes.pop(OVERWRITE, None)
         open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
-        new_spec = self._spec(base, attributes, path, attached, open_dtype, rewritten)
+        hands_on = has_open_linen_module(base, attributes, spec)
+        new_spec = self._make_spec(base, attributes, path, is_root, open_dtype, rewritten, hands_on)
         policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
             written = attributes["dtype"] if has_written_dtype(base, attributes, open_dtype) else None
             self._layers["/".join(path)] = wider_dtype(written, policy)
-        new_attributes = dtype_attributes(base, attributes, policy, open_dtype)
+        new_attributes = make_attributes(base, attributes, policy, open_dtype)
         known = attributes if state is None else attributes | {OVERWRITE: state}
-        new_attributes |= float8_attributes(base, known, policy.quantization)
-        if has_open_linen_module(base, attributes, spec):
-            new_spec = dataclasses.replace(new_spec, bridges=True)
-            new_attributes |= linen_attributes(attributes, new_spec)
+        new_attributes |= make_float8_attributes(base, known, policy.quantization)
+        if hands_on:
+            new_attributes |= make_linen_attributes(attributes, new_spec)
         inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
-        return self._rebuilt(module, policied_class(new_spec), path, inside, attributes, new_attributes)
+        return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
 
-    def _spec(
+    def _make_spec(
         self,
         base: type,
         attributes: dict[str, Any],
         path: tuple[str, ...],
-        attached: bool,
+        is_root: bool,
         open_dtype: bool,
         rewritten: bool,
+        hands_on: bool,
     ) -> ModuleSpec:
-        match = self._match("/".join(path))
+        match = self._find_match("/".join(path))
         rewritten_integers = rewritten and integers_of(match.policy.quantization) is not None
         policy = match.policy.replace(quantization=None) if rewritten_integers else match.policy
+        product = choose_product(base, attributes, policy.quantization)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
-        boundary = attached or (match.boundary and not has_written_dtype(base, attributes, open_dtype))
-        replaced = dtype_attributes(base, attributes, policy, open_dtype)
-        in_float8 = is_float8(base, attributes, policy.quantization)
-        acts = boundary or policy.compute_dtype is None or in_float8
-        does_nothing = not acts and _is_plain_layer(base, attributes)
+        if is_root:
+            effect = CallEffect.CASTS_AT_ROOT
+        elif match.boundary and not has_written_dtype(base, attributes, open_dtype):
+            effect = CallEffect.CASTS
+        elif policy.compute_dtype is None or product is Product.FLOAT8 or not is_plain_layer(base, attributes):
+            effect = CallEffect.COMPUTES
+        else:
+            effect = CallEffect.NOTHING
         return ModuleSpec(
             base=base,
             policy=policy,
             given=self.given,
-            lineage=self._lineage(path),
-            attached=attached,
-            boundary=boundary,
-            calls=not issubclass(base, nnx.List | nnx.Dict) and not does_nothing,
-            keep=self.keep if attached else (),
-            casts_params="dtype" not in attributes and not is_bridge(base),
-            open_dtype=open_dtype,
-            authored=tuple((name, attributes[name]) for name in replaced),
-            reads_quantized_rows=reads_quantized_rows(base, attributes, policy.quantization),
-            multiplies_in_float8=open_field(base, attributes) if in_float8 else None,
+            lineage=self._find_lineage(path),
+            effect=effect,
+            keep=self.keep if is_root else (),
+            dtype_source=find_dtype_source(base, attributes, open_dtype, hands_on),
+            product=product,
+            authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, open_dtype)),
         )
 
-    def _rebuilt(
+    def _rebuild(
         self,
         module: nnx.Module,
         kind: type,
@@ -206,7 +209,7 @@ class Attachment:
     ) -> Any:
         new = module if self._owned(module) else make_blank(type(module), {})
         self._done[id(module)] = module, new
-        values = {name: self._value(value, (*path, name), inside) for name, value in attributes.items()}
+        values = {name: self._attach_value(value, (*path, name), inside) for name, value in attributes.items()}
         written = values | new_attributes
         state = written.pop(OVERWRITE, None)
         vars(new).update(written)
@@ -218,13 +221,13 @@ class Attachment:
             delattr(new, OVERWRITE)
         return new
 
-    def _param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:
+    def _check_param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:
         if around is None or around.policy.param_dtype is None:
             return
         here, dtype = "/".join(path), around.policy.param_dtype
         if id(param) not in self._done:
             self._done[id(param)] = param, (here, dtype)
-            if not floating_dtypes(param) <= {dtype}:
+            if not find_floating_dtypes(param) <= {dtype}:
                 self._on_mismatch(here, param, around.policy)
         first, stored = self._done[id(param)][1]
         if stored != dtype:
@@ -233,65 +236,56 @@ class Attachment:
                 f"{stored}. Give both places one param dtype. For example: 'params={stored},compute={dtype}'."
             )
 
-    def _match(self, path: str) -> Match:
+    def _find_match(self, path: str) -> Match:
         if isinstance(self.given, PolicyMap):
             return self.given.match(path, self.types)
         return Match(self.given, None, boundary=False)
 
-    def _lineage(self, path: tuple[str, ...]) -> tuple[tuple[str, type], ...]:
+    def _find_lineage(self, path: tuple[str, ...]) -> tuple[tuple[str, type], ...]:
         if not isinstance(self.given, PolicyMap):
             return ()
         paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
         return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)
 
 
-def _is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
-    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
-    kinds = {kind_of(type(value)) for value in attributes.values()}
-    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
-    return (
-        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
-    )
-
-
-def policied_class(spec: ModuleSpec) -> type:
+def make_policied_class(spec: ModuleSpec) -> type:
     """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
-    return _policied_class(spec.base, spec)
+    return _make_policied_class(spec.base, spec)
 
 
 @remember_on_class
-def _policied_class(_: type, spec: ModuleSpec) -> type:
+def _make_policied_class(_: type, spec: ModuleSpec) -> type:
     base = spec.runs
     namespace = {
         SPEC: spec,
-        "__reduce__": lambda self: (_remade, (spec, vars(self).copy())),
+        "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy())),
     }
-    if spec.calls:
-        namespace |= policied_methods(base)
+    if spec.effect is not CallEffect.NOTHING and not issubclass(base, nnx.List | nnx.Dict):
+        namespace |= wrap_methods(base)
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return make_subclass(base, namespace, (policied_class, (spec,)), **options)
+    return make_subclass(base, namespace, (make_policied_class, (spec,)), **options)
 
 
-def _remade(spec: ModuleSpec, attributes: dict[str, Any]) -> Any:
-    return make_blank(policied_class(spec), attributes)
+def rebuild_module(spec: ModuleSpec, attributes: dict[str, Any]) -> Any:
+    return make_blank(make_policied_class(spec), attributes)
 
 
-def policied_methods(base: type) -> dict[str, Callable[..., Any]]:
+def wrap_methods(base: type) -> dict[str, Callable[..., Any]]:
     """The public methods of a class by name, made to look at the spec of the module that they are called with."""
-    return {name: _policied_method(method) for name, method in public_methods(base)}
+    return {name: _wrap_method(method) for name, method in list_public_methods(base)}
 
 
-def _policied_method(method: Any) -> Callable[..., Any]:
+def _wrap_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
-    def policied(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         if spec is None:  # a shadow, or an instance of a decorated class that is still being made
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
-        return call_method(self, spec, method, args, kwargs)
+        return run_method(self, spec, method, args, kwargs)
 
-    policied._jmp_method = method  # type: ignore[attr-defined]
-    return policied
+    call_with_policy._jmp_method = method  # type: ignore[attr-defined]
+    return call_with_policy
 
 
 def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
@@ -310,22 +304,22 @@ def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
     """
     for name, value in list(vars(module).items()):
         if _has_new_module(value, spec):
-            attachment = Attachment(spec.given, reject, lineage=spec.lineage)
+            attachment = Attachment(spec.given, reject_param, lineage=spec.lineage)
             path = (*spec.path.split("/"), name) if spec.path else (name,)
             vars(module)[name] = attachment.include(value, path, spec.policy)
 
 
 def _has_new_module(value: Any, spec: ModuleSpec) -> bool:
-    match kind_of(type(value)):
+    match find_kind(type(value)):
         case NodeKind.MODULE:
             other = find_spec(value)
             return other is None or not (other.attached or other.given is spec.given)
         case NodeKind.PYTREE | NodeKind.BUILTIN:
-            return any(_has_new_module(item, spec) for _, item in items_of(value))
+            return any(_has_new_module(item, spec) for _, item in list_items(value))
     return False
 
 
-def reject(path: str, param: nnx.Param, policy: Policy) -> None:
+def reject_param(path: str, param: nnx.Param, policy: Policy) -> None:
     """Refuses it: a policied module shares its Variables with the original, which no cast may change.
 
     Raises:
@@ -338,7 +332,7 @@ def reject(path: str, param: nnx.Param, policy: Policy) -> None:
     )
 
 
-def cast_in_place(path: str, param: nnx.Param, policy: Policy) -> None:
+def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
     """Rounds it, where it was just drawn in the dtype that the author of the module chose."""
     param.set_value(cast_floating(param.get_value(), policy.param_dtype))
 
@@ -365,5 +359,5 @@ def cast_params(model: M, policy: PolicySpec) -> M:
     """
     copy = nnx.clone(model)
     # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
-    Attachment(get_policy(policy), cast_in_place).attach(copy)
+    Attachment(get_policy(policy), cast_param).attach(copy)
     return copy

@@ -12,8 +12,8 @@ from flax import nnx
 from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
 from .._policy import Policy
-from ._layers import linen_attributes
-from ._module_spec import ModuleSpec
+from ._layers import make_linen_attributes
+from ._module_spec import DtypeSource, ModuleSpec
 from ._shadow import call_on_shadow
 
 # The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
@@ -24,7 +24,7 @@ _INFERRED = jax.make_user_context(None)
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
-def call_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a method of the class without a policy as the spec of the module says.
 
     Args:
@@ -34,30 +34,31 @@ def call_method(module: nnx.Module, spec: ModuleSpec, method: Any, args: tuple, 
       args: positional arguments, without the module.
       kwargs: keyword arguments.
     """
-    carry = carry_given(spec.base, method, args, kwargs)
-    casts = spec.boundary and not spec.bridges  # the linen module inside does, and knows the names of its arguments
+    carry = find_carry(spec.base, method, args, kwargs)
+    hands_on = spec.dtype_source is DtypeSource.LINEN_MODULE
+    casts = spec.casts and not hands_on  # the linen module inside does, and knows the names of its arguments
     if casts:
         policy, args, kwargs = cast_arguments(spec.policy, method.__get__(module), spec.keep, args, kwargs)
     else:
-        policy = inferred(spec.policy, args, kwargs)
+        policy = infer_policy(spec.policy, args, kwargs)
     takes_inferred = spec.open_dtype and spec.policy.compute_dtype is None
     attributes = {"dtype": policy.compute_dtype} if takes_inferred else {}
-    if spec.bridges and policy is not spec.policy and not spec.boundary:
-        attributes |= linen_attributes(vars(module), spec, policy.compute_dtype)
-    kwargs = cache_arguments(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
+    if hands_on and policy is not spec.policy and not spec.casts:
+        attributes |= make_linen_attributes(vars(module), spec, policy.compute_dtype)
+    kwargs = give_cache_dtype(module, method, (vars(module) | attributes).get("dtype"), args, kwargs)
 
     def call(shadow: Any) -> Any:
         return method.__get__(shadow, spec.runs)(*args, **kwargs)
 
-    params_dtype = policy.compute_dtype if spec.casts_params else None
-    with inferred_inside(spec.policy, policy), matmul_precision(policy):
+    params_dtype = policy.compute_dtype if spec.dtype_source is DtypeSource.PARAMS else None
+    with hold_inferred(spec.policy, policy), matmul_precision(policy):
         out = call_on_shadow(module, spec.runs, attributes, params_dtype, call)
     if casts and policy.output_dtype is not None:
         return cast_result(policy, out)
     return keep_carry_dtypes(carry, out)
 
 
-def inferred(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
+def infer_policy(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
     """A policy with the compute dtype that a call around inferred for it, or else with that of this call's inputs."""
     if policy.compute_dtype is not None:
         return policy
@@ -67,21 +68,21 @@ def inferred(policy: Policy, args: tuple, kwargs: dict[str, Any]) -> Policy:
     return resolve_policy(policy, (args, kwargs))
 
 
-def inferred_inside(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
+def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
     """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
     if policy.compute_dtype is not None:
         return nullcontext()
     return _INFERRED((policy, resolved_policy.compute_dtype))
 
 
-def carry_given(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def find_carry(base: type, method: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The carry that a call hands to a recurrent cell; `None` if the call is no step of one."""
     if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
         return None
     return args[0] if args else kwargs.get("carry")
 
 
-def cache_arguments(
+def give_cache_dtype(
     module: nnx.Module, method: Any, dtype: np.dtype | None, args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments for a method of an attention layer; those of any other module as they are.
@@ -111,13 +112,13 @@ def _decodes(module: nnx.MultiHeadAttention, kwargs: dict[str, Any]) -> bool:
     return bool(module.decode if decode is None else decode)
 
 
-def checked_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
+def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
     """The names of `keep`, each an argument of one of the public methods of a class.
 
     Raises:
       ValueError: one is not, or `keep` is a string.
     """
-    methods = dict(public_methods(base))
+    methods = dict(list_public_methods(base))
     main = methods.get("__call__", base)
     if isinstance(keep, str):
         check_keep(main, keep)
@@ -132,7 +133,7 @@ def _takes(method: Any, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def public_methods(base: type) -> Iterator[tuple[str, Any]]:
+def list_public_methods(base: type) -> Iterator[tuple[str, Any]]:
     """The methods of a class that are called from outside, by name, as they are without a policy."""
     for name in dir(base):
         if name in _INHERITED or (name.startswith("_") and name != "__call__"):

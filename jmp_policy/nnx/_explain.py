@@ -18,9 +18,9 @@ from ..explanation._operations import operations
 from ..quant import QuantizedArray
 from ._layers import has_written_dtype
 from ._module_spec import ModuleSpec, find_spec
-from ._nodes import NodeKind, items_of, kind_of
+from ._nodes import NodeKind, find_kind, list_items
 from ._observed import observed
-from ._quantized import QuantizedParam, quantization_of
+from ._quantized import QuantizedParam, describe_quantization
 
 
 def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
@@ -87,11 +87,11 @@ class _Tree:
             given = _Given(spec.given, len(path))
             self._given.append(given)
         self.modules["/".join(path)] = self._info(module, spec, path, given)
-        for name, value in items_of(module):
+        for name, value in list_items(module):
             self._value(value, (*path, name), "/".join(path), given)
 
     def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
-        kind = NodeKind.PARAM if issubclass(type(value), QuantizedParam) else kind_of(type(value))
+        kind = NodeKind.PARAM if issubclass(type(value), QuantizedParam) else find_kind(type(value))
         if kind is NodeKind.OTHER or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -102,7 +102,7 @@ class _Tree:
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
                 given.types.setdefault(given.relative(path), type(value))
-            for name, item in items_of(value):
+            for name, item in list_items(value):
                 self._value(item, (*path, name), owner, given)
 
     def _info(
@@ -123,7 +123,7 @@ class _Tree:
             by_map=isinstance(given.policy, PolicyMap),
             written=_written_dtype(module, spec),
         )
-        return dataclasses.replace(info, quantization=quantization_of(spec.base, vars(module), match.policy))
+        return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
 
 
 def _is_quantized(node: Any) -> bool:

@@ -47,7 +47,7 @@ def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout:
     return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
 
 
-def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
+def make_state(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
     """The attribute that holds the state of a layer, if it has one: what it was, or a new one."""
     if not has_state(format):
         return {}
@@ -58,7 +58,7 @@ def state_for(attributes: Attributes, shape: tuple[int, ...], layout: Layout, fo
 
 
 @remember_on_class
-def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.Module]:
+def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module]:
     """A subclass of a layer that multiplies in 8 bits; one for equal classes.
 
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
@@ -66,26 +66,28 @@ def float8_layer(base: type[nnx.Module], name: str, format: Float8) -> type[nnx.
     """
     layer = layer_of(base)
     assert layer is not None
+    assert layer.field is not None
+    name = layer.field
 
     def multiply(self: Any) -> Float8Multiply:
-        return layer.float8_multiply(format, lambda: _state_of(self))
+        return layer.float8_multiply(format, lambda: _read_state(self))
 
     def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
-    return make_subclass(base, {name: property(multiply, keep)}, (float8_layer, (base, name, format)))
+    return make_subclass(base, {name: property(multiply, keep)}, (make_float8_layer, (base, format)))
 
 
-def _state_of(layer: Any) -> State:
+def _read_state(layer: Any) -> State:
     return {name: variable.get_value() for name, variable in vars(layer)[OVERWRITE].items()}
 
 
-def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
+def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
     """The function of models whose float8 state autodiff combines by max, and is that of true gradients."""
 
     @functools.wraps(fun)
-    def of_models(*args: Any, **kwargs: Any) -> Any:
-        states = states_in([args[position] for position in positions])
+    def call_prepared(*args: Any, **kwargs: Any) -> Any:
+        states = find_states([args[position] for position in positions])
         before = {path: variable.get_value() for path, variable in states.items()}
         for path, value in before.items():
             states[path].set_value(prepare_leaf(path[-1], value, loss_scale))
@@ -95,15 +97,15 @@ def with_state_by_max(fun: Callable[..., Any], positions: Iterable[int], loss_sc
             for path, value in before.items():
                 states[path].set_value(value)
 
-    return of_models
+    return call_prepared
 
 
-def states_in(model: Any) -> dict[Any, Float8State]:
+def find_states(model: Any) -> dict[Any, Float8State]:
     """The float8 state of the layers in a model, or in any tree of models, by path."""
     return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}
 
 
-def check_state_typed(model: Any, wrt: Any) -> None:
+def check_state_types(model: Any, wrt: Any) -> None:
     """Checks that the float8 state among what is differentiated of a model, or of a tree of models, is `Float8State`.
 
     Args:

@@ -12,7 +12,7 @@ from .._grad import scaled_value_and_grad, without_value
 from .._loss_scale import NoOpLossScale
 from .._scaled_state import get_loss_scale, has_scaled_state
 from .._trees import PyTree
-from ._float8 import Float8State, check_state_typed, states_in, with_state_by_max
+from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState
 
@@ -102,14 +102,14 @@ def _differentiated(
     def of_models(*args: Any, **kwargs: Any) -> Any:
         positions = [_position(argnum) for argnum in _as_sequence(argnums)]
         for argnum, position in zip(_as_sequence(argnums), positions, strict=True):
-            check_state_typed(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
-        if not any(states_in(args[position]) for position in positions):
+            check_state_types(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
+        if not any(find_states(args[position]) for position in positions):
             return plain(*args, **kwargs)
-        prepared = with_state_by_max(fun, positions, get_loss_scale(loss_scale).loss_scale)
+        prepared = prepare_states(fun, positions, get_loss_scale(loss_scale).loss_scale)
         wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
         of_state = scaled_value_and_grad(_with_state_apart(differentiate), prepared, wrt, has_aux, loss_scale)
         out, (grads, state) = of_state(*args, **kwargs)
-        for variable, value in zip(states_in(grads).values(), state[OVERWRITE], strict=True):
+        for variable, value in zip(find_states(grads).values(), state[OVERWRITE], strict=True):
             variable.set_value(value)
         return out, grads
 
@@ -126,7 +126,7 @@ def _with_state_apart(differentiate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fun)
         def of_models(*args: Any, **kwargs: Any) -> Any:
             out, grads = differentiated(*args, **kwargs)
-            return out, (grads, {OVERWRITE: [variable.get_value() for variable in states_in(grads).values()]})
+            return out, (grads, {OVERWRITE: [variable.get_value() for variable in find_states(grads).values()]})
 
         return of_models
 

@@ -12,8 +12,9 @@ from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
-from ._module_spec import ModuleSpec
-from ._quantized import quantized_attributes
+from ._module_spec import DtypeSource, ModuleSpec
+from ._nodes import NodeKind, find_kind
+from ._quantized import make_quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Layers whose `dtype` is that of the weight they rewrite: what is stored, not what is computed in."""
@@ -35,7 +36,7 @@ def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> boo
     dtype = attributes["dtype"]
     if dtype is None:
         return True
-    defaults = [_constructor_default(base), handed_on]
+    defaults = [_find_default_dtype(base), handed_on]
     if issubclass(base, nnx.Embed):  # which replaces None by the dtype of its table
         defaults.append(attributes["embedding"].get_raw_value().dtype)
     return any(_is_same_dtype(dtype, default) for default in defaults)
@@ -46,19 +47,44 @@ def has_written_dtype(base: type, attributes: dict[str, Any], is_open: bool) -> 
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
 
-def dtype_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
+def is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
+    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
+    kinds = {find_kind(type(value)) for value in attributes.values()}
+    own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
+    return (
+        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
+    )
+
+
+def find_dtype_source(base: type, attributes: dict[str, Any], is_open: bool, hands_on: bool) -> DtypeSource:
+    """Where the code of a module finds the dtype that it computes in.
+
+    Args:
+      base: the class of the module.
+      attributes: its attributes.
+      is_open: whether it has a `dtype` that its author left open.
+      hands_on: whether the linen module that it wraps gets the policy.
+    """
+    if hands_on:
+        return DtypeSource.LINEN_MODULE
+    if is_open:
+        return DtypeSource.FIELD
+    return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
+
+
+def make_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
     """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
     if issubclass(base, WRAPPERS):
-        return _stored_dtype(attributes, policy.param_dtype)
+        return _make_wrapper_attributes(attributes, policy.param_dtype)
     new = {}
     if is_open and policy.compute_dtype is not None:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    return new | quantized_attributes(base, attributes, policy.quantization)
+    return new | make_quantized_attributes(base, attributes, policy.quantization)
 
 
-def _stored_dtype(attributes: dict[str, Any], param_dtype: np.dtype | None) -> dict[str, Any]:
+def _make_wrapper_attributes(attributes: dict[str, Any], param_dtype: np.dtype | None) -> dict[str, Any]:
     """The `dtype` of a wrapper: open, it is the one its weight and its own float32 state promote to."""
     if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
         return {}
@@ -66,7 +92,7 @@ def _stored_dtype(attributes: dict[str, Any], param_dtype: np.dtype | None) -> d
 
 
 @remember_weakly
-def _constructor_default(base: type) -> Any:
+def _find_default_dtype(base: type) -> Any:
     for kind in base.__mro__:  # a constructor that takes **kwargs hands them to the next
         parameters = inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else {}
         if "dtype" in parameters:
@@ -93,10 +119,14 @@ def has_open_linen_module(base: type, attributes: dict[str, Any], spec: ModuleSp
     """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
     if not is_bridge(base):
         return False
-    return policy_of(attributes[_WRAPPED]) is None or (spec is not None and spec.bridges)
+    return policy_of(attributes[_WRAPPED]) is None or (
+        spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
+    )
 
 
-def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.dtype | None = None) -> dict[str, Any]:
+def make_linen_attributes(
+    attributes: dict[str, Any], spec: ModuleSpec, inferred: np.dtype | None = None
+) -> dict[str, Any]:
     """The attribute that holds the linen module, with what the model was given; the linen module casts, if any does.
 
     Args:
@@ -106,4 +136,4 @@ def linen_attributes(attributes: dict[str, Any], spec: ModuleSpec, inferred: np.
     """
     module = attributes[_WRAPPED]
     attach_inside = find_adapter(module).attach_inside
-    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.boundary, inferred)}
+    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}

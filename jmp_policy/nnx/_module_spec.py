@@ -1,17 +1,56 @@
-"""What a policy makes of one module: the spec that its class carries."""
+"""The spec of a module: what a policy makes of it, kept by its class."""
 
 import dataclasses
+import enum
 from typing import Any
 
 from .._float8_format import Float8
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import float8_layer
-from ._quantized_embed import quantized_embed
+from ._float8 import make_float8_layer
+from ._quantized_embed import make_quantized_embed
 
-SPEC = "__jmp_spec__"
-"""The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are
-part of a graph definition: copies, `nnx.split`, `nnx.merge` and the key of every jit cache carry them."""
+SPEC = "__jmp_role__"
+"""The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part
+of a graph definition: copies, `nnx.split`, `nnx.merge` and the key of every jit cache carry them. Old pickles hold
+classes with an attribute of this name."""
+
+
+class CallEffect(enum.Enum):
+    """What a policy does where a method of a module is called from outside."""
+
+    NOTHING = enum.auto()
+    """The method runs as it is: of a layer of Flax whose attributes say it all."""
+    COMPUTES = enum.auto()
+    """The method computes as the policy says, with arguments and results as they come."""
+    CASTS = enum.auto()
+    """Arguments and results are cast as well, because a rule of a map names the module."""
+    CASTS_AT_ROOT = enum.auto()
+    """The same, because `with_policy` was applied to this very module."""
+
+
+class DtypeSource(enum.Enum):
+    """Where the code of a module finds the dtype that it computes in."""
+
+    AUTHOR = enum.auto()
+    """In a `dtype` that the author of the model wrote, or in a linen module that has a policy of its own."""
+    FIELD = enum.auto()
+    """In a `dtype` that the author left open: the policy writes its compute dtype there."""
+    PARAMS = enum.auto()
+    """In its Params: without a `dtype` to heed, its methods read them in compute dtype."""
+    LINEN_MODULE = enum.auto()
+    """In the linen module that it wraps, which was handed the policy."""
+
+
+class Product(enum.Enum):
+    """How a layer multiplies by its weight."""
+
+    OWN = enum.auto()
+    """With the functions in its attributes."""
+    FLOAT8 = enum.auto()
+    """In 8-bit floating point, in a subclass that knows the state of the layer."""
+    QUANTIZED_ROWS = enum.auto()
+    """By the rows of a quantized table, in a subclass of the embedding that reads them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,39 +62,44 @@ class ModuleSpec:
       policy: the policy that holds for this module.
       given: what was attached to this module or to the one around it that has a policy of its own.
       lineage: with a map, the types by path of this module and those around it, for the rules that name types.
-      attached: whether `with_policy` was applied to this very module.
-      boundary: whether inputs and outputs are cast here.
-      calls: whether its methods have anything to do; in a layer of Flax whose `dtype` says it all, they have not.
+      effect: what a call of its methods does.
       keep: names of arguments that enter uncast.
-      casts_params: whether its methods read its own Params in compute dtype, because it has no `dtype` to heed.
-      open_dtype: whether the module has a `dtype` that its author left open.
-      bridges: whether the policy was handed on to the linen module that this one wraps.
+      dtype_source: where its code finds the compute dtype.
+      product: how it multiplies by its weight.
       authored: attributes that the policy replaced, as their author left them.
-      reads_quantized_rows: whether its methods run in the subclass of an embedding that knows a quantized table.
-      multiplies_in_float8: the attribute of the function that it multiplies with in 8-bit floating point, if it does.
     """
 
     base: type
     policy: Policy
     given: Policy | PolicyMap
     lineage: tuple[tuple[str, type], ...] = ()
-    attached: bool = False
-    boundary: bool = False
-    calls: bool = True
+    effect: CallEffect = CallEffect.COMPUTES
     keep: tuple[str, ...] = ()
-    casts_params: bool = False
-    open_dtype: bool = False
-    bridges: bool = False
+    dtype_source: DtypeSource = DtypeSource.AUTHOR
+    product: Product = Product.OWN
     authored: tuple[tuple[str, Any], ...] = ()
-    reads_quantized_rows: bool = False
-    multiplies_in_float8: str | None = None
 
     @property
     def runs(self) -> type:
         """The class whose methods run; no field, because it has no name by which it could be pickled."""
-        if self.multiplies_in_float8 is not None and isinstance(self.policy.quantization, Float8):
-            return float8_layer(self.base, self.multiplies_in_float8, self.policy.quantization)
-        return quantized_embed(self.base) if self.reads_quantized_rows else self.base
+        if self.product is Product.FLOAT8 and isinstance(self.policy.quantization, Float8):
+            return make_float8_layer(self.base, self.policy.quantization)
+        return make_quantized_embed(self.base) if self.product is Product.QUANTIZED_ROWS else self.base
+
+    @property
+    def attached(self) -> bool:
+        """Whether `with_policy` was applied to this very module."""
+        return self.effect is CallEffect.CASTS_AT_ROOT
+
+    @property
+    def casts(self) -> bool:
+        """Whether arguments and results are cast here."""
+        return self.effect is CallEffect.CASTS or self.effect is CallEffect.CASTS_AT_ROOT
+
+    @property
+    def open_dtype(self) -> bool:
+        """Whether the module has a `dtype` that its author left open."""
+        return self.dtype_source is DtypeSource.FIELD
 
     @property
     def path(self) -> str:

@@ -26,7 +26,7 @@ class NodeKind(enum.Enum):
 
 
 @remember_weakly
-def kind_of(kind: type) -> NodeKind:
+def find_kind(kind: type) -> NodeKind:
     """The kind of the values of a type; a dictionary look-up, where `isinstance` of nnx runs Python code."""
     if issubclass(kind, nnx.Param):
         return NodeKind.PARAM
@@ -41,15 +41,15 @@ def kind_of(kind: type) -> NodeKind:
     return NodeKind.BUILTIN if kind in (list, tuple, dict) else NodeKind.OTHER
 
 
-def floating_dtypes(param: nnx.Param) -> set[np.dtype]:
+def find_floating_dtypes(param: nnx.Param) -> set[np.dtype]:
     """The floating dtypes that a Param is stored in: of an array, an array reference, or a tree of them."""
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(param.get_raw_value())]
     return {np.dtype(dtype) for dtype in dtypes if dtype is not None and is_floating_dtype(dtype)}
 
 
-def items_of(container: Any) -> list[tuple[str, Any]]:
+def list_items(container: Any) -> list[tuple[str, Any]]:
     """The names and values in a container of any kind; modules are containers too."""
-    match kind_of(type(container)):
+    match find_kind(type(container)):
         case NodeKind.MODULE | NodeKind.PYTREE:
             return list(vars(container).items())
         case NodeKind.STATE:
@@ -61,7 +61,7 @@ def items_of(container: Any) -> list[tuple[str, Any]]:
 
 
 def replace_items(container: Any, items: list[Any]) -> Any:
-    """A copy of a container with other values, in the order of `items_of`."""
+    """A copy of a container with other values, in the order of `list_items`."""
     if isinstance(container, dict):
         return dict(zip(container, items, strict=True))
     if isinstance(container, list | tuple):

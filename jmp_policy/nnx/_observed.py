@@ -9,9 +9,9 @@ from flax import nnx
 
 from .._memory import remember_on_class
 from ..explanation._observation import observe_call
-from ._call import public_methods
+from ._call import list_public_methods
 from ._module_spec import SPEC
-from ._nodes import NodeKind, items_of, kind_of
+from ._nodes import NodeKind, find_kind, list_items
 
 _PATH = "_pytree__jmp_path"
 """The attribute that holds the path of a module: a static one, so that transforms which split and merge keep it. It is
@@ -59,11 +59,11 @@ def unwatch_modules(module: nnx.Module) -> None:
 
 def _inside(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, nnx.Module]]:
     """The modules in a tree, each once, with the first path that leads to it."""
-    kind = kind_of(type(value))
+    kind = find_kind(type(value))
     if kind not in (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN) or id(value) in seen:
         return
     seen.add(id(value))
-    items = items_of(value)  # before its class may change
+    items = list_items(value)  # before its class may change
     if kind is NodeKind.MODULE:
         yield "/".join(path), value
     for name, item in items:
@@ -73,7 +73,9 @@ def _inside(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple
 @remember_on_class
 def _watched_class(kind: Any, watch: Watch) -> type:
     """The subclass whose public methods are watched; one for each class, because JAX never forgets a pytree class."""
-    methods = {name: _watched_method(inspect.getattr_static(kind, name), watch) for name, _ in public_methods(kind)}
+    methods = {
+        name: _watched_method(inspect.getattr_static(kind, name), watch) for name, _ in list_public_methods(kind)
+    }
     spec = {SPEC: vars(kind)[SPEC]} if SPEC in vars(kind) else {}
     options = {} if getattr(kind, "_pytree__is_pytree", True) else {"pytree": False}
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **spec, **methods}

@@ -10,7 +10,7 @@ from .._messages import warn_user
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ..quant._quantizer import Quantizer
-from ._attachment import Attachment, reject
+from ._attachment import Attachment, reject_param
 from ._layer_table import LayerWeight, weight_in, weight_name
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import QuantizedParam
@@ -19,7 +19,7 @@ from ._quantized import QuantizedParam
 def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
     """A copy of an nnx model with the policy, whose weights are quantized; see `jmp_policy.quant.quantize`."""
     spec = find_spec(model)
-    attachment = Attachment(quantizer.given, reject, keep=spec.keep if spec else ())
+    attachment = Attachment(quantizer.given, reject_param, keep=spec.keep if spec else ())
     attached = attachment.attach(nnx.clone(model))
     done: dict[Any, tuple[Any, nnx.Variable]] = {}  # a weight of two layers stays one; the values keep their ids alive
     for path, module in nnx.iter_modules(attached):
@@ -37,7 +37,7 @@ def quantize(model: nnx.Module, quantizer: Quantizer) -> nnx.Module:
         vars(module)[name] = done[key][1]
         if mask is not None and done[key][1] is not variable:
             module.mask = None  # type: ignore[attr-defined]  # the integers have it
-    unused = attachment.unused_rules()
+    unused = attachment.explain_unused_rules()
     quantizer.check(unused)
     for message in unused:
         warn_user(message)

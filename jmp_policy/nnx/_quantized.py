@@ -14,8 +14,9 @@ from ..quant import QuantizedArray
 from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
 from ..quant._layout import format_of, why_left
 from ..quant._weight import as_format, weight_of
-from ._float8 import state_for, why_wide
+from ._float8 import make_state, why_wide
 from ._layer_table import Attributes, layer_of, weight_in, weight_name
+from ._module_spec import Product
 
 
 class QuantizedParam(nnx.Variable):
@@ -34,7 +35,7 @@ class QuantizedParam(nnx.Variable):
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
-def quantized_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+def make_quantized_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
     """The attributes that a policy of integers gives a layer: how it promotes, and how it multiplies.
 
     None, where its weight is too small, or its author wrote the functions that it computes with.
@@ -48,12 +49,16 @@ def quantized_attributes(base: type, attributes: Attributes, quantization: Quant
     return {"promote_dtype": promote} | ({layer.field: layer.multiply()} if layer.field else {})
 
 
-def reads_quantized_rows(base: type, attributes: Attributes, format: Quantization | None) -> bool:
-    """Whether a layer is an embedding with a quantized table: its functions are no attributes."""
-    return issubclass(base, nnx.Embed) and bool(quantized_attributes(base, attributes, format))
+def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
+    """How a layer multiplies by its weight under a policy."""
+    if is_float8(base, attributes, quantization):
+        return Product.FLOAT8
+    # The functions of an embedding are methods, and not attributes that a policy could replace.
+    reads_rows = issubclass(base, nnx.Embed) and make_quantized_attributes(base, attributes, quantization)
+    return Product.QUANTIZED_ROWS if reads_rows else Product.OWN
 
 
-def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
+def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:
     """What becomes of the weight of a layer under a policy, as `Row.quantization` says it."""
     format, weight = policy.quantization, weight_in(base, attributes)
     if isinstance(format, Float8) and weight is not None:
@@ -69,12 +74,12 @@ def quantization_of(base: type, attributes: Attributes, policy: Policy) -> str:
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 
 
-def float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
+def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
     """The attributes that a float8 policy gives a layer: its state, if it has some."""
     weight = weight_in(base, attributes)
     if not is_float8(base, attributes, quantization) or weight is None or not isinstance(quantization, Float8):
         return {}
-    return state_for(attributes, weight.value.shape, weight.layout, quantization)
+    return make_state(attributes, weight.value.shape, weight.layout, quantization)
 
 
 def is_float8(base: type, attributes: Attributes, quantization: Quantization | None) -> bool:
@@ -104,7 +109,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
                 "give this policy to the original."
             )
         as_format(weight.value, format, where)
-    elif quantized_attributes(base, attributes, policy.quantization):
+    elif make_quantized_attributes(base, attributes, policy.quantization):
         format = integers_of(policy.quantization)
         assert format is not None
         weight_of(weight.value, format, weight.layout, where)

@@ -37,14 +37,14 @@ class PromoteTable(Promote):
 
 
 @remember_on_class
-def quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
+def make_quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
     """A subclass of an embedding that reads rows, and attends to them, by their integers; one for equal classes."""
     methods: dict[str, Any] = {}
     if base.__call__ is nnx.Embed.__call__:
         methods["__call__"] = _call
     if base.attend is nnx.Embed.attend:
         methods["attend"] = _attend
-    return make_subclass(base, methods, (quantized_embed, (base,)))
+    return make_subclass(base, methods, (make_quantized_embed, (base,)))
 
 
 def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from .._memory import remember_on_class
 from .._trees import cast_floating
-from ._nodes import NodeKind, floating_dtypes, items_of, kind_of, make_blank, replace_items
+from ._nodes import NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 
 _UNWRITTEN = object()
 
@@ -65,11 +65,11 @@ class _Record:
         """What stands for a value: a view of a Param, a copy of a container of Params, else the value itself."""
         if self.dtype is None:
             return value
-        match kind_of(type(value)):
+        match find_kind(type(value)):
             case NodeKind.PARAM:
                 return self._view(value)
             case NodeKind.PYTREE | NodeKind.BUILTIN:
-                items = [item for _, item in items_of(value)]
+                items = [item for _, item in list_items(value)]
                 shadows = [self.shadow(item) for item in items]
                 if all(map(_is, items, shadows)):
                     return value
@@ -98,10 +98,10 @@ class _Record:
         return self.originals[id(value)].original if id(value) in self.originals else value
 
     def _view(self, param: nnx.Param) -> nnx.Param:
-        if floating_dtypes(param) <= {self.dtype}:
+        if find_floating_dtypes(param) <= {self.dtype}:
             return param
         if id(param) not in self.views:
-            view = _view_class(type(param), self.dtype).from_metadata(param.get_raw_value(), param.get_metadata())
+            view = _make_view_class(type(param), self.dtype).from_metadata(param.get_raw_value(), param.get_metadata())
             self.views[id(param)] = self._remember(view, param)
         return self.views[id(param)]
 
@@ -111,7 +111,7 @@ class _Record:
 
 
 @remember_on_class
-def _view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
+def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
     """The class of Params that hold what a Param of class `kind` holds, and show it in another dtype.
 
     The value stays as stored, so that a transform which splits and merges the shadow hands on the stored dtype.

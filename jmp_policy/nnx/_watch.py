@@ -11,7 +11,7 @@ from ._explain import callable_of
 from ._layer_table import weight_in
 from ._module_spec import find_spec
 from ._observed import watch_modules
-from ._quantized import quantization_of
+from ._quantized import describe_quantization
 
 # Not in the classes that are watched: JAX never forgets one of a pytree.
 _WATCH: contextvars.ContextVar[Watch] = contextvars.ContextVar("_WATCH")
@@ -62,5 +62,5 @@ def _watched(path: str, method: Callable[..., Any], args: tuple, kwargs: dict[st
     module: Any = method.__self__  # type: ignore[attr-defined]
     spec = find_spec(module)
     base: Any = type(module).__base__ if spec is None else spec.base
-    quantization = "" if spec is None else quantization_of(base, vars(module), spec.policy)
+    quantization = "" if spec is None else describe_quantization(base, vars(module), spec.policy)
     return _WATCH.get()(Called(path, base, quantization), method, args, kwargs)

@@ -1,11 +1,15 @@
 """What an audit can find, and the report of what it found: a table of operations, and findings."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._dtypes import DTypeLike, did_you_mean, parse_dtype
 from ..explanation._half_sums import REMEDY
+from ..report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
+
+MOST_ROWS = 60
+"""A table shows so many rows: `AuditReport.rows` has the others."""
 
 FINDINGS = {
     "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
@@ -122,7 +126,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AuditReport:
+class AuditReport(Report):
     """What `numerics.audit` found: a table in a terminal, and in a notebook.
 
     Attributes:
@@ -195,15 +199,18 @@ class AuditReport:
         counts = f"{len(self.rows)} rows, {_total(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
-    def __str__(self) -> str:
-        from ._text import as_text
+    _wraps_notes = False  # a line of the source stays whole
 
-        return as_text(self)
+    def _list_tables(self, width: int | None) -> list[Table]:
+        tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
+        return [*tables, _make_row_table(_choose_rows(self.rows))] if self.rows or width is None else tables
 
-    def _repr_html_(self) -> str:
-        from ._html import as_html
-
-        return as_html(self)
+    def _list_notes(self) -> list[str]:
+        notes = []
+        if len(self.rows) > MOST_ROWS:
+            notes.append(f"{len(self.rows) - MOST_ROWS} rows of less work are left out: `.rows` has them.")
+        notes += [f"{line}: the body of this while loop counts once." for line in self.uncounted_loops]
+        return [*notes, *map(str, self.findings)] if self.findings else [*notes, "no findings"]
 
 
 _EXAMPLE = "For example: report.assert_no('float32-matmul')."
@@ -222,3 +229,42 @@ def _described(matmul: Matmul) -> str:
 
 def _plain(entry: Finding | Matmul) -> dict[str, Any]:
     return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}
+
+
+def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
+    """A row for each dtype that matmuls run in: how many of them there are, and their work."""
+    total = sum(matmul.flops for matmul in matmuls)
+    rows = []
+    for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
+        group = [matmul for matmul in matmuls if matmul.dtype == dtype]
+        passes = (_total(matmul for matmul in group if matmul.backward == backward) for backward in (False, True))
+        work = sum(matmul.flops for matmul in group)
+        rows.append((dtype, *map(str, passes), format_count(work), f"{work / total:.1%}" if total else ""))
+    return Table([Column("matmuls in"), *map(_number_column, ("forward", "backward", "flops", "of all"))], rows)
+
+
+def _make_row_table(rows: Iterable[AuditRow]) -> Table:
+    texts, numbers = ("module", "operation", "dtype", "pass"), ("count", "flops", "bytes")
+    cells = [
+        (
+            row.path,
+            row.operation,
+            "->".join(shorten_dtypes([dtype]) for dtype in row.dtype.split("->")),
+            "backward" if row.backward else "forward",
+            str(row.count),
+            format_count(row.flops),
+            format_bytes(row.bytes),
+        )
+        for row in rows
+    ]
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
+
+
+def _number_column(header: str) -> Column:
+    return Column(header, is_number=True, wraps=False)
+
+
+def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:
+    """The rows that cost most, in the order of the program."""
+    dearest = set(sorted(rows, key=lambda row: (-row.flops, -row.bytes))[:MOST_ROWS])
+    return [row for row in rows if row in dearest]

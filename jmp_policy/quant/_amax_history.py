@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from .._float8_state import is_prepared, read_leaf, write_leaf
 from ._numbers import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
 

@@ -2,9 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..explanation._lookup import row_at
+from ..report import BEFORE, CHANGED, KEPT, BarChart, Bars, Column, Panel, Report, Table, format_bytes
+
+_WIDE = 100
+"""A terminal of so many columns has room between those of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,7 @@ class LayerComparison:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Report):
     """What `quant.compare` found: a table in a terminal and in a notebook, and a plot.
 
     Attributes:
@@ -92,20 +97,62 @@ class Comparison:
 
     def plot(self) -> Any:
         """Bars of the output error and the bytes of each layer, as a `matplotlib.figure.Figure`."""
-        from ._comparison_plot import plot
-
-        return plot(self)
+        rows = self.rows
+        colors = [CHANGED if row.is_quantized else KEPT for row in rows]
+        line = 100 * self.output_error
+        errors = [None if row.output_error is None else 100 * row.output_error for row in rows]
+        before, after = [row.bytes_before / 1e3 for row in rows], [row.bytes_after / 1e3 for row in rows]
+        chart = BarChart(
+            names=[row.path or row.type for row in rows],
+            panels=[
+                Panel("Output error", "% of the norm before", [Bars(errors, colors)], line, missing="not seen"),
+                Panel("Weights", "kB", [Bars(before, BEFORE), Bars(after, colors, height=0.5)]),
+            ],
+            legend={"before": BEFORE, "quantized": CHANGED, "left as it was": KEPT},
+            line_name="the model itself",
+        )
+        return chart.draw()
 
     def __repr__(self) -> str:
         counts = f"{len(self.quantized)} of {len(self.rows)} layers quantized"
         return f"<Comparison: {counts}; print it for the table>"
 
-    def __str__(self) -> str:
-        from ._comparison_table import as_text
+    def _list_tables(self, width: int | None) -> list[Table]:
+        texts, numbers = ("layer", "type", "format"), ("before", "after", "weight error", "SQNR", "output error")
+        columns = [*map(Column, texts), *(Column(number, is_number=True) for number in numbers)]
+        return [Table(columns, [*map(_list_cells, self.rows)], gap=1 if width is None or width < _WIDE else 2)]
 
-        return as_text(self)
+    def _list_notes(self) -> list[str]:
+        before, after, quantized = self.bytes_before, self.bytes_after, self.quantized
+        notes = [f"weights: {format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}"]
+        if quantized and len(quantized) < len(self.rows):
+            share = sum(row.bytes_after for row in quantized) / sum(row.bytes_before for row in quantized)
+            notes.append(f"those quantized, {len(quantized)} of {len(self.rows)}: {share:.1%}")
+        return [*notes, f"output of the model: {_format_error(self.output_error)} off", *_list_reasons(self.rows)]
 
-    def _repr_html_(self) -> str:
-        from ._comparison_table import as_html
 
-        return as_html(self)
+def _list_cells(row: LayerComparison) -> tuple[str, ...]:
+    is_exact = row.weight_error == 0
+    return (
+        row.path,
+        row.type,
+        row.quantization if row.is_quantized else "left",
+        format_bytes(row.bytes_before),
+        format_bytes(row.bytes_after),
+        "" if is_exact else _format_error(row.weight_error),
+        "" if is_exact else f"{row.sqnr:.1f} dB",
+        "not seen" if row.output_error is None else _format_error(row.output_error),
+    )
+
+
+def _list_reasons(rows: Sequence[LayerComparison]) -> list[str]:
+    """A sentence for each reason to leave a weight."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.is_quantized:
+            names.setdefault(row.quantization, []).append(row.path or row.type)
+    return [f"{why}: {', '.join(layers)}" for why, layers in names.items()]
+
+
+def _format_error(error: float) -> str:
+    return f"{error:.3g}" if error > 10 else f"{error * 100:.2g} %"

@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._float8_format import MULTIPLE, ODD_ROWS, Float8
-from .._float8_recipe import CurrentScaling, DelayedScaling
+from .._float8_format import MULTIPLE, ODD_ROWS, CurrentScaling, DelayedScaling, Float8
 from ._amax_history import (
     DTYPES,
     Memory,

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from .._formats import Integers
 from ._amax_history import State
 from ._array import QuantizedArray

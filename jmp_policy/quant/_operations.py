@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
-from .._float8_format import Float8
-from .._float8_recipe import DelayedScaling
+from .._float8_format import DelayedScaling, Float8
 from .._formats import parse_quantization
 from ._amax_history import State, new_state
 from ._array import QuantizedArray

@@ -85,7 +85,7 @@ def test_a_dtype_and_none_are_values_too():
          r"^If specified, `policy_map` must be a dict\. Received: policy_map=\[\('a', 'float32'\)\] of type <class 'l"),
         (lambda: keras.DTypePolicyMap("float32", {3: "float32"}), TypeError,
          r"^A key of a DTypePolicyMap is a path or a pattern, got 3\. For example: 'head'\.$"),
-        (lambda: keras.DTypePolicyMap("float32", {"(": "float32"}), ValueError, r"^The key '\(', .*is no valid patter"),
+        (lambda: keras.DTypePolicyMap("float32", {"(": "float32"}), ValueError, r"^The key '\(', .*is not a valid p"),
         (lambda: keras.DTypePolicyMap("float32", {"a": "flaot16"}), ValueError, r"^Cannot convert 'flaot16' to a mixe"),
         (lambda: keras.DTypePolicyMap("float32", {"a": 3}), ValueError,
          r"^Cannot interpret the assigned value as a dtype policy\. Received: 3 of type <class 'int'>\. For example: "),

@@ -20,8 +20,8 @@ class DTypePolicy:
         `jmp_policy.get_policy` reads and that quantizes nothing; `None` for the global policy's.
 
     Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy, or of a quantized one, which is a `QuantizedDTypePolicy`.
+      TypeError: `name` is not a string.
+      ValueError: `name` names no policy, or a quantized one, which is a `QuantizedDTypePolicy`.
 
     Source: `keras.DTypePolicy` of Keras 3.
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..._messages import quote, shorten
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy
-from ._find_dtype_policy import dtype_policy_named, dtype_policy_of
+from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy
 from ._serialize import serialize_policy
 
 
@@ -15,8 +15,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     """A mutable mapping from layer paths, or patterns of them, to dtype policies.
 
     Looking a path up gives the policy of that very key; else of the one pattern that `re.fullmatch`es the path; else
-    the default. There is no inheritance from an outer layer. `jmp_policy.get_policy` freezes the map, as it is at
-    that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
+    the default. Layers inherit nothing from the layers around them. `jmp_policy.get_policy` freezes the map, as it is
+    at that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
     first there, and keys without a wildcard before patterns.
 
     Args:
@@ -24,8 +24,8 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
       policy_map: a dictionary of what the map starts with; it is copied, unlike by Keras.
 
     Raises:
-      TypeError: `policy_map` is no dictionary, or a key no string.
-      ValueError: a value is no dtype policy, or a key no valid pattern.
+      TypeError: `policy_map` is not a dictionary, or a key is not a string.
+      ValueError: a value is not a dtype policy, or a key is not a valid pattern.
 
     Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
 
@@ -53,7 +53,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
     @property
     def default_policy(self) -> DTypePolicy:
         """The policy of what no key names; the global policy, if none was given."""
-        return dtype_policy_named(None) if self._default is None else self._default
+        return parse_dtype_policy(None) if self._default is None else self._default
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
 
 def _policy_of(spec: Any, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
-    return dtype_policy_of(spec, "the assigned value", custom_objects)
+    return find_dtype_policy(spec, "the assigned value", custom_objects)
 
 
 def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:

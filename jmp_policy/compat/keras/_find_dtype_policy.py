@@ -14,7 +14,7 @@ from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy
 from ._serialize import deserialize_policy
 
 
-def dtype_policy_of(
+def find_dtype_policy(
     spec: Any, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
 ) -> DTypePolicy:
     """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
@@ -32,44 +32,44 @@ def dtype_policy_of(
     if isinstance(spec, dict) and "class_name" in spec:
         return deserialize_policy(spec, custom_objects)
     if spec is None or isinstance(spec, str):
-        return dtype_policy_named(spec)
+        return parse_dtype_policy(spec)
     policy = get_policy(spec) if is_policy_spec(spec) else None
     if not isinstance(policy, JmpPolicy):
         raise ValueError(
             f"Cannot interpret {what} as a dtype policy. Received: {quote(spec)} of type {type(spec)}. "
             "For example: 'mixed_bfloat16'."
         )
-    return dtype_policy_like(policy)
+    return convert_policy(policy)
 
 
-def dtype_policy_named(name: str | None) -> DTypePolicy:
+def parse_dtype_policy(name: str | None) -> DTypePolicy:
     """Keras's policy of a name, quantized if the name is; `None` stands for the global policy's.
 
     Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy.
+      TypeError: `name` is not a string.
+      ValueError: `name` names no policy.
 
-    >>> dtype_policy_named("int4/64_from_bfloat16"), dtype_policy_named("float8_from_bfloat16")
+    >>> parse_dtype_policy("int4/64_from_bfloat16"), parse_dtype_policy("float8_from_bfloat16")
     (<Int4DTypePolicy "int4/64_from_bfloat16">, <QuantizedFloat8DTypePolicy "float8_from_bfloat16">)
     """
     if name is None:
-        return dtype_policy_like(default_jmp_policy())
+        return convert_policy(default_jmp_policy())
     if not isinstance(name, str) or FROM not in name.lower():
-        return _unquantized(name)
+        return _make_unquantized(name)
     at = name.lower().index(FROM)
     mode, source_name = name[:at], name[at + len(FROM) :]
     if mode.strip().lower() == FLOAT8:
         return QuantizedFloat8DTypePolicy(FLOAT8, source_name)
-    return _quantized(mode, source_name)
+    return _make_quantized(mode, source_name)
 
 
-def dtype_policy_like(policy: JmpPolicy) -> DTypePolicy:
+def convert_policy(policy: JmpPolicy) -> DTypePolicy:
     """Keras's policy that stands for a policy of ours, and for no other.
 
     Raises:
       ValueError: it quantizes to int8 what computes in float16, which Keras cannot express.
 
-    >>> dtype_policy_like(jmp.get_policy("float8_from_bfloat16"))
+    >>> convert_policy(jmp.get_policy("float8_from_bfloat16"))
     <QuantizedDTypePolicy "float8(recipe=delayed)_from_bfloat16">
     """
     format, source_name = policy.quantization, policy.replace(quantization=None).name
@@ -81,10 +81,10 @@ def dtype_policy_like(policy: JmpPolicy) -> DTypePolicy:
             return like_keras
     # The bare name is Keras's, whose scales act a step later than ours.
     mode = str(format) if str(format) != FLOAT8 else f"{FLOAT8}(recipe=delayed)"
-    return _quantized(mode, source_name)
+    return _make_quantized(mode, source_name)
 
 
-def _unquantized(name: str) -> DTypePolicy:
+def _make_unquantized(name: str) -> DTypePolicy:
     try:
         return DTypePolicy(name)
     except ValueError:
@@ -96,6 +96,6 @@ def _unquantized(name: str) -> DTypePolicy:
     )
 
 
-def _quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
+def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
     kind = QuantizedDTypePolicy if read_block_size(mode) is None else Int4DTypePolicy
     return kind(mode, source_name)

@@ -5,7 +5,7 @@ from ..._messages import quote
 from ..._policy import Policy as JmpPolicy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
-from ._find_dtype_policy import dtype_policy_like, dtype_policy_named
+from ._find_dtype_policy import convert_policy, parse_dtype_policy
 from ._legacy_policy import Policy
 
 
@@ -26,7 +26,7 @@ def dtype_policy() -> DTypePolicy:
     if isinstance(origin, DTypePolicy):
         return origin
     if isinstance(current, JmpPolicy):
-        return dtype_policy_like(current)
+        return convert_policy(current)
     policies = DTypePolicyMap(current.default)
     for rule in current.rules:
         if not isinstance(rule.key, str):
@@ -54,7 +54,7 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
     >>> set_dtype_policy("float32")
     """
     if isinstance(policy, str):
-        policy = dtype_policy_named(policy)
+        policy = parse_dtype_policy(policy)
     if not isinstance(policy, DTypePolicy):
         raise ValueError(
             "Invalid `policy` argument. Expected the string name of a policy (such as 'mixed_float16') or a "

@@ -12,7 +12,7 @@ _PER_CHANNEL = ("none", "-1")
 class Int4DTypePolicy(QuantizedDTypePolicy):
     """A dtype policy that stores the weights of layers in 4 bits, under Keras's name and with Keras's attributes.
 
-    Blocks are those of `quant.Int4`: each has a scale and a zero point, also where there is one per output channel,
+    Blocks are as in `quant.Int4`: each has a scale and a zero point, also where there is one per output channel,
     which is symmetric in Keras. Its docstring says which layers and tables are left in more bits, unlike in Keras.
 
     Args:
@@ -21,7 +21,7 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
-      TypeError: `source_name` is no string.
+      TypeError: `source_name` is not a string.
       ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
 
     Source: `keras.dtype_policies.Int4DTypePolicy` of Keras 3.
@@ -36,9 +36,7 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
     def __init__(self, mode: str, source_name: str | None = None):
         size = read_block_size(mode)
         if size is None:
-            raise ValueError(
-                f"Invalid mode for Int4DTypePolicy: {quote(mode)}. For example: 'int4/128', or 'int4/-1'."
-            )
+            raise ValueError(f"Invalid mode for Int4DTypePolicy: {quote(mode)}. For example: 'int4/128', or 'int4/-1'.")
         super().__init__(f"{INT4}/{size}", source_name)
         self._block_size = size
 
@@ -59,7 +57,7 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
 
 
 def read_block_size(mode: Any) -> int | None:
-    """The block size in the mode of an `Int4DTypePolicy`; `None` if it is no such mode.
+    """The block size in the mode of an `Int4DTypePolicy`; `None` for any other mode.
 
     >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
     [64, -1, None, None, None]

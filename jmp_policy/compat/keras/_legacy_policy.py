@@ -13,7 +13,7 @@ class Policy(DTypePolicy):
     """A dtype policy with a loss scale.
 
     Args:
-      name: as of `DTypePolicy`, and `"infer"` (both dtypes are those of the first input),
+      name: as of `DTypePolicy`, and `"infer"` (both dtypes come from the first input),
         `"infer_with_float32_vars"` or `"infer_float32_vars"` (the compute dtype is), `"<dtype>_with_float32_vars"`.
       loss_scale: `"dynamic"`, a number for a constant scale, a `LossScale` or the config of one, TensorFlow's
         `DynamicLossScale` and `FixedLossScale` among them, or `None` for no scaling. The default, `"auto"`, is dynamic
@@ -21,8 +21,8 @@ class Policy(DTypePolicy):
         asks for the compute dtype.
 
     Raises:
-      TypeError: `name` is no string.
-      ValueError: `name` is the name of no policy, or `loss_scale` none of these.
+      TypeError: `name` is not a string.
+      ValueError: `name` names no policy, or `loss_scale` none of these.
 
     Source: `tf.keras.mixed_precision.experimental.Policy` of TensorFlow 2.0 to 2.4.
 

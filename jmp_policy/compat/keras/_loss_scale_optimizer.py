@@ -35,7 +35,7 @@ def LossScaleOptimizer(
       An optax transformation; use it with `jmp_policy.value_and_grad` and `jmp_policy.optim.step`.
 
     Raises:
-      TypeError: `initial_scale` is no number (a bool is none, an array of one is), or `dynamic_growth_steps` no int.
+      TypeError: `initial_scale` is not a number (an array of one is), or `dynamic_growth_steps` is not an int.
       ValueError: either is not positive, or `initial_scale` not finite.
 
     Source: `keras.optimizers.LossScaleOptimizer` of Keras 3, and of `tf.keras` for `dynamic`.
@@ -44,13 +44,13 @@ def LossScaleOptimizer(
     >>> float(state.loss_scale.loss_scale), state.loss_scale.period
     (32768.0, 2000)
     """
-    scale = _checked_scale(initial_scale)
+    scale = _check_scale(initial_scale)
     if not dynamic:
         return loss_scaled(inner_optimizer, StaticLossScale(scale))
-    return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, _checked_steps(dynamic_growth_steps)))
+    return loss_scaled(inner_optimizer, make_dynamic_loss_scale(scale, _check_steps(dynamic_growth_steps)))
 
 
-def _checked_scale(value: Any) -> Any:
+def _check_scale(value: Any) -> Any:
     if isinstance(value, bool | np.bool_):
         raise TypeError(
             f"`initial_scale` must be a number, got {value}: `dynamic`, the second argument in tf.keras, is by keyword "
@@ -69,7 +69,7 @@ def _checked_scale(value: Any) -> Any:
     return float(value)
 
 
-def _checked_steps(value: Any) -> int:
+def _check_steps(value: Any) -> int:
     received = f"got {quote(value)}. For example: LossScaleOptimizer(inner, dynamic_growth_steps=2000)."
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`dynamic_growth_steps` must be an int, {received}")

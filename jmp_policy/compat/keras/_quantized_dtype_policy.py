@@ -26,8 +26,8 @@ class QuantizedDTypePolicy(DTypePolicy):
       source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
 
     Raises:
-      TypeError: `source_name` is no string.
-      ValueError: `mode` is no quantization mode; `source_name` is the name of no policy, or of a quantized one; or the
+      TypeError: `source_name` is not a string.
+      ValueError: `mode` is not a quantization mode; `source_name` names no policy, or a quantized one; or the
         mode is int8 and the compute dtype float16, which Keras refuses (`jmp_policy.get_policy` does not).
 
     Source: `keras.dtype_policies.QuantizedDTypePolicy` of Keras 3.
@@ -61,9 +61,9 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
     try:
         format = parse_quantization(mode) if isinstance(mode, str) else None
     except ValueError as error:
-        raise ValueError(f"{expected_mode(mode)} {error}") from None
+        raise ValueError(f"{explain_mode(mode)} {error}") from None
     if format is None:
-        raise ValueError(expected_mode(mode))
+        raise ValueError(explain_mode(mode))
     if isinstance(format, Int8) and compute_dtype == "float16":
         raise ValueError(
             f"Quantization mode={quote(mode)} doesn't work well with compute_dtype='float16' in Keras. For example: "
@@ -72,6 +72,6 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
     return format
 
 
-def expected_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
+def explain_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
     """What Keras says of a bad mode."""
     return f"Invalid quantization mode. Expected one of {modes}. Received: mode={shorten(str(mode))}"

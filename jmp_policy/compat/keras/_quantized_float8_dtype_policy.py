@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..._messages import quote
-from ._quantized_dtype_policy import FLOAT8, KERAS_FLOAT8, QuantizedDTypePolicy, expected_mode
+from ._quantized_dtype_policy import FLOAT8, KERAS_FLOAT8, QuantizedDTypePolicy, explain_mode
 
 
 class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
@@ -12,7 +12,7 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 
     It stands for `quant.Float8(DelayedScaling(delay=2), amax_history_length)`: as in Keras, a step applies the scale
     that the step before stored. `jmp_policy.get_policy("float8_from_mixed_bfloat16")` acts a step sooner. Unlike
-    in Keras, layers that gain nothing stay in the compute dtype: those of fewer than 16384 weights, say.
+    in Keras, layers that gain nothing stay in the compute dtype, such as layers with fewer than 16384 weights.
 
     Args:
       mode: `"float8"`.
@@ -20,8 +20,8 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
       amax_history_length: over how many steps a scale looks back.
 
     Raises:
-      TypeError: `source_name` is no string, or `amax_history_length` no int (a bool is none).
-      ValueError: `mode` is another one; `source_name` is the name of no policy, or of a quantized one; or
+      TypeError: `source_name` is not a string, or `amax_history_length` is not an int (or is a bool).
+      ValueError: `mode` is another one; `source_name` names no policy, or a quantized one; or
         `amax_history_length` is not positive.
 
     Source: `keras.dtype_policies.QuantizedFloat8DTypePolicy` of Keras 3.
@@ -39,9 +39,9 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
         self, mode: str, source_name: str | None = None, amax_history_length: int = default_amax_history_length
     ):
         if mode != FLOAT8:
-            raise ValueError(expected_mode(mode, (FLOAT8,)))
+            raise ValueError(explain_mode(mode, (FLOAT8,)))
         super().__init__(mode, source_name)
-        self._amax_history_length = _checked(amax_history_length)
+        self._amax_history_length = _check_length(amax_history_length)
         format = dataclasses.replace(KERAS_FLOAT8, amax_history_length=amax_history_length)
         self._policy = self._policy.replace(quantization=format)
 
@@ -55,7 +55,7 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
         return super().get_config() | {"amax_history_length": self.amax_history_length}
 
 
-def _checked(amax_history_length: object) -> int:
+def _check_length(amax_history_length: object) -> int:
     received = f"Received: amax_history_length={quote(amax_history_length)}. For example: 1024."
     if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
         raise TypeError(f"`amax_history_length` must be an integer. {received}")

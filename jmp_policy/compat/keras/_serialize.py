@@ -45,7 +45,7 @@ def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type
       custom_objects: further classes, by name.
 
     Raises:
-      ValueError: `config` is no such dictionary, or of a class that is none of these.
+      ValueError: `config` is not such a dictionary, or names an unknown class.
     """
     if not isinstance(config, dict) or not {"class_name", "config"} <= config.keys():
         raise ValueError(f"Expected a serialized dtype policy, got {quote(config)}. For example: {_EXAMPLE}.")

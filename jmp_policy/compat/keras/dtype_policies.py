@@ -10,7 +10,7 @@ from typing import Any
 from ..._messages import quote
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
-from ._find_dtype_policy import dtype_policy_of
+from ._find_dtype_policy import find_dtype_policy
 from ._global_policy import dtype_policy
 from ._int4_dtype_policy import Int4DTypePolicy as Int4DTypePolicy
 from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
@@ -39,13 +39,13 @@ def get(identifier: Any) -> DTypePolicy:
         return identifier
     if isinstance(identifier, dict) and "class_name" in identifier:
         return deserialize(identifier)
-    return dtype_policy_of(identifier)
+    return find_dtype_policy(identifier)
 
 
 def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
     """Writes a dtype policy or map as Keras's files have it: a dictionary for JSON, which Keras 3 reads, too.
 
-    Keras reads the names that it knows; those of ours that it does not, such as `"p=f32,c=bf16,o=f32"` or
+    Keras reads the names that it knows; our other names are an error there, such as `"p=f32,c=bf16,o=f32"` or
     `"int8(activations=false)_from_bfloat16"`, are an error there.
 
     Raises:
@@ -71,7 +71,7 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
       custom_objects: further classes, by name.
 
     Raises:
-      ValueError: `config` is no such dictionary, or of a class that does not exist here, as those of Keras for `gptq`,
+      ValueError: `config` is not such a dictionary, or names a class that does not exist here: Keras's for `gptq`,
         `awq` and `ternary` do not.
 
     Source: `keras.dtype_policies.deserialize` of Keras 3.

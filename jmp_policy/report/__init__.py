@@ -1,0 +1,19 @@
+"""How the library shows what it found: tables with notes, in a terminal and in a notebook, and bar charts."""
+
+from ._chart import (
+    BEFORE as BEFORE,
+    CHANGED as CHANGED,
+    KEPT as KEPT,
+    BarChart as BarChart,
+    Bars as Bars,
+    Panel as Panel,
+)
+from ._report import Column as Column, Report as Report, Table as Table
+from ._wording import (
+    format_bytes as format_bytes,
+    format_count as format_count,
+    list_places as list_places,
+    name_place as name_place,
+    shorten_dtypes as shorten_dtypes,
+    shorten_policy as shorten_policy,
+)
