@@ -16,7 +16,9 @@ from flax import linen as nn
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import MapRule, Match, PolicyMap
-from ._place import ModulePlace, path_of
+from ..explanation._written import explain_written
+from ._fields import AUTOCAST_EXAMPLE
+from ._place import ModulePlace, calling, path_of
 
 CLASS_POLICY = "_jmp_class_policy"
 """The attribute of a made class that holds its `ClassPolicy`."""
@@ -79,9 +81,22 @@ class _CurrentPolicy:
 CURRENT = _CurrentPolicy()
 
 
-# The types of the modules met in the outermost call that is running, by path. No cache may depend on what is read here:
-# all that it decides for a program, `ActivePolicy.rule` says too.
-_MET: contextvars.ContextVar[dict[str, type[nn.Module]]] = contextvars.ContextVar("modules met")
+class CallNotes:
+    """What the running call of an attached module has met so far, by path.
+
+    No cache may depend on it: all that it decides for a program, `ActivePolicy.rule` says too.
+
+    Attributes:
+      types: the types of the modules.
+      layers: for each layer with a weight, the dtype that its author wrote, if that is wider than its policy's.
+    """
+
+    def __init__(self) -> None:
+        self.types: dict[str, type[nn.Module]] = {}
+        self.layers: dict[str, np.dtype | None] = {}
+
+
+NOTES: contextvars.ContextVar[CallNotes] = contextvars.ContextVar("NOTES")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,13 +141,13 @@ class ActivePolicy:
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
-        return self.path == path_of(module) and issubclass(type(module), self.given.owner)
+        return issubclass(type(module), self.given.owner) and self.path == path_of(module)
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is its own, if that is one."""
         if isinstance(self.policy, Policy):
-            return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
-        names, kind, met = path_of(module)[len(self.path) :], type(module), _MET.get()
+            return self._match_everywhere
+        names, kind, met = path_of(module)[len(self.path) :], type(module), NOTES.get().types
         place = self.given.place
         path = place.path(names)
         known = met if met.setdefault(path, kind) is kind else met | {path: kind}
@@ -161,8 +176,19 @@ class ActivePolicy:
         # Those inside a jitted module are met only once: all that were met in models of one structure count.
         structure = jax.tree.structure(module.variables.get("params"))
         known = self._known_types.setdefault(structure, weakref.WeakValueDictionary())
-        known.update(_MET.get())
+        known.update(NOTES.get().types)
         return self.policy.explain_unused(dict(known))
+
+    def explain_written_dtypes(self) -> list[str]:
+        """What to say, when the call is over, if written dtypes keep most layers out of the dtype of their policy."""
+        layers = NOTES.get().layers
+        return explain_written(layers, AUTOCAST_EXAMPLE) if set(layers.values()) - {None} else []
+
+    @functools.cached_property
+    def _match_everywhere(self) -> Match:
+        """What holds for all modules inside, where a policy and not a map was given."""
+        assert isinstance(self.policy, Policy)
+        return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
 
     @functools.cached_property
     def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:
@@ -181,11 +207,11 @@ def intern_active_policy(
 
 
 @contextlib.contextmanager
-def activate_policy(active: ActivePolicy) -> Iterator[None]:
-    """The context in which the call of an attached module runs: its policy is active, and no module was met yet."""
-    before = _MET.set({})
+def activate_policy(active: ActivePolicy, module: nn.Module) -> Iterator[None]:
+    """The context in which a method of an attached module runs: its policy is active, and no module was met yet."""
+    before = NOTES.set(CallNotes())
     try:
-        with CURRENT(active):
+        with calling(module), CURRENT(active):
             yield
     finally:
-        _MET.reset(before)
+        NOTES.reset(before)

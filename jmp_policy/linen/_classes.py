@@ -18,7 +18,7 @@ from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
-from ._float8 import mark_state, store_state
+from ._float8 import has_float8_state, mark_state, store_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import ModulePlace
 
@@ -41,7 +41,8 @@ def _make_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
-    cls.apply = _wrap_apply(base.apply)
+    apply = wrap_entry(base.apply)
+    cls.apply = _keep_state(apply) if has_float8_state(policy) else apply
     cls.init_with_output = wrap_entry(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
@@ -69,9 +70,8 @@ def _init_subclass(cls: Any, **kwargs: Any) -> None:
     wrap_methods(cls, vars(cls))
 
 
-def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` that runs inside the policy, and whose state autodiff combines by max."""
-    apply = wrap_entry(apply)
+def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.apply` of a model with float8 state, which autodiff combines by max."""
 
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:

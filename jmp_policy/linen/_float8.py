@@ -21,7 +21,7 @@ from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer
-from ._place import is_applied_inside, path_of
+from ._place import is_applied_inside, path_text
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
@@ -63,7 +63,7 @@ def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[...
       module: a bound `nn.WeightNorm` or `nn.SpectralNorm`, whatever policy holds for it itself.
       next_fun: what to call for the method.
     """
-    if not _has_state(CURRENT.value.policy):
+    if not has_float8_state(CURRENT.value.policy):
         return next_fun
     fields = {name: _spare_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
 
@@ -91,12 +91,12 @@ def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ..
 
 def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return prepare_state(variables, 1.0) if _has_state(given) else variables
+    return prepare_state(variables, 1.0) if has_float8_state(given) else variables
 
 
 def store_state(given: Policy | PolicyMap, out: Any) -> Any:
     """What a model returned with its variables, whose state is numbers again."""
-    if not _has_state(given) or not has_state(out):
+    if not has_float8_state(given) or not has_state(out):
         return out
     # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
     plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
@@ -104,11 +104,11 @@ def store_state(given: Policy | PolicyMap, out: Any) -> Any:
 
 
 @remember_weakly
-def _has_state(given: Policy | PolicyMap) -> bool:
+def has_float8_state(given: Policy | PolicyMap) -> bool:
     if isinstance(given, Policy):
         return keeps_state(given.quantization)
     policies = [rule.policy for rule in given.rules]
-    return any(map(_has_state, policies)) or (given.default is not None and _has_state(given.default))
+    return any(map(has_float8_state, policies)) or (given.default is not None and has_float8_state(given.default))
 
 
 def _has_no_state(module: nn.Module, format: Float8) -> bool:
@@ -169,7 +169,7 @@ def _find_state(module: nn.Module, format: Float8) -> State:
 
 
 def _explain_no_state(module: nn.Module, format: Float8) -> str:
-    path = "/".join(path_of(module))
+    path = path_text(module)
     return (
         f"The layer {path!r} scales by what it saw before ({str(format)!r}), and finds no state: its "
         f"variables are without the collection {OVERWRITE!r}, or it is inside of a transform that does not hand it on. "

@@ -78,7 +78,13 @@ def path_of(module: nn.Module) -> tuple[str, ...]:
     Of a module that runs through `.apply` it is that of the module it was made of, which the one that makes the call
     holds. Where that one holds no such module, or several, the path is inside of it, and the name in angle brackets.
     """
-    return (*_find_path_around(module), *module.path)
+    around = module.scope.flags.get(_AROUND)  # type: ignore[union-attr]
+    return (*(_find_path_around(module) if around is None else around), *module.path)
+
+
+def path_text(module: nn.Module) -> str:
+    """The path of a bound module as tables, rules and errors write it: `encoder/layer_0`."""
+    return "/".join(path_of(module))
 
 
 def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:

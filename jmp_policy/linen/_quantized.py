@@ -1,9 +1,8 @@
 """What a quantized policy does in linen's layers."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +19,10 @@ from ..quant._array import Misread
 from ..quant._layer import Promote, WeightedLayer
 from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, as_format, fake_quantized, weight_of
-from ._fields import is_parameter_wrapper, temporarily_set
+from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
-from ._place import path_of
+from ._place import path_of, path_text
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
@@ -44,13 +43,13 @@ def quantize_method(
       format: that of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
-    if is_parameter_wrapper(module):
+    if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)
     if isinstance(format, Float8):
         return make_float8_method(module, method, format, next_fun)
     if format is None:
         return next_fun
-    if is_parameter_wrapper(module):
+    if isinstance(module, PARAMETER_WRAPPERS):
         _check_is_rewritable(module)
     function = inspect.unwrap(method.func)
     own = _METHODS.get(function)
@@ -151,20 +150,15 @@ def _explain_no_integers(module: nn.Module) -> str | None:
     return "its weight is rewritten before it is used" if is_rewritten else None
 
 
-@contextlib.contextmanager
-def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
+def note_quantized_weights(module: nn.Module, error: ScopeParamShapeError) -> None:
     """Adds to the error of Flax about a weight in 4 bits under another policy, which speaks of shapes, what to do."""
-    try:
-        yield
-    except ScopeParamShapeError as error:
-        for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_quantized):
-            if _is_quantized(weight):
-                error.add_note(
-                    f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
-                    f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
-                )
-                break
-        raise
+    for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_quantized):
+        if _is_quantized(weight):
+            error.add_note(
+                f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
+                f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
+            )
+            break
 
 
 def name_misread_weight(module: nn.Module, error: Misread) -> None:
@@ -187,7 +181,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
     layer = module.layer_instance  # type: ignore[attr-defined]
     for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
         if _is_quantized(weight):
-            path = "/".join(path_of(layer))
+            path = path_text(layer)
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
                 f"{weight!r}. Leave them out by a rule of the map that they are quantized by. "
