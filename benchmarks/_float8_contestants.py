@@ -73,7 +73,7 @@ class Case:
       model: the module.
       variables: parameters, and the state of the layers if they keep some.
       x: float32, the input.
-      target: float32 of the shape of the output, the gradient of which the loss makes it.
+      target: float32 of the shape of the output; the loss makes it the output's gradient.
     """
 
     model: linen.Module
@@ -121,7 +121,7 @@ def reference_gradients(made: type[linen.Module], shape: tuple[int, ...]) -> Any
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """The norm of the difference of two trees over that of what is expected, in float64."""
+    """The norm of the difference of two trees over the norm of what is expected, in float64."""
     flat = lambda tree: np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
     return float(np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected)))
 

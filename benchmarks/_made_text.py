@@ -9,7 +9,7 @@ SEPARATORS = {b" ": 0.7, b", ": 0.08, b".\n": 0.08, b"(": 0.05, b") ": 0.05, b" 
 
 
 def made_text(seed: int, words: int = 200_000) -> Corpus:
-    """Words of random letters, of which some are far more frequent than others, with marks between.
+    """Words of random letters, some far more frequent than others, with marks between.
 
     Args:
       seed: another text for each.

@@ -49,7 +49,7 @@ class MLP(nn.Module):
 
 
 class Steps:
-    """The steps of an MLP of about `size` parameters, none of which is ever made.
+    """The steps of an MLP of about `size` parameters; none is ever made.
 
     Attributes:
       params: the shapes and dtypes of the parameters.

@@ -13,7 +13,7 @@ Batch = tuple[jax.Array, jax.Array]
 
 
 class LinenState(jmp.linen.TrainState):
-    """A train state with the variables of the model that are no parameters."""
+    """A train state with the model's variables that are not parameters."""
 
     variables: Any
 

@@ -160,7 +160,7 @@ def step_with_mpx(apply: Callable[..., Any], tx: optax.GradientTransformation) -
 
 
 class PlainState(train_state.TrainState):
-    """A train state of Flax with the variables of the model that are no parameters."""
+    """A train state of Flax with the model's variables that are not parameters."""
 
     variables: Any
 

@@ -102,14 +102,14 @@ def our_training(params: Any, batch: Any, config: GPTConfig, scheme: Scheme) -> 
 
 
 def training_with_qwix(params: Any, batch: Any, config: GPTConfig, scheme: Scheme, as_rounded: bool) -> Program:
-    """The same with qwix, whose derivative is by default that of the operands before they were rounded.
+    """The same with qwix, whose derivative is by default taken at the operands before rounding.
 
     Args:
       params: as of `our_training`.
       batch: likewise.
       config: likewise.
       scheme: likewise.
-      as_rounded: whether it is to be that of the rounded operands, as ours is.
+      as_rounded: whether to take it at the rounded operands, as we do.
     """
     import qwix
 

@@ -4,7 +4,7 @@ Run from the root of the repository:
 
     python -m benchmarks.autocast [--quick]
 
-Three tables: the costs of a train step over those of the step by hand; the final losses of training, in standard
+Three tables: the costs of a train step over the step by hand; the final losses of training, in standard
 deviations of five float32 seeds; and the time to trace with autocast over that without.
 """
 

@@ -5,7 +5,7 @@ Run from the root of the repository:
     python -m benchmarks.faults [--steps 1000] [--seed 0] [--json PATH]
 
 The same infinities and nans are put into one number of a random gradient, at random steps and once eight times in a
-row. A number is corrupted if its bits differ, after the last step, from those of a run of the same library in which
+row. A number is corrupted if its bits differ, after the last step, from a run of the same library in which
 each bad step left everything but the loss scale as it was.
 """
 

@@ -105,7 +105,7 @@ def error_row(scheme: Scheme, config: GPTConfig) -> list[str]:
 
 
 def relative_error(got: jax.Array, expected: jax.Array) -> float:
-    """The norm of the difference over that of what is expected."""
+    """The norm of the difference over the norm of what is expected."""
     return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
 

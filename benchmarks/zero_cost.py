@@ -4,7 +4,7 @@ Run from the root of the repository:
 
     python -m benchmarks.zero_cost [--json PATH] [--quick]
 
-One table of ratios, ours over theirs: below one, ours is cheaper. Operations are those of the StableHLO; flops, bytes
+One table of ratios, ours over theirs: below one, ours is cheaper. Operations are counted in the StableHLO; flops, bytes
 accessed and temporaries are what XLA says of the compiled step, and the same on every run.
 """
 

@@ -1,51 +1,273 @@
-"""Which adapter of Flax knows a module, a class of modules, or the modules that are among some arguments."""
+"""The written interface between the library and Flax.
 
+`Adapter` says all that the library asks of a Flax API. Two objects keep it: `LINEN` in `linen/_adapter.py` and `NNX` in
+`nnx/_adapter.py`. They are loaded when the first object of their kind arrives, so that importing the library loads no
+Flax.
+"""
+
+import dataclasses
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from ._flax_objects import is_flax_object
 from ._memory import remember_weakly
-from ._trees import PyTree
+from ._policy import Policy
+from ._policy_map import Match, PolicyMap
+from ._trees import Args, Kwargs, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleCall:
+    """A call of a method of a Flax module, as a hook sees it.
+
+    Attributes:
+      path: the module names joined by `/`; the root's is the empty string.
+      type: the class of the module; of one with a policy, the subclass that the policy made.
+      method: the name of the method.
+      scope: the `jax.named_scope` that Flax itself opens for the call, such as `dense` or `encoder.encode`; the empty
+        string, if it opens none.
+      module: the module itself.
+      describe_quantization: says what becomes of the weight of the module, in the words of `explain`. It is asked while
+        the call runs.
+    """
+
+    path: str
+    type: type
+    method: str = "__call__"
+    scope: str = ""
+    module: Any = None
+    describe_quantization: Callable[[], str] = lambda: ""
+
+
+Hook = Callable[[ModuleCall, Callable[..., Any], Args, Kwargs], Any]
+"""What runs in place of each method: `hook(call, next, args, kwargs)` calls `next(*args, **kwargs)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleInfo:
+    """What holds at one module.
+
+    Attributes:
+      type: the class of the module, without a policy.
+      policy: the policy that holds for it, if any.
+      rule: where that came from; the empty string without a policy.
+      compute_dtype: the dtype that it is meant to compute in: the author's, if one is written, else the policy's.
+      is_named: whether a rule, a policy of its own or its author says what holds just here.
+      quantization: what becomes of its weight under a quantized policy, as in `Row`.
+    """
+
+    type: type
+    policy: Policy | None = None
+    rule: str = ""
+    compute_dtype: np.dtype | None = None
+    is_named: bool = False
+    quantization: str = ""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is one of Flax's own, which see to their dtypes themselves."""
+        return self.type.__module__.startswith("flax.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What an adapter knows of a model once the model was called.
+
+    Attributes:
+      modules: what holds at each module, by path.
+      params: the parameters of each module itself, by path: anything with a shape and a dtype. A quantized weight is
+        the tree of the arrays that are stored.
+      unused: a sentence for each rule that decides for no module.
+      unknown: a sentence for each module whose place in the model is not known.
+    """
+
+    modules: Mapping[str, ModuleInfo]
+    params: Mapping[str, Sequence[Any]]
+    unused: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+
+
+class Adapter(Protocol):
+    """What the library asks of a Flax API. Models, modules and variables are those of that API.
+
+    Attributes:
+      autocast_example: for errors: how to call `autocast` with a function that calls a module.
+      audit_example: for errors: how to call `audit` with one.
+    """
+
+    autocast_example: str
+    audit_example: str
+
+    def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+        """Returns a module or module class with a policy, instead of the one it may have had.
+
+        Args:
+          target: the module or class. It stays as it is.
+          policy: the policy.
+          keep: names of arguments of its public methods that enter uncast.
+        """
+        ...
+
+    def policy_of(self, target: Any) -> Policy | PolicyMap | None:
+        """Returns the policy that a module or class was given, or `None`."""
+        ...
+
+    def on_call(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
+        """Returns the same function, in which a hook runs in place of each method of a module that it calls.
+
+        Hooks nest: the one of the outer function is the outer one. Modules that Flax calls only to try their setup do
+        not count.
+
+        Args:
+          fun: a function: of nnx the modules among its arguments are hooked, and nobody else may hold these; of linen
+            all that it calls.
+          hook: runs in place of the methods.
+          setup: whether it runs in place of linen's `setup` as well.
+        """
+        ...
+
+    def find_modules(self, arguments: PyTree) -> dict[str, type]:
+        """Returns the classes, by path, of the modules among some arguments that `on_call` would hook.
+
+        Of linen there are none: its modules show when they are called.
+        """
+        ...
+
+    def bind(self, model: Any, variables: Any) -> Any:
+        """Returns a module that has its variables.
+
+        Raises:
+          ValueError: it has them already and is given others, or it has none and is given none.
+        """
+        ...
+
+    def run(self, model: Any, inputs: Args, method: Any, kwargs: Kwargs, hook: Hook) -> Any:
+        """Calls a module that has its variables, under a hook. What the call writes to them is lost.
+
+        Args:
+          model: the module, as `bind` returns it.
+          inputs: positional arguments of the method.
+          method: what to call, as for `explain`.
+          kwargs: other keyword arguments; for linen, of `Module.apply`.
+          hook: runs in place of the methods of all modules inside, and of the model's own.
+        """
+        ...
+
+    def examine(
+        self,
+        model: Any,
+        inputs: Args,
+        method: Any,
+        rngs: Any,
+        kwargs: Kwargs,
+        trace: Callable[..., None],
+        hook: Hook,
+    ) -> ModelInfo:
+        """Has a model traced under a hook, and tells what holds at each of its modules.
+
+        Args:
+          model: the module.
+          inputs: positional arguments of the method, arrays or `jax.ShapeDtypeStruct`s.
+          method: what to call, as for `explain`.
+          rngs: the keys, as for `explain`.
+          kwargs: keyword arguments of the method.
+          trace: called with a function that runs the model, and its arguments.
+          hook: sees what enters each module before a boundary casts it.
+        """
+        ...
+
+    def weights(self, model: Any) -> dict[str, Any]:
+        """Returns the weights that can be quantized, or are, by the path of the module that they belong to."""
+        ...
+
+    @property
+    def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
+        """Quantizes a model that holds its weights; `None` for linen, whose weights are in its variables.
+
+        It takes the model, the policy, and `Quantizer.weight`, which quantizes one weight. It returns a model with the
+        policy, and a sentence for each rule that decides for no module.
+        """
+        ...
+
+    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Runs a function of Flax objects by means of one that knows trees of arrays only.
+
+        What `fun` writes to the objects lands in the caller's objects afterwards.
+
+        Args:
+          run: called with a pure function and its argument, a tree of arrays; returns what that function returns.
+          fun: the function of Flax objects.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+        """
+        ...
+
+
+def find_adapter(target: Any) -> Adapter | None:
+    """Returns the adapter of a module or module class, loaded now; `None` if it is not one of Flax."""
+    package = _find_package(target if isinstance(target, type) else type(target))
+    return None if package is None else _load_adapter(package)
+
+
+def find_loaded_adapters() -> list[Adapter]:
+    """Returns the adapters of the Flax APIs that are loaded: a function may call the modules of any of them."""
+    return [_load_adapter(package) for package in _ADAPTERS if package in sys.modules]
+
+
+def find_lifting_adapter(tree: PyTree) -> Adapter | None:
+    """Returns the adapter of nnx, if there are objects of nnx in a tree, which a function may write to."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
+    has_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)
+    return _load_adapter("flax.nnx") if has_any else None
+
+
+def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, written: Any = None) -> ModuleInfo:
+    """Says what holds at a module with a policy.
+
+    Args:
+      kind: its class.
+      match: the policy, and the rule it came from.
+      attached: whether the policy or map was given to this very module.
+      by_map: whether it is a map that was given.
+      written: the dtype that its author wrote, if any.
+    """
+    if written is not None:
+        return ModuleInfo(kind, match.policy, "author's dtype", np.dtype(written), is_named=True)
+    if by_map:
+        key = None if match.rule is None else match.rule.key
+        rule = "default" if key is None else key if isinstance(key, str) else key.__qualname__
+        named = attached or (match.rule is not None and match.boundary)
+    else:
+        rule, named = "its own policy" if attached else "inherited", attached
+    return ModuleInfo(kind, match.policy, rule, match.policy.compute_dtype, is_named=named)
+
 
 _ADAPTERS = {
-    "flax.linen": "jmp_policy.linen._attach",
-    "flax.nnx": "jmp_policy.nnx._attach",
+    "flax.linen": ("jmp_policy.linen._adapter", "LINEN"),
+    "flax.nnx": ("jmp_policy.nnx._adapter", "NNX"),
 }
-"""The package of a `Module` class, and the module that knows its modules: `attach(target, policy, keep)`,
-`policy_of(target)`, `explain(model, inputs, method, rngs, kwargs)` and `named(fun, enter)`, which tells what modules a
-function calls. Loaded when the first target of that kind arrives, so that importing the library loads no Flax."""
+"""The package of a `Module` class, and the module and the name of the adapter that knows its modules."""
 
 
-def find_adapter(target: Any) -> Any:
-    """The module that attaches policies to targets of this kind, imported now; `None` if it is no Flax module."""
-    path = _adapter_path(target if isinstance(target, type) else type(target))
-    return None if path is None else importlib.import_module(path)
+def _load_adapter(package: str) -> Adapter:
+    module, name = _ADAPTERS[package]
+    return getattr(importlib.import_module(module), name)
 
 
-def find_loaded_adapters() -> list[Any]:
-    """The adapters of the packages that are loaded: a function may call the modules of any of them."""
-    return [importlib.import_module(path) for package, path in _ADAPTERS.items() if package in sys.modules]
-
-
-def find_lifting_adapter(tree: PyTree) -> Any:
-    """The module that calls functions of objects that they write to, such as those in a tree; `None` if it has none."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
-    is_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)
-    return importlib.import_module(_ADAPTERS["flax.nnx"]) if is_any else None
+@remember_weakly
+def _find_package(kind: type) -> str | None:
+    for base in kind.__mro__:
+        for package in _ADAPTERS:
+            if base.__name__ == "Module" and base.__module__.startswith(package + "."):
+                return package
+    return None
 
 
 @remember_weakly
 def _is_of_nnx(kind: type) -> bool:
     return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
-
-
-@remember_weakly
-def _adapter_path(kind: type) -> str | None:
-    for base in kind.__mro__:
-        for package, adapter in _ADAPTERS.items():
-            if base.__name__ == "Module" and base.__module__.startswith(package + "."):
-                return adapter
-    return None

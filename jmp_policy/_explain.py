@@ -47,4 +47,10 @@ def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kw
             f"explain takes a Flax module, got {model!r}. "
             "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
         )
-    return adapter.explain(model, inputs, method, rngs, kwargs)
+    # Not before: a table loads what renders it.
+    from .explanation._build import build_explanation
+    from .explanation._observation import Observation
+
+    observation = Observation()
+    examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
+    return build_explanation(examined, observation)

@@ -4,7 +4,6 @@ Data only: `jmp_policy.quant` computes with it.
 """
 
 import dataclasses
-from typing import Any
 
 from ._dtypes import did_you_mean
 from ._messages import quote
@@ -20,7 +19,7 @@ _MIN_SIZE = 2**14
 without them: means of two recipes, each with two seeds."""
 
 
-def check_count(format: Any, name: str, least: int, *, such_as: int = 128) -> None:
+def check_count(format: object, name: str, least: int, *, such_as: int = 128) -> None:
     """Raises unless a field is a whole number that is large enough.
 
     Raises:
@@ -35,7 +34,7 @@ def check_count(format: Any, name: str, least: int, *, such_as: int = 128) -> No
         raise ValueError(f"{name} must be at least {least}, got {value}. {example}")
 
 
-def check_flag(format: Any, name: str) -> None:
+def check_flag(format: object, name: str) -> None:
     """Raises unless a field is a bool.
 
     Raises:
@@ -46,7 +45,7 @@ def check_flag(format: Any, name: str) -> None:
         raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(format).__name__}().")
 
 
-def check_word(format: Any, name: str, known: tuple[str, ...]) -> None:
+def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
     """Raises unless a field is one of some words.
 
     Raises:
@@ -58,7 +57,7 @@ def check_word(format: Any, name: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"Unknown {name} {quote(value)}. {did_you_mean(value, known)} {example}")
 
 
-def spell_options(format: Any, *names: str) -> str:
+def spell_options(format: object, *names: str) -> str:
     """What differs from the defaults, as the options of a string: `"(activations=false)"`, or nothing."""
     default = type(format)()
     differing = [name for name in names if getattr(format, name) != getattr(default, name)]
@@ -161,7 +160,7 @@ _LONGER = {
 }
 
 
-def parse_recipe(spec: Any) -> Recipe:
+def parse_recipe(spec: object) -> Recipe:
     """Reads a recipe: one of the classes, or the string of one.
 
     Raises:

@@ -138,7 +138,7 @@ def float8_of(quantization: Quantization | None) -> Float8 | None:
     return quantization if isinstance(quantization, Float8) else None
 
 
-def parse_quantization(spec: Any, *, where: str = "") -> Quantization | None:
+def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization: one of the classes, a string such as `"int8"`, `"int4/64"` or `"float8"`, or `None`.
 
     Args:

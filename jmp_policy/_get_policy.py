@@ -56,7 +56,7 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
     return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
 
 
-def _ask(spec: Any) -> PolicySpec:
+def _ask(spec: PolicySpec) -> PolicySpec:
     answer = spec.__jmp_policy__()
     if answer is spec:
         raise ValueError(f"__jmp_policy__() of {quote(spec)} returns the object itself. For example: 'mixed_bfloat16'.")

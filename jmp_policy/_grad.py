@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._float8_state import explain_reuse, has_state, map_state, prepare_state, zero_unused
+from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
 from ._scaled_state import get_loss_scale
@@ -165,7 +165,5 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 
 def _true(grads: PyTree, scale: LossScale) -> PyTree:
     """Gradients without their scale; float8 state, which is its own next value, has none."""
-    true = scale.unscale(grads)
-    if not has_state(grads):
-        return true
-    return map_state(lambda state, _: zero_unused(state), grads, true, otherwise=lambda _, grad: grad)
+    rest, state = split_state(grads)
+    return join_state(scale.unscale(rest), zero_unused(state))

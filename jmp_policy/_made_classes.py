@@ -10,7 +10,7 @@ _RECIPE = "_jmp_recipe"
 
 
 def make_subclass(
-    base: Any,
+    base: type,
     namespace: dict[str, Any],
     recipe: tuple[Any, tuple],
     metaclass: type[type] | None = None,
@@ -48,7 +48,7 @@ def pickle_by_recipe(metaclass: type[type]) -> type[type]:
     return metaclass
 
 
-def _reduce_class(kind: Any) -> Any:
+def _reduce_class(kind: type) -> Any:
     recipe = vars(kind).get(_RECIPE)
     return kind.__qualname__ if recipe is None or find_by_name(kind) is kind else recipe
 

@@ -1,4 +1,4 @@
-"""Results that are look_up for as long as what they are for is alive: `functools.cache` would keep that alive."""
+"""Results that are remembered for as long as what they are for is alive: `functools.cache` would keep that alive."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
     results: dict[weakref.ref[Any], T] = {}  # where a WeakKeyDictionary would call two functions more at each look
 
     @functools.wraps(fun)
-    def look_up(key: Any) -> T:
+    def look_up(key: object) -> T:
         try:
             return results[weakref.ref(key)]
         except KeyError:
@@ -49,7 +49,7 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
     """
 
     @functools.wraps(fun)
-    def look_up(kind: Any, *args: Any) -> T:
+    def look_up(kind: type, *args: Any) -> T:
         results = _get_memory(kind)
         key = (fun, *args)
         found = results.get(key, _UNKNOWN)

@@ -24,7 +24,7 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def warn_once(about: Any, message: str) -> None:
+def warn_once(about: object, message: str) -> None:
     """Warns at the user's line, unless this was said of the same object before.
 
     Args:
@@ -37,7 +37,7 @@ def warn_once(about: Any, message: str) -> None:
         warn_user(message)
 
 
-def forget_warnings(about: Any) -> None:
+def forget_warnings(about: object) -> None:
     """Has warnings given again, as where an object is handed to `with_policy` once more."""
     _SAID.pop(about, None)
 

@@ -15,6 +15,8 @@ from ._trees import cast_floating, first_floating_dtype
 
 T = TypeVar("T")
 
+Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
+
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 """The matmul precisions that `jax.default_matmul_precision` reads by name, beside `jax.lax.DotAlgorithmPreset`."""
 
@@ -60,8 +62,8 @@ class Policy:
         compute_dtype: DTypeLike | None,
         output_dtype: DTypeLike | None,
         *,
-        precision: Any = None,
-        quantization: Any = None,
+        precision: Precision = None,
+        quantization: Quantization | str | None = None,
     ) -> "Policy":
         """The one policy of these dtypes."""
         fields = (
@@ -202,7 +204,7 @@ def _parse_optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None
     return None if spec is None else parse_dtype(spec, where=f" for {field}", example=f"{field}='bfloat16'")
 
 
-def _parse_precision(precision: Any) -> str | None:
+def _parse_precision(precision: Precision) -> str | None:
     if precision is None:
         return None
     if isinstance(precision, jax.lax.Precision):
@@ -249,15 +251,15 @@ def read_origin() -> Any:
     return value.origin if is_origin_kept else None
 
 
-def set_default(policy: Any, spec: Any) -> None:
+def set_default(policy: Hashable, spec: Any) -> None:
     """Makes a policy, and what it was made from, the default one."""
     _CONTEXT.set_global(_key_by_origin(policy, spec))
 
 
-def temporarily_set_default(policy: Any, spec: Any) -> Any:
+def temporarily_set_default(policy: Hashable, spec: Any) -> Any:
     """A context manager in which a policy, and what it was made from, is the default one, in this thread."""
     return _CONTEXT(_key_by_origin(policy, spec))
 
 
-def _key_by_origin(policy: Any, spec: Any) -> Any:
+def _key_by_origin(policy: Hashable, spec: Any) -> Any:
     return KeyedDefault(policy, spec.__jmp_key__(), spec) if hasattr(spec, "__jmp_key__") else policy

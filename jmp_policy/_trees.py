@@ -1,6 +1,6 @@
 """Trees of arrays, and casts of their floating leaves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -8,8 +8,7 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import DTypeLike, half_dtype, is_floating_dtype, parse_dtype
-from ._float8_state import OVERWRITE, STATE_NAMES
-from ._memory import remember_weakly
+from ._float8_state import map_rest, split_state
 
 T = TypeVar("T")
 PyTree = Any
@@ -44,18 +43,10 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     if dtype is None:
         return tree
     target = parse_dtype(dtype)
-    if isinstance(tree, jax.Array):  # the most frequent tree, and the dearest way to walk it
+    if isinstance(tree, jax.Array):  # the most frequent tree needs no walk
         return _cast_leaf(tree, target)  # type: ignore[return-value]
 
-    def cast(node: Any) -> Any:
-        if not (_is_mapping(type(node)) and _is_holder(node, is_leaf)):
-            return _cast_leaf(node, target)
-        children, structure = _children(node)
-        return structure.unflatten(
-            child if is_state else cast_floating(child, target, is_leaf=is_leaf) for is_state, child in children
-        )
-
-    return jax.tree.map(cast, tree, is_leaf=_whole(is_leaf))
+    return map_rest(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=_add_uncast(is_leaf))
 
 
 def cast_to_half(tree: T) -> T:
@@ -111,48 +102,18 @@ def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = Non
     [np.float32(2.0)]
     """
 
-    def floating(node: Any) -> list[Any]:
-        if not (_is_mapping(type(node)) and _is_holder(node, is_leaf)):
-            return [node] if is_floating(node) else []
-        children, _ = _children(node)
-        others = [child for is_state, child in children if not is_state]
-        return floating_leaves(others, is_leaf=is_leaf)
-
-    return [leaf for node in jax.tree.leaves(tree, is_leaf=_whole(is_leaf)) for leaf in floating(node)]
+    is_whole = _add_uncast(is_leaf)
+    rest, _ = split_state(tree, is_leaf=is_whole)
+    return [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_whole) if is_floating(leaf)]
 
 
-def _whole(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
-    """What a cast passes through whole: `Uncast`, and what the caller names."""
+def _add_uncast(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
+    """Tells what a cast passes through whole: `Uncast`, and what the caller names."""
     return _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
 
 
 def _is_uncast(node: object) -> bool:
-    return isinstance(node, Uncast) or (_is_mapping(type(node)) and _holds_state(node))
-
-
-@remember_weakly
-def _is_mapping(kind: type) -> bool:
-    return issubclass(kind, Mapping)
-
-
-def _holds_state(mapping: Any) -> bool:
-    return OVERWRITE in mapping or ("input_scale" in mapping and _holds_product(mapping))
-
-
-def _holds_product(mapping: Any) -> bool:
-    return all(name in mapping for name in STATE_NAMES)
-
-
-def _is_holder(node: Any, is_leaf: Callable[[Any], bool] | None) -> bool:
-    """Whether a mapping that a cast takes as a whole is one only for the float8 state in it."""
-    return _holds_state(node) and not (is_leaf is not None and is_leaf(node))
-
-
-def _children(node: Any) -> tuple[list[tuple[bool, Any]], Any]:
-    """The values of a mapping, each with whether it is float8 state, and the structure that they come back in."""
-    children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    names = {OVERWRITE, *STATE_NAMES} if _holds_product(node) else {OVERWRITE}
-    return [(getattr(key, "key", None) in names, child) for (key,), child in children], structure
+    return isinstance(node, Uncast)
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:

@@ -37,8 +37,14 @@ PROGRAMS = {
 }
 
 
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
+"""Most programs run once, on a few numbers: to optimize their machine code takes longer than all else about them."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
+    if config.getoption("markexpr") == "not slow" and "XLA_FLAGS" not in os.environ:  # trainings run for long
+        os.environ["XLA_FLAGS"] = UNOPTIMIZED
     jax.config.update("jax_num_cpu_devices", 4)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
@@ -48,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in {"jax_compilation_cache_dir": folder.name, **PROGRAMS}.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules, tests and their parameters, which stay to the end, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=POLICIES)

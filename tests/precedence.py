@@ -53,8 +53,13 @@ def winner(first: str, second: str, sources: dict[str, Source] = SOURCES) -> str
 
 
 def pairs(sources: dict[str, Source] = SOURCES) -> list[tuple[str, str]]:
-    """Every source with every other, in both orders."""
-    return list(itertools.permutations(sources, 2))
+    """Every source with every other, and in both orders where both speak of one module.
+
+    Elsewhere the order of asking reaches nothing: each source is asked for on a line of its own.
+    """
+    both = itertools.permutations(sources, 2)
+    names = list(sources)
+    return [(a, b) for a, b in both if names.index(a) < names.index(b) or sources[a].place == sources[b].place]
 
 
 def given(target: Any, asked: dict[str, str], *names: str) -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import freeze
+from flax.traverse_util import flatten_dict
 from float8_problem import STATE, assert_same, batch_of, compiled, loss_fn, variables_of
 
 import jmp_policy as jmp
@@ -22,13 +23,15 @@ TREES = {
     "shapes": jax.eval_shape(lambda: VARIABLES),
     "one under other names": {"fp8": VARIABLES[STATE], "w": jnp.ones(2)},
     "one among parameters": [{"kernel": jnp.ones(2), **VARIABLES[STATE]["used"]}],
+    "one flattened to tuples": flatten_dict(VARIABLES),
+    "one flattened to slashes": flatten_dict(VARIABLES, sep="/"),
 }
 
 
 def dtypes_of(tree):
     """The dtypes of state, and those of everything else."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    is_state = lambda path: str(path[-1].key) in STATE_NAMES
+    is_state = lambda path: any(name in str(path[-1]) for name in STATE_NAMES)
     return tuple({x.dtype for path, x in leaves if is_state(path) == wanted} for wanted in (True, False))
 
 

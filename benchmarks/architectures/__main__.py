@@ -59,7 +59,7 @@ def figures(run: Run, reference: Run) -> list[str]:
 
 
 def cost_row(name: str, policy: str) -> list[str]:
-    """The costs of a step under a policy over those of the step by hand."""
+    """The costs of a step under a policy over the step by hand."""
     architecture = ARCHITECTURES[name]
     ratios = cost(ours(architecture, jmp.get_policy(policy))).over(cost(by_hand(architecture, jmp.get_policy(policy))))
     return [name, architecture.api, policy, *[f"{ratio:.2f}" for ratio in dataclasses.astuple(ratios)]]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._adapter import find_adapter, find_lifting_adapter, find_loaded_adapters
+from .._adapter import Adapter, find_adapter, find_lifting_adapter
 from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
@@ -21,12 +21,12 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ..interpreter._module_paths import AUTOCAST
-from ._casting import Casting, CastingRule, Colour, Mark
+from ._casting import Casting, CastingRule
+from ._marks import Colour, Mark
 from ._modules import TRACING, Register
-from ._place import Place
-from ._rules import AutocastRules, unused_functions
-from ._scope import COMPUTE_DTYPES
-from ._scopes import Scopes, check_policy, has_scopes, root_policy
+from ._place import EquationPlace, explain_unused_functions
+from ._rules import AutocastRules, has_scopes
+from ._scopes import COMPUTE_DTYPES, Scopes, check_policy, root_policy
 
 CUSTOM_RULES = ("opaque", "inside")
 
@@ -55,14 +55,14 @@ def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, c
         return type(fun)(_with_autocast(fun.__func__, policy, rules, custom_rules))
     adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
-        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_what_to_write(fun, adapter)}")
+        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_what_to_write(adapter)}")
     return _Autocast(fun, policy, rules, custom_rules).function()
 
 
-def _what_to_write(fun: Any, adapter: Any) -> str:
+def _what_to_write(adapter: Adapter | None) -> str:
     if adapter is None:
         return "For example: autocast(loss_fn, 'mixed_bfloat16')."
-    return f"Give it one that calls the module. For example: {adapter.AUTOCAST_EXAMPLE}."
+    return f"Give it one that calls the module. For example: {adapter.autocast_example}."
 
 
 class _Autocast:
@@ -91,7 +91,7 @@ class _Autocast:
             def run_lifted(pure: Callable[..., Any], state: Any) -> Any:
                 return self._run(policy, pure, (state,), {})
 
-            return adapter.lifted(run_lifted, traceable, args, kwargs)
+            return adapter.lift(run_lifted, traceable, args, kwargs)
 
         return autocasted
 
@@ -104,10 +104,7 @@ class _Autocast:
             _check_result(fun, out)
             return out
 
-        if self._register is not None:
-            for adapter in find_loaded_adapters():
-                traceable = adapter.named(traceable, self._register.enter)
-        return traceable
+        return traceable if self._register is None else self._register.watch(traceable)
 
     def _run(self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Traces, rewrites and runs."""
@@ -116,16 +113,16 @@ class _Autocast:
         old = traced.program
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, Place(), wanted).program
+        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
     def _rule(self, policy: Policy, program: Any) -> CastingRule:
         scopes = None
-        unused = unused_functions(self._rules, program.jaxpr)
+        unused = explain_unused_functions(self._rules.functions, program.jaxpr)
         if self._register is not None:
-            scopes = Scopes(self._policy, self._rules, self._register.modules())
-            unused += scopes.unused(program.jaxpr)
+            scopes = Scopes(self._policy, self._rules.scopes, self._rules.backward, self._register.modules())
+            unused += scopes.explain_unused(program.jaxpr)
         for message in unused:
             warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)

@@ -1,4 +1,4 @@
-"""The casting rules: which dtype each operation runs in, by the colours of the values that reach it."""
+"""The casting rule: how each operation is written in its precision, by the colours of the values that reach it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import at_least_float32
-from ..interpreter import Body, Kind, Rule, Value, float_dtype, is_float, multiplies_only
-from ..interpreter._program import Atom
-from ._colour import Colour, Mark, joined
-from ._constants import is_exact, is_lost, numbers_of, within
-from ._gradient_sums import is_gradient_sum
-from ._operators import with_operators
-from ._place import Place, Places
-from ._rules import AutocastRules, functions, table
-from ._runs import KEEPING, length_of_run, write_again
-from ._scope import COMPUTE_DTYPES
-from ._scopes import Scopes
-from ._softmax import PATTERN, softmax_at, softmax_in
-from ._steep import is_steep_in
-from ._tables import SATURATING, Precision
+from ..interpreter import Body, Kind, Rewriter, Rule, Value, float_dtype, is_float
+from ..interpreter._program import Atom, Program, body_of
+from ._dataflow import is_gradient_sum, is_steep_in
+from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, join_marks
+from ._place import EquationPlace, PlaceFinder, find_functions
+from ._precision import PrecisionFinder, is_applied_to_each, is_castable
+from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
+from ._rules import AutocastRules
+from ._scopes import COMPUTE_DTYPES, Scopes
+from ._tables import Precision
+
+_FLOAT32 = np.dtype(np.float32)
+_TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
 
 
 class Casting(NamedTuple):
@@ -44,8 +43,8 @@ class CastingRule(Rule):
     def __init__(self, casting: Casting):
         self._casting = casting
         self._compute = casting.compute_dtype
-        self._table = table(casting.rules, casting.compute_dtype)
-        self._places = Places(functions(casting.rules), casting.scopes)
+        self._precisions = PrecisionFinder(casting.rules.primitives, casting.compute_dtype)
+        self._places = PlaceFinder(find_functions(casting.rules.functions), casting.scopes)
         self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
         self._largest = float(jnp.finfo(self._compute).max)
 
@@ -55,8 +54,8 @@ class CastingRule(Rule):
     def __hash__(self) -> int:
         return hash(self._casting)
 
-    def contexts(self, outer: Any, program: Jaxpr) -> list[Place]:
-        return self._places.of(outer, program)
+    def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
+        return self._places.find(outer, program)
 
     def argument(self, dtype: np.dtype | None) -> Kind:
         return Kind(dtype, _TRACED)
@@ -69,138 +68,144 @@ class CastingRule(Rule):
         first = kinds[0]
         if all(kind == first for kind in kinds):
             return first
-        if first.dtype not in _CASTABLE:
+        if first.dtype not in COMPUTE_DTYPES:
             return Kind(first.dtype, _TRACED)
-        mark = joined(kinds)
+        mark = join_marks(kinds)
         low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
         if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
             return Kind(low_dtypes.pop(), mark)
-        return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype(mark.colour), mark)
+        return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype_of(mark.colour), mark)
 
     def accumulated(self, kind: Kind) -> Kind:
-        return Kind(_FLOAT32, _FULL) if kind.dtype in _CASTABLE else kind
+        return Kind(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
 
-    def opens(self, eqn: JaxprEqn, context: Any) -> bool:
+    def opens(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return _is_of_jax(eqn)
 
-    def opens_inside(self, eqn: JaxprEqn, context: Any) -> bool:
+    def opens_inside(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return self._casting.custom_rules == "inside"
 
+    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+        if context.treatment not in ("full", "narrow"):
+            return values
+        # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
+        return [self._widen(value, eqn, body) if value.kind.dtype in COMPUTE_DTYPES else value for value in values]
+
+    def _widen(self, value: Value, eqn: JaxprEqn, body: Body) -> Value:
+        dtype, mark = value.kind
+        if dtype == _FLOAT32:
+            return value
+        return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, mark._replace(colour=Colour.FULL)))
+
     def together(
-        self, program: Jaxpr, start: int, read: Callable[[Any], Value], body: Body, contexts: Any
+        self,
+        program: Jaxpr,
+        start: int,
+        read: Callable[[Atom], Value],
+        body: Body,
+        contexts: Sequence[EquationPlace],
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
-        if is_gradient_sum(program, start) and _is_castable(eqn):
-            return 1, [self._placed(result, place) for result in self._full(eqn, [*map(read, eqn.invars)], body)]
+        # A gradient that leaves the backward pass is summed in float32, which only the equations behind it tell.
+        if is_gradient_sum(program, start) and is_castable(eqn):
+            results = self._write_full(eqn, [*map(read, eqn.invars)], body)
+            return 1, [self._remember_place(result, place) for result in results]
+        # Arithmetic that float32 reaches, on arrays in half, is computed again in the backward pass.
         if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
-            count = length_of_run(program, start, contexts)
+            count = measure_run(program, start, contexts)
             write = functools.partial(self.equation, context=place)
             return count, write_again(program.eqns[start : start + count], read, body, write)
-        is_softmax = eqn.primitive.name == PATTERN[0]
-        return self._softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
+        is_softmax = eqn.primitive.name == SOFTMAX[0]
+        return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
 
-    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: Place) -> bool:
+    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: EquationPlace) -> bool:
         """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
-        if place.backward or place.scope is not None or place.treatment is not None or not _is_castable(eqn):
+        if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
             return False
-        made: Any = eqn.outvars[0].aval
         halves = [_shape_of(value.atom) for value in values if value.kind.dtype == self._compute != _FLOAT32]
-        if made.shape not in halves:
+        if _shape_of(eqn.outvars[0]) not in halves:
             return False
-        colour = self._followed(eqn, values).mark.colour
-        precision = self._precision(eqn, values, place)
+        colour = self._follow(eqn, values).mark.colour
+        precision = self._precisions.find(eqn, values, place)
         return precision is Precision.FULL or (precision is Precision.INFER and colour is Colour.FULL)
 
-    def _softmax(
-        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Any
+    def _write_softmax(
+        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Sequence[EquationPlace]
     ) -> tuple[int, list[Value]] | None:
+        """Writes the softmax that begins at an equation as one operation, if one does and its logits are half."""
         place = contexts[start]
-        if logits.kind.dtype == _FLOAT32 or not _is_castable(program.eqns[start]):
+        if logits.kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
-        eqns = softmax_at(program, start)
+        eqns = find_softmax(program, start)
         if eqns is not None and contexts[start + len(eqns) - 1].steep:
             return None
-        softmax = None if eqns is None else softmax_in(logits.kind.dtype, eqns)
+        softmax = None if eqns is None else make_softmax(logits.kind.dtype, eqns)
         if eqns is None or softmax is None:
             return None
         here = softmax.replace(
             outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
         )
         results = body.append(here, [logits.atom], [logits.kind])
-        return len(eqns), [self._placed(result, place) for result in results]
+        return len(eqns), [self._remember_place(result, place) for result in results]
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
-        if context.treatment not in ("full", "narrow"):
-            return values
-        # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
-        return [self._widened(value, eqn, body) if value.kind.dtype in _CASTABLE else value for value in values]
-
-    def _widened(self, value: Value, eqn: JaxprEqn, body: Body) -> Value:
-        dtype, mark = value.kind
-        if dtype == _FLOAT32:
-            return value
-        return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, mark._replace(colour=Colour.FULL)))
-
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Any) -> list[Value]:
-        place: Place = context
-        if place.scope is not None and place.scope.compute_dtype not in (None, self._compute):
-            return self._with_compute_dtype(place.scope.compute_dtype).equation(eqn, values, body, place)
-        eqn = eqn if place.scope is None else place.scope.with_precision(eqn)
-        precision = self._precision(eqn, values, place)
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+        # A scope may have another compute dtype, and another matmul precision.
+        scope = context.scope
+        if scope is not None and scope.compute_dtype not in (None, self._compute):
+            return self._with_compute_dtype(scope.compute_dtype).equation(eqn, values, body, context)
+        eqn = eqn if scope is None else scope.set_precision(eqn)
+        # What the operation runs in, and what reaches it: a value may come from another place than this one.
+        precision = self._precisions.find(eqn, values, context)
         values = [
-            self._arriving(value, precision, eqn, body, place, place.steep or is_steep_in(eqn, i))
+            self._arrive(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
             for i, value in enumerate(values)
         ]
-        if eqn.primitive.name == "convert_element_type" and _is_castable(eqn):
-            results = self._conversion(eqn, values, body)
-        elif precision in (Precision.INFER, Precision.CLEAR) and _is_of_each(eqn):
+        # Then it is written: a cast as its author meant it, what treats each of several arrays alone as they are.
+        if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
+            results = self._write_conversion(eqn, values, body)
+        elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
-            results = getattr(self, f"_{precision.name.lower()}")(eqn, values, body)
-        return [self._placed(result, place) for result in results]
+            results = _WRITERS[precision](self, eqn, values, body)
+        return [self._remember_place(result, context) for result in results]
 
-    def _precision(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> Precision:
-        """What the tables, the place and the constants of an equation say."""
-        if not _is_castable(eqn):
-            return Precision.TRACED
-        precision = self._table.get(_operation(eqn), Precision.TRACED)
-        if precision is Precision.LOW and multiplies_only(eqn):
-            precision = Precision.INFER
-        if place.treatment is not None:
-            precision = _INSIDE[place.treatment].get(precision, precision)
-        if precision in (Precision.INFER, Precision.CLEAR) and self._is_too_fine(eqn, values, place):
-            return Precision.FULL
-        return precision
-
-    def _with_compute_dtype(self, dtype: Any) -> CastingRule:
+    def _with_compute_dtype(self, dtype: np.dtype) -> CastingRule:
         """This rule in a scope that computes in another dtype."""
         if dtype not in self._in_other_dtypes:
             self._in_other_dtypes[dtype] = CastingRule(self._casting._replace(compute_dtype=dtype))
             self._in_other_dtypes[dtype].rewritten = self.rewritten
         return self._in_other_dtypes[dtype]
 
-    def _arriving(
-        self, value: Value, precision: Precision, eqn: JaxprEqn, body: Body, place: Place, is_steep: Any
+    def _arrive(
+        self,
+        value: Value,
+        precision: Precision,
+        eqn: JaxprEqn,
+        body: Body,
+        place: EquationPlace,
+        is_steep: bool,
     ) -> Value:
-        """A value as it is used in `place`, which may be another one than that where it was made."""
+        """A value as it is used in `place`, which may be another one than the place where it was made."""
         dtype, mark = value.kind
-        if dtype not in _CASTABLE:
+        if dtype not in COMPUTE_DTYPES:
             return value
         if mark.backward and not place.backward:  # a gradient: what averages, clips and applies it does so in float32
             return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, _FULL))
+        # Out of a scope, in the output dtype of its rule.
         output_dtype = None if mark.scope is None or place.is_inside(mark.scope) else mark.scope.output_dtype
-        if output_dtype in _CASTABLE:
+        if output_dtype in COMPUTE_DTYPES:
             left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
             return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
+        # Out of a narrow function, in the compute dtype, unless what uses it needs float32.
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
         if mark.narrow and not stays:
             return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
         return value
 
-    def _placed(self, result: Value, place: Place) -> Value:
-        """A result that remembers where it was made."""
+    def _remember_place(self, result: Value, place: EquationPlace) -> Value:
+        """A result whose mark says where it was made."""
         dtype, mark = result.kind
         if dtype is None:
             return result
@@ -208,49 +213,47 @@ class CastingRule(Rule):
         scope = None if place.backward else place.scope
         return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
 
-    def _low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
-            return self._traced(eqn, values, body)
-        return self._run(eqn, values, body, Kind(self._compute, _LOW))
+            return self._write_traced(eqn, values, body)
+        return self._write_in(Kind(self._compute, _LOW), eqn, values, body)
 
-    def _full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        return self._run(eqn, values, body, Kind(_FLOAT32, _FULL))
+    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        return self._write_in(Kind(_FLOAT32, _FULL), eqn, values, body)
 
-    def _wide(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        kind = self._followed(eqn, values)
-        results = self._run(eqn, values, body, Kind(_FLOAT32, kind.mark))
+    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        kind = self._follow(eqn, values)
+        results = self._write_in(Kind(_FLOAT32, kind.mark), eqn, values, body)
         return [
             Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
             for result in results
         ]
 
-    def _infer(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        return self._run(eqn, values, body, self._followed(eqn, values))
+    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        return self._write_in(self._follow(eqn, values), eqn, values, body)
 
-    _clear = _infer
-
-    def _compare(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
         dtypes = {kind.dtype for kind in floats if not is_exact(kind.mark.numbers, self._compute)}
-        return self._run(eqn, values, body, Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED))
+        return self._write_in(Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
 
-    def _traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         atoms = [
             value.atom if value.kind.dtype is None else self._cast(value, float_dtype(atom), body, eqn)
             for value, atom in zip(values, eqn.invars, strict=True)
         ]
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        followed = any(kind.mark.colour is not Colour.TRACED for kind in floats)
-        kinds = [Kind(float_dtype(var), self._mark_of(float_dtype(var), followed)) for var in eqn.outvars]
+        # A result in its author's dtype has the colour of that dtype, if a value with a colour went in.
+        is_coloured = any(kind.mark.colour is not Colour.TRACED for kind in floats)
+        kinds = [
+            Kind(dtype, self._mark_of(dtype) if is_coloured else _TRACED) for dtype in map(float_dtype, eqn.outvars)
+        ]
         return body.append(eqn, atoms, kinds)
 
-    def _mark_of(self, dtype: Any, followed: bool) -> Mark:
-        """That of a result whose dtype is its author's."""
-        if not followed:
-            return _TRACED
+    def _mark_of(self, dtype: np.dtype | None) -> Mark:
         return _LOW if dtype == self._compute != _FLOAT32 else _FULL
 
-    def _conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         """A cast that the author wrote is respected; one that only makes a weak type strong is none."""
         [value], target = values, eqn.params["new_dtype"]
         source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
@@ -264,67 +267,68 @@ class CastingRule(Rule):
         mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
         return body.append(eqn, [value.atom], [Kind(target, mark)])
 
-    def _run(self, eqn: JaxprEqn, values: list[Value], body: Body, kind: Kind) -> list[Value]:
-        """Runs an equation in the dtype of `kind`; its floating results are of that kind."""
+    def _write_in(self, kind: Kind, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        """Writes an equation that runs in the dtype of `kind`; its floating results are of that kind."""
         atoms = [
             value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
-        params = with_operators(eqn.params, kind, self, Place())
+        params = self._rewrite_operators(eqn.params, kind)
         if eqn.params.get("preferred_element_type") not in (None, kind.dtype):
             params = {**eqn.params, "preferred_element_type": kind.dtype}
         return body.append(eqn, atoms, kinds, params)
 
-    def _cast(self, value: Value, dtype: Any, body: Body, eqn: JaxprEqn) -> Any:
+    def _rewrite_operators(self, params: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
+        """Rewrites the little programs that reductions, windows and scatters apply to pairs of numbers.
+
+        Returns:
+          The parameters of an equation that runs as `kind`; `None` if they are good as they are.
+        """
+        programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
+        if not any(_has_other_dtype(program, kind) for program in programs.values()):
+            return None
+        changed = {}
+        for name, program in programs.items():
+            body = body_of(program)
+            kinds = [kind if is_float(var) else Kind(None) for var in body.invars]
+            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
+            changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
+        return params | changed
+
+    def _cast(self, value: Value, dtype: np.dtype, body: Body, eqn: JaxprEqn) -> Atom:
         atom, source = value.atom, value.kind.dtype
         if source == dtype:
             return atom
         if dtype == self._compute:  # of a mask that is added, half of it: with what it is added to, it overflows
             largest = self._largest / 2 if eqn.primitive.name in ("add", "sub") else self._largest
-            atom = within(atom, value.kind.mark.numbers, largest, eqn, body)
+            atom = clamp_masks(atom, value.kind.mark.numbers, largest, eqn, body)
         if at_least_float32(source) == source:  # narrowing, at each use: the gradients of a weight are summed wide
             return body.cast(atom, dtype, eqn)
         return body.cast_once(atom, dtype, eqn)
 
-    def _followed(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
+    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
         """The kind that follows of several: the greatest colour, and its dtype."""
         kinds = [value.kind for value in values if value.kind.dtype is not None]
-        mark = joined(kinds)
+        mark = join_marks(kinds)
         if mark.colour is not Colour.TRACED:
-            return Kind(self._dtype(mark.colour), mark)
+            return Kind(self._dtype_of(mark.colour), mark)
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
-        numbers = numbers_of(eqn, [kind.mark.numbers for kind in kinds])
+        numbers = find_numbers(eqn, [kind.mark.numbers for kind in kinds])
         return Kind(next((dtype for dtype in traced if dtype is not None), None), mark._replace(numbers=numbers))
 
-    def _dtype(self, colour: Colour) -> np.dtype:
+    def _dtype_of(self, colour: Colour) -> np.dtype:
         return _FLOAT32 if colour is Colour.FULL else self._compute
 
-    def _is_too_fine(self, eqn: JaxprEqn, values: Sequence[Value], place: Place) -> bool:
-        """Whether an equation that would follow its inputs makes a difference that the compute dtype has not."""
-        if place.steep and eqn.primitive.name in SATURATING:
-            return any(value.kind.dtype == self._compute for value in values)
-        marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
-        constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
-        if not constants or _is_of_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):
-            return False
-        return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
-
-_FLOAT32 = np.dtype(np.float32)
-_CASTABLE = COMPUTE_DTYPES
-_TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
-
-_ALL_FULL = dict.fromkeys(
-    (Precision.LOW, Precision.FULL, Precision.WIDE, Precision.INFER, Precision.CLEAR), Precision.FULL
-)
-_INSIDE = {
-    "full": _ALL_FULL,
-    "narrow": _ALL_FULL,
-    "infer": {Precision.FULL: Precision.INFER},
-    "low": dict.fromkeys((Precision.FULL, Precision.INFER), Precision.LOW),
-    "traced": dict.fromkeys(Precision, Precision.TRACED),
+_WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], Body], list[Value]]] = {
+    Precision.LOW: CastingRule._write_low,
+    Precision.FULL: CastingRule._write_full,
+    Precision.WIDE: CastingRule._write_wide,
+    Precision.INFER: CastingRule._write_following,
+    Precision.CLEAR: CastingRule._write_following,
+    Precision.COMPARE: CastingRule._write_comparison,
+    Precision.TRACED: CastingRule._write_traced,
 }
-"""What the classes become inside of a function that is treated as one operation."""
 
 _JAX = os.path.dirname(jax.__file__)
 
@@ -334,23 +338,10 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
 
 
-def _operation(eqn: JaxprEqn) -> str:
-    """The row of the tables that an equation has: a product of a value with itself is its square."""
-    is_square = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-    return "square" if is_square else eqn.primitive.name
-
-
-def _is_of_each(eqn: JaxprEqn) -> bool:
-    """Whether it does the same to each of several arrays, as barriers, sorts and collectives do."""
-    return eqn.primitive.multiple_results and len(eqn.invars) == len(eqn.outvars) > 1
+def _has_other_dtype(program: Program, kind: Kind) -> bool:
+    return any(float_dtype(var) not in (None, kind.dtype) for var in body_of(program).invars)
 
 
 def _shape_of(atom: Atom) -> tuple[int, ...]:
     aval: Any = atom.aval
     return aval.shape
-
-
-def _is_castable(eqn: JaxprEqn) -> bool:
-    """Whether there are floating arrays, and none that autocast leaves alone: float64, float8."""
-    dtypes = {float_dtype(atom) for atom in (*eqn.invars, *eqn.outvars)} - {None}
-    return bool(dtypes) and dtypes <= _CASTABLE

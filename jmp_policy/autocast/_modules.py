@@ -1,12 +1,29 @@
-"""The Flax modules that are called while a function is traced."""
+"""The Flax modules that are called while a function is traced: where their paths stand in its name stacks."""
+
+import contextvars
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 
-from ..interpreter._module_paths import Modules
+from .._adapter import Adapter, ModuleCall, find_loaded_adapters
+from .._trees import Args, Kwargs
+from ..interpreter._module_paths import ELSEWHERE, Modules
+
+TRACING = jax.make_user_context(None)
+"""The token of the register of the function that is being traced by its scopes.
+
+A context of JAX's, part of the key of every jit cache: a jitted function that was traced before would not call its
+modules again, and none would be entered."""
+
+_LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
+_NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
+"""The paths of the linen and of the nnx module whose method is being traced; each begins at a root of its own."""
 
 
 class Register:
-    """The modules that were called in the traces of one function; each adapter of Flax enters those it knows.
+    """The modules that were called in the traces of one function.
 
     Attributes:
       token: what stands for it in JAX's keys, which JAX never lets go of.
@@ -18,28 +35,63 @@ class Register:
         self._roots: set[str] = set()
         self._methods: set[tuple[str, str]] = set()
 
-    def enter(self, path: str, kind: type, name: str = "", is_method: bool = False) -> None:
-        """Enters a module that is called.
-
-        Args:
-          path: its path in the model.
-          kind: its class.
-          name: what the name stack has for the call, if that is not the last name of the path.
-          is_method: whether that is the name of the module and a method.
-        """
-        self._types[path] = kind
-        if not path and name:
-            self._roots.add(name)
-        elif is_method:
-            self._methods.add((path, name))
-
     def modules(self) -> Modules:
         """Those that were entered."""
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
 
+    def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which enters the modules it calls, and runs each in a scope from which its path is read.
 
-TRACING = jax.make_user_context(None)
-"""The token of the register of the function that is being traced by its scopes.
+        Args:
+          fun: a function whose arguments nobody else holds, as `Adapter.on_call` wants it.
+        """
+        for adapter in find_loaded_adapters():
+            fun = self._watch_modules_of(adapter, fun)
+        return fun
 
-A context of JAX's, part of the key of every jit cache: a jitted function that was traced before would not call its
-modules again, and none would be entered."""
+    def _watch_modules_of(self, adapter: Adapter, fun: Callable[..., Any]) -> Callable[..., Any]:
+        hooked = adapter.on_call(fun, self._hook, setup=True)
+
+        def call_watched(*args: Any, **kwargs: Any) -> Any:
+            # A rule may be for a module that is not called, and decide for what is inside of it.
+            self._types.update(adapter.find_modules((args, kwargs)))
+            return hooked(*args, **kwargs)
+
+        return call_watched
+
+    def _hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        self._enter(call)
+        called = _LINEN if call.scope else _NNX
+        scope = _scope_of(call, called.get())
+        token = called.set(call.path)
+        try:
+            with scope:
+                return next_fun(*args, **kwargs)
+        finally:
+            called.reset(token)
+
+    def _enter(self, call: ModuleCall) -> None:
+        self._types[call.path] = call.type
+        if call.scope and not call.path:
+            self._roots.add(call.scope)
+        elif call.scope and call.method != "__call__":
+            self._methods.add((call.path, call.scope))
+
+
+def _scope_of(call: ModuleCall, caller: str) -> AbstractContextManager[Any]:
+    """The scope to open around a call, so that with what Flax opens the name stack says the path.
+
+    Args:
+      call: the call.
+      caller: the path of the module that makes it; the empty string at a root, and outside of all modules.
+    """
+    if call.path == caller or (call.scope and not call.path):
+        return nullcontext()
+    inside = call.path.removeprefix(f"{caller}/" if caller else "")
+    if caller and inside == call.path:
+        return jax.named_scope(ELSEWHERE + call.path)
+    if not call.scope:
+        return jax.named_scope(inside)
+    # Flax opens a scope of the module's own name, which is all there is to say of one right inside of its caller.
+    name = call.scope.removesuffix(f".{call.method}")
+    return nullcontext() if inside == name else jax.named_scope(ELSEWHERE + call.path)

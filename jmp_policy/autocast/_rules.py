@@ -1,24 +1,20 @@
 """A user's own rows for the tables of autocast."""
 
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import Primitive
 
 from .._dtypes import did_you_mean
 from .._get_policy import PolicySpec
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
-from ..interpreter import walk
 from . import _tables
-from ._functions import Functions
-from ._scope import TREATMENTS, canonical
+from ._scopes import TREATMENTS, ScopeRow, parse_scope_rule
 from ._tables import Precision
 
 
@@ -53,8 +49,8 @@ class AutocastRules:
 
     primitives: tuple[tuple[str, str], ...]
     functions: tuple[tuple[str, str], ...]
-    scopes: tuple[tuple[Key, Policy | str], ...]
-    backward: tuple[tuple[Key, Policy | str], ...]
+    scopes: tuple[ScopeRow, ...]
+    backward: tuple[ScopeRow, ...]
 
     def __init__(
         self,
@@ -66,56 +62,27 @@ class AutocastRules:
     ):
         everywhere = backward if isinstance(backward, Mapping) or backward is None else {"": backward}
         rows = {
-            "primitives": [_primitive_row(*row) for row in (primitives or {}).items()],
-            "functions": [_function_row(*row) for row in (functions or {}).items()],
-            "scopes": _scope_rows(scopes or {}, "scopes"),
-            "backward": _scope_rows(everywhere or {}, "backward"),
+            "primitives": [_read_primitive_row(*row) for row in (primitives or {}).items()],
+            "functions": [_read_function_row(*row) for row in (functions or {}).items()],
+            "scopes": _read_scope_rows(scopes or {}, "scopes"),
+            "backward": _read_scope_rows(everywhere or {}, "backward"),
         }
         for name, value in rows.items():
             object.__setattr__(self, name, tuple(value))
 
 
-def table(rules: AutocastRules, compute_dtype: Any) -> Mapping[str, Precision]:
-    """The class of each primitive under these rules, where the compute dtype is this one."""
-    return _table(rules.primitives, compute_dtype)  # not of all the rules: they may name types
+def has_scopes(policy: Policy | PolicyMap, rules: AutocastRules) -> bool:
+    """Whether a rule depends on where an equation stands."""
+    return bool(isinstance(policy, PolicyMap) or rules.scopes or rules.backward)
 
 
-@functools.cache
-def _table(primitives: tuple[tuple[str, str], ...], compute_dtype: Any) -> Mapping[str, Precision]:
-    found = {}
-    for precision in Precision:
-        found |= dict.fromkeys(getattr(_tables, precision.name), precision)
-    if jnp.finfo(compute_dtype).maxexp < 100:
-        found |= dict.fromkeys(_tables.FULL_IN_FLOAT16, Precision.FULL)
-    return found | {name: Precision[precision.upper()] for name, precision in primitives}
-
-
-def functions(rules: AutocastRules) -> Functions:
-    """The functions of the tables under these rules."""
-    return Functions(_tables.FUNCTIONS | dict(rules.functions))
-
-
-def unused_functions(rules: AutocastRules, program: Jaxpr) -> list[str]:
-    """A sentence for each function with a rule of which a program has no operation."""
-    if not rules.functions:
-        return []
-    found = functions(rules)
-    eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *(eqn for eqn, _ in step.around))}
-    met = {function.name for function in map(found.find, eqns.values()) if function is not None}
-    return [
-        f"function rule {name!r} decides nothing: no operation is of a function of that name, or another rule covers it"
-        for name, _ in rules.functions
-        if name not in met
-    ]
-
-
-def _primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
+def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
     known = {name for precision in Precision for name in getattr(_tables, precision.name)}
     name = primitive.name if isinstance(primitive, Primitive) else primitive
     if not isinstance(primitive, Primitive) and name not in known:
         raise ValueError(
             f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. "
-            f"{_nearest(name, known)} For example: primitives={{'exp': 'low'}}."
+            f"{_suggest(name, known)} For example: primitives={{'exp': 'low'}}."
         )
     classes = [precision.name.lower() for precision in Precision]
     if precision not in classes:
@@ -126,7 +93,7 @@ def _primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
     return name, precision
 
 
-def _function_row(name: Any, treatment: Any) -> tuple[str, str]:
+def _read_function_row(name: Any, treatment: Any) -> tuple[str, str]:
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(
             f"{name!r}, in functions of AutocastRules, is no name of a function. "
@@ -134,7 +101,7 @@ def _function_row(name: Any, treatment: Any) -> tuple[str, str]:
         )
     if "." in name and not _may_exist(name):
         raise ValueError(
-            f"{name!r}, in functions of AutocastRules, names no function. {_nearest(name, _tables.FUNCTIONS)} "
+            f"{name!r}, in functions of AutocastRules, names no function. {_suggest(name, _tables.FUNCTIONS)} "
             "For example: functions={'jax.nn.softmax': 'full'}."
         )
     if treatment not in TREATMENTS:
@@ -145,9 +112,9 @@ def _function_row(name: Any, treatment: Any) -> tuple[str, str]:
     return name, treatment
 
 
-def _scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[tuple[Key, Policy | str]]:
+def _read_scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[ScopeRow]:
     PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
-    return [(key, canonical(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
+    return [(key, parse_scope_rule(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
 
 
 def _may_exist(name: str) -> bool:
@@ -163,7 +130,7 @@ def _may_exist(name: str) -> bool:
     return callable(target) or inspect.ismodule(target)
 
 
-def _nearest(name: object, known: Iterable[str]) -> str:
+def _suggest(name: object, known: Iterable[str]) -> str:
     """The nearest of many names; all of them would be a page."""
     sentence = did_you_mean(name, known)
     return sentence if sentence.startswith("Did") else "None is like it."

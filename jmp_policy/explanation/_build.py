@@ -7,38 +7,28 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._adapter import ModelInfo, ModuleInfo
 from .._dtypes import is_floating_dtype
 from ._explanation import Explanation, Row
-from ._module import ModuleInfo
 from ._observation import Observation
-from ._operations import Operation, compute_dtypes, half_sums, leaks, made_dtypes, what_was_multiplied
+from ._operations import compute_dtypes, half_sums, leaks, made_dtypes, operations, what_was_multiplied
 
 
-def explanation(
-    modules: Mapping[str, ModuleInfo],
-    params: Mapping[str, Sequence[Any]],
-    observation: Observation,
-    program: list[Operation],
-    unused: Sequence[str],
-    unknown: Sequence[str] = (),
-) -> Explanation:
-    """The explanation of a model.
+def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
+    """Makes the explanation of a model.
 
     Args:
-      modules: what holds at each path.
-      params: the parameters of each module itself, by path: anything with a shape and a dtype; quantized ones, of
-        which these are those of the weight, are trees of the arrays that are stored.
-      observation: what was seen while the model was traced.
-      program: the operations that were traced.
-      unused: what to say of rules that decided for no module.
-      unknown: what to say of modules of which it is not known where they stand.
+      model: what its adapter knows of it.
+      observation: what was seen while it was traced.
     """
+    assert observation.program is not None
+    program = list(operations(observation.program))
     computed, made, summed = compute_dtypes(program), made_dtypes(program), half_sums(program)
-    leaking = leaks(program, modules)
+    modules, leaking = model.modules, leaks(program, model.modules)
     rows = []
-    for path in _ordered(modules, observation):
+    for path in _order_paths(modules, observation):
         module = modules[path]
-        own = params.get(path, ())
+        own = model.params.get(path, ())
         rows.append(Row(
             path=path,
             type=module.type.__name__,
@@ -48,16 +38,16 @@ def explanation(
             input_dtypes=observation.inputs.get(path, ()),
             compute_dtypes=computed.get(path, ()),
             output_dtypes=observation.outputs.get(path, ()),
-            param_bytes=_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
-            float32_bytes=_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
+            param_bytes=_sum_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
+            float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
             quantization=what_was_multiplied(module, computed.get(path, ()), made.get(path, ())),
             half_sums=summed.get(path, ()),
         ))  # fmt: skip
-    return Explanation(tuple(rows), tuple(unused), tuple(unknown))
+    return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
 
 
-def _ordered(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:
+def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:
     """The paths in the order of their first calls, and what is inside a module right after it."""
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
 
@@ -69,5 +59,5 @@ def _ordered(modules: Mapping[str, ModuleInfo], observation: Observation) -> lis
     return sorted(modules, key=key)
 
 
-def _bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> int:
+def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> int:
     return sum(math.prod(leaf.shape) * itemsize(np.dtype(leaf.dtype)) for leaf in leaves)

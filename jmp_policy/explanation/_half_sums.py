@@ -1,12 +1,13 @@
-"""What adds or multiplies many numbers to one in half precision."""
+"""Sums and products of many numbers in half precision, whose errors grow with the count."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..interpreter import Step, float_dtype, walk
+from ..interpreter._program import Atom
 
 HALF = frozenset((np.dtype(np.float16), np.dtype(jnp.bfloat16)))
 
@@ -14,16 +15,16 @@ REMEDY = (
     "sum in float32: cast first, as jnp.sum does, or wrap the call, "
     "as in jmp.force_full_precision(nn.avg_pool)(x, (2, 2))"
 )
-"""What mends it. Pooling is a function of Flax's, which reads no dtype of a layer and no policy."""
+"""What mends it. Flax pools in a function, which reads neither the dtype of a layer nor a policy."""
 
 
 class HalfSum(NamedTuple):
     """A sum or product in half precision.
 
     Attributes:
-      name: that of the primitive.
+      name: the name of the primitive.
       numbers: how many become one.
-      dtype: theirs, and that of the result.
+      dtype: the dtype of the numbers and of the result.
     """
 
     name: str
@@ -34,21 +35,21 @@ class HalfSum(NamedTuple):
         return f"{self.name} of {self.numbers} numbers in {self.dtype}"
 
 
-def half_sum(step: Step) -> HalfSum | None:
-    """The sum or product that a step takes in half precision, if it takes one of more than one number.
+def find_half_sum(step: Step) -> HalfSum | None:
+    """Finds the sum or product of several numbers that a step takes in half precision, if it takes one.
 
     Maxima lose nothing. The gradient of max pooling adds only where windows overlap.
     """
     count = _COUNTS.get(step.name)
     dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype in HALF), None)
-    if count is None or dtype is None or not _rounds(step):
+    if count is None or dtype is None or not _is_rounding(step):
         return None
     numbers = count(step)
     return HalfSum(step.name, numbers, dtype) if numbers > 1 else None
 
 
-def _rounds(step: Step) -> bool:
-    """Whether the function that a reduction was given rounds, and does not only choose; others have none, and do."""
+def _is_rounding(step: Step) -> bool:
+    """Whether a reduction rounds; one with a function of its own may only choose among its numbers."""
     if step.name not in ("reduce", "reduce_window"):
         return True
     inside = walk(step.eqn.params["jaxpr"])
@@ -58,56 +59,56 @@ def _rounds(step: Step) -> bool:
 _CHOOSING = ("max", "min", "clamp", "select_n", "abs", "neg", "link", "constant")
 
 
-def _reduced(step: Step) -> int:
+def _count_reduced(step: Step) -> int:
     return _size(step.operands[0]) // max(_size(step.results[0]), 1)
 
 
-def _scattered(step: Step) -> int:
+def _count_scattered(step: Step) -> int:
     return _size(step.operands[-1])
 
 
-def _along_axis(step: Step) -> int:
+def _count_along_axis(step: Step) -> int:
     return step.operands[0].aval.shape[step.eqn.params["axis"]]
 
 
-def _in_a_window(step: Step) -> int:
+def _count_in_window(step: Step) -> int:
     """The numbers in a window, without those that dilation puts between them."""
     params, shape = step.eqn.params, step.operands[0].aval.shape
     names = ("window_dimensions", "base_dilation", "window_dilation")
     axes = zip(shape, *(params[name] for name in names), strict=True)
-    return math.prod(min(size, _ceil(window * math.gcd(gap, stride), gap)) for size, window, gap, stride in axes)
+    return math.prod(min(size, _divide_up(window * math.gcd(gap, stride), gap)) for size, window, gap, stride in axes)
 
 
-def _over_windows(step: Step) -> int:
+def _count_windows(step: Step) -> int:
     """In how many windows a number is."""
     params = step.eqn.params
     pairs = zip(params["window_dimensions"], params["window_strides"], strict=True)
-    return math.prod(_ceil(window, stride) for window, stride in pairs)
+    return math.prod(_divide_up(window, stride) for window, stride in pairs)
 
 
-def _ceil(number: int, divisor: int) -> int:
+def _divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _size(atom: Any) -> int:
-    return math.prod(atom.aval.shape)
+def _size(atom: Atom) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
 
 
 _COUNTS = {
-    "reduce_sum": _reduced,
-    "reduce_prod": _reduced,
-    "reduce": _reduced,
-    "reduce_window_sum": _in_a_window,
-    "reduce_window": _in_a_window,
-    "select_and_scatter_add": _over_windows,
-    "scatter-add": _scattered,
-    "scatter_add": _scattered,
-    "scatter_mul": _scattered,
-    "cumsum": _along_axis,
-    "cumprod": _along_axis,
-    "cumlogsumexp": _along_axis,
+    "reduce_sum": _count_reduced,
+    "reduce_prod": _count_reduced,
+    "reduce": _count_reduced,
+    "reduce_window_sum": _count_in_window,
+    "reduce_window": _count_in_window,
+    "select_and_scatter_add": _count_windows,
+    "scatter-add": _count_scattered,
+    "scatter_add": _count_scattered,
+    "scatter_mul": _count_scattered,
+    "cumsum": _count_along_axis,
+    "cumprod": _count_along_axis,
+    "cumlogsumexp": _count_along_axis,
 }
-"""By primitive: how many numbers become one."""
+"""By primitive: counts the numbers that become one."""
 
 HALF_SUMS = frozenset(_COUNTS)
 """The primitives that may take such a sum."""

@@ -1,5 +1,5 @@
-"""The operations of a traced program one after the other, and what they say of its modules: what each computes in,
-multiplies and sums in half precision, and which ones leak a wide dtype."""
+"""The operations of a traced program one after the other, and what they say of its modules: the dtypes in which each
+computes, multiplies and sums, and which ones leak a wide dtype."""
 
 import dataclasses
 from collections import defaultdict
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr
 
+from .._adapter import ModuleInfo
 from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
 from ..interpreter import walk
-from ._half_sums import HalfSum, half_sum
-from ._module import ModuleInfo
+from ._half_sums import HalfSum, find_half_sum
 from ._observation import path_of
 
 STRUCTURAL = frozenset({
@@ -21,8 +21,8 @@ STRUCTURAL = frozenset({
     "dynamic_update_slice", "expand_dims", "name", "optimization_barrier", "pad", "reduce_precision", "reshape",
     "rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "link", "carry",
 })  # fmt: skip
-"""Primitives that move or convert numbers and compute nothing; a `link` joins values in and around a body, a `carry`
-those around and in a loop."""
+"""Primitives that move or convert numbers and compute nothing. A `link` joins a value in a body to one around it, a
+`carry` a value around a loop to one in it."""
 
 
 class OperandInfo(NamedTuple):
@@ -42,7 +42,7 @@ class Operation:
     """One primitive operation.
 
     Attributes:
-      name: that of the primitive.
+      name: the name of the primitive.
       scope: the `jax.named_scope`s around it, outermost first, joined by `/`.
       operands: what it reads.
       results: what it makes.
@@ -62,10 +62,10 @@ class Operation:
 
 
 def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
-    """The operations of a program in order, those of the bodies of jit, scan, cond, remat and custom rules among them.
+    """The operations of a program in order, also in the bodies of jit, scan, cond, remat and custom rules.
 
-    A body stands for itself once, where it is called; its values are joined to those around it by `link`s. A value
-    that goes around a loop is not followed to the next turn.
+    A body stands for itself once, where it is called, and `link`s join its values to the ones around it. A value that
+    goes around a loop is not followed to the next turn.
 
     Args:
       jaxpr: the program; its values are told apart by identity, so keep it alive.
@@ -77,14 +77,15 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
     """
     for step in walk(jaxpr, scope):
         if step.name != "constant":
-            yield Operation(step.name, step.scope, _values(step.operands), _values(step.results), half_sum(step))
+            operands, results = _describe_operands(step.operands), _describe_operands(step.results)
+            yield Operation(step.name, step.scope, operands, results, find_half_sum(step))
 
 
-def _values(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
-    return tuple(OperandInfo(_key(variable), _floating_dtype(variable.aval)) for variable in variables)
+def _describe_operands(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
+    return tuple(OperandInfo(_identify(variable), _floating_dtype(variable.aval)) for variable in variables)
 
 
-def _key(variable: Any) -> int | None:
+def _identify(variable: Any) -> int | None:
     return None if hasattr(variable, "val") else id(variable)
 
 
@@ -94,7 +95,7 @@ def _floating_dtype(aval: Any) -> np.dtype | None:
 
 
 def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
-    """The dtypes that the operations in each module's own code read, by path; conversions are none of them."""
+    """The dtypes that the operations in each module's own code read, by path; conversions do not count."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
         path = path_of(operation.scope)
@@ -104,7 +105,7 @@ def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
 
 
 def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
-    """The dtypes of what the operations in each module's own code make, by path; conversions are among them."""
+    """The dtypes that the operations in each module's own code make, by path; conversions count."""
     found: dict[str, set[str]] = defaultdict(set)
     for operation in program:
         path = path_of(operation.scope)
@@ -126,13 +127,13 @@ def half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
 def what_was_multiplied(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
     """What became of the weight of a module, as `Row.quantization` says it.
 
-    Whether a layer whose weight is fit for 8 bits multiplied in them is to be seen in its operations only: it depends
-    on its inputs, and on the code of an author's subclass.
+    A layer whose weight fits 8 bits need not have multiplied in them: that depends on its inputs, and on the code of
+    an author's subclass. Only its operations show it.
 
     Args:
       module: what holds at it.
-      computed: the dtypes that its operations read, conversions excepted.
-      made: the dtypes that they made, conversions among them.
+      computed: the dtypes that its operations read; conversions do not count.
+      made: the dtypes that its operations made; conversions count.
     """
     format = None if module.policy is None else module.policy.quantization
     is_open = isinstance(format, Float8) and module.quantization == str(format) and made
@@ -170,15 +171,15 @@ def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> di
         path = path_of(operation.scope)
         if operation.computes and path is not None:
             for value in operation.operands:
-                for source in _leaking(marks.get(value.key, frozenset()), path, value, modules[path]):
+                for source in _find_leaks(marks.get(value.key, frozenset()), path, value, modules[path]):
                     found[source][path] = None
-        sources = _named_around(path, modules)
+        sources = _find_named_around(path, modules)
         for value in operation.results:
-            marks[value.key] = _passed_on(operation, value, marks) | sources
+            marks[value.key] = _pass_on(operation, value, marks) | sources
     return {source: tuple(paths) for source, paths in found.items()}
 
 
-def _leaking(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
+def _find_leaks(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
     """The modules whose wide result is arithmetic's operand in the code of a module that they are not around."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:
         return ()
@@ -187,12 +188,12 @@ def _leaking(marks: frozenset[str], path: str, value: OperandInfo, module: Modul
     return sorted(source for source in marks if not _is_inside(path, source))
 
 
-def _passed_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
+def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
     same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
     return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
 
 
-def _named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
+def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
     """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
     if not path:
         return frozenset()

@@ -1,4 +1,4 @@
-"""`jmp_policy.explain` for linen modules."""
+"""What `jmp_policy.explain` learns of a linen module while it is called."""
 
 import dataclasses
 import functools
@@ -10,21 +10,28 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList
 
+from .._adapter import Hook, ModelInfo, ModuleCall, ModuleInfo, describe_module
 from .._policy_map import Match, PolicyMap
-from ..explanation import Explanation
-from ..explanation._build import explanation
-from ..explanation._module import ModuleInfo, module_info
-from ..explanation._observation import observe, observe_call, shapes
-from ..explanation._operations import operations
+from .._trees import Args, Kwargs
+from ..explanation._observation import eval_shapes
 from ._active_policy import CURRENT, ActivePolicy
+from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
-from ._place import calling, explain_unknown, is_trial, path_of
+from ._place import calling, explain_unknown, path_of, path_text
 from ._quantized import quantization_of
 
 
-def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
-    """Explains a linen module; its variables are made abstractly, by its `init`.
+def examine(
+    model: nn.Module,
+    inputs: Args,
+    method: Any,
+    rngs: Any,
+    kwargs: Kwargs,
+    trace: Callable[..., None],
+    hook: Hook,
+) -> ModelInfo:
+    """Has a linen module traced, and tells what holds at each module that it calls.
 
     Args:
       model: an unbound module.
@@ -32,26 +39,31 @@ def explain(model: nn.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dic
       method: what to call, as in `Module.apply`.
       rngs: a key or keys by name, as in `Module.init`; without them one key stands for all.
       kwargs: keyword arguments of the method.
+      trace: called with a function that applies the module, and its arguments.
+      hook: runs in place of each method, and around the casts of boundaries.
     """
-    met = _Met()
-    method = met.meeting(method) if inspect.isfunction(method) else method
+    called = _CalledModules()
+    method = called.note_root_of(method) if inspect.isfunction(method) else method
 
-    def init(rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        return model.init(_named(rngs), *inputs, method=method, **kwargs)
+    def init(rngs: Any, inputs: Args, kwargs: Kwargs) -> Any:
+        return model.init(_name_keys(rngs), *inputs, method=method, **kwargs)
 
-    def apply(variables: Any, rngs: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        with nn.intercept_methods(met.intercept):
-            mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
-            return model.apply(variables, *inputs, rngs=_named(rngs), method=method, mutable=mutable, **kwargs)
+    def apply(variables: Any, rngs: Any, inputs: Args, kwargs: Kwargs) -> Any:
+        mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+        return model.apply(variables, *inputs, rngs=_name_keys(rngs), method=method, mutable=mutable, **kwargs)
 
-    variables = shapes(init, rngs, inputs, kwargs)
-    observation, program = observe(apply, variables, rngs, inputs, kwargs)
-    params = _params_by_module(variables.get("params", {}), met.modules)
-    unknown = explain_unknown(met.modules)
-    return explanation(met.modules, params, observation, list(operations(program.jaxpr)), met.unused(), unknown)
+    def note_and_hook(call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        called.note(call.module)
+        return hook(call, next_fun, args, kwargs)
+
+    variables = eval_shapes(init, rngs, inputs, kwargs)
+    # At a boundary the hook alone runs: what holds in the module is known inside of it.
+    trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
+    params = _params_by_module(variables.get("params", {}), called.modules)
+    return ModelInfo(called.modules, params, called.explain_unused(), explain_unknown(called.modules))
 
 
-class _Met:
+class _CalledModules:
     """The modules that were called.
 
     Attributes:
@@ -61,60 +73,52 @@ class _Met:
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
         # The types of the modules in each, by path relative to it.
-        self._frames: dict[ActivePolicy, dict[str, type]] = {}
+        self._types: dict[ActivePolicy, dict[str, type]] = {}
 
-    def intercept(self, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
-        """The interceptor that observes calls; the first in place, and so outside of those that apply policies."""
-        module: nn.Module = context.module
-        if context.method_name == "setup" or module.scope is None or is_trial(module, context.method_name):
-            return next_fun(*args, **kwargs)
-        self._meet(module)
-        with calling(module):
-            return observe_call("/".join(path_of(module)), next_fun, args, kwargs)
+    def note(self, module: nn.Module) -> None:
+        """Notes what holds at a module, whose method is about to run."""
+        path = path_text(module)
+        if path not in self.modules:
+            self.modules[path] = self._describe(module)
 
-    def meeting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the root, which Flax does not intercept as it does methods: the root is met all the same."""
+    def note_root_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the root, which Flax does not intercept as it does methods; it notes the root all the same."""
 
         @functools.wraps(function)
-        def meeting_root(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._meet(module)
+        def note_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.note(module)
             with calling(module):
                 return function(module, *args, **kwargs)
 
-        return meeting_root
+        return note_and_call
 
-    def unused(self) -> list[str]:
+    def explain_unused(self) -> list[str]:
         """What to say of the rules that decided for no module."""
-        maps = [(frame.policy, types) for frame, types in self._frames.items() if isinstance(frame.policy, PolicyMap)]
+        maps = [(active.policy, types) for active, types in self._types.items() if isinstance(active.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
-    def _meet(self, module: nn.Module) -> None:
-        path = "/".join(path_of(module))
-        if path not in self.modules:
-            self.modules[path] = self._info(module)
-
-    def _info(self, module: nn.Module) -> ModuleInfo:
-        frame: ActivePolicy | None = CURRENT.value
+    def _describe(self, module: nn.Module) -> ModuleInfo:
+        active: ActivePolicy | None = CURRENT.value
         kind = unpolicied_class(type(module))
-        if frame is None:
+        if active is None:
             return ModuleInfo(kind)
-        attached = frame.belongs_to(module)
-        relative = "/".join(path_of(module)[len(frame.path) :])
-        self._frames.setdefault(frame.attachment, {})[relative] = type(module)
-        match: Match = frame.match(module)
-        by_map = isinstance(frame.policy, PolicyMap)
-        info = module_info(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
+        attached = active.belongs_to(module)
+        relative = "/".join(path_of(module)[len(active.path) :])
+        self._types.setdefault(active.attachment, {})[relative] = type(module)
+        match: Match = active.match(module)
+        by_map = isinstance(active.policy, PolicyMap)
+        info = describe_module(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
         return dataclasses.replace(info, quantization=quantization_of(module, match.policy))
 
 
-def _named(rngs: Any) -> dict[str, Any]:
+def _name_keys(rngs: Any) -> dict[str, Any]:
     if isinstance(rngs, Mapping):
         return {"params": jax.random.key(0), **rngs}
     return {"params": jax.random.key(0) if rngs is None else rngs}
 
 
 def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The parameters of each module itself: those that no module inside it, of those met, has."""
+    """The parameters of each module itself: those that no module inside it, of those called, has."""
     owned: dict[str, list[Any]] = {}
     for keys, leaf in jax.tree.leaves_with_path(params):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]

@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 
 from .._float8_format import Float8
-from .._float8_state import OVERWRITE, has_state, is_prepared, map_state, prepare_state, read_leaf
+from .._float8_state import OVERWRITE, prepare_state, read_state
 from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ..quant._amax_history import State, new_state
-from ..quant._layer import WHY_TABLES_WIDE, has_state as keeps_state, why_layer_wide
+from ..quant._amax_history import State, needs_state, new_state
+from ..quant._layer import WHY_TABLES_WIDE, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
@@ -96,24 +95,20 @@ def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
 
 def store_state(given: Policy | PolicyMap, out: Any) -> Any:
     """What a model returned with its variables, whose state is numbers again."""
-    if not has_float8_state(given) or not has_state(out):
-        return out
-    # What is stored has no derivative, and that of the conversion fails in JAX 0.10.
-    plain = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
-    return map_state(plain, out, otherwise=lambda leaf: leaf)
+    return read_state(out) if has_float8_state(given) else out
 
 
 @remember_weakly
 def has_float8_state(given: Policy | PolicyMap) -> bool:
     if isinstance(given, Policy):
-        return keeps_state(given.quantization)
+        return needs_state(given.quantization)
     policies = [rule.policy for rule in given.rules]
     return any(map(has_float8_state, policies)) or (given.default is not None and has_float8_state(given.default))
 
 
 def _has_no_state(module: nn.Module, format: Float8) -> bool:
     """Whether a module runs through `.apply` inside another one, and was not given the state to scale by."""
-    if not keeps_state(format) or module.is_mutable_collection(OVERWRITE):
+    if not needs_state(format) or module.is_mutable_collection(OVERWRITE):
         return False
     is_empty = module.scope.is_collection_empty(OVERWRITE)  # type: ignore[union-attr]
     return is_empty and is_applied_inside(module, CURRENT.value.path)

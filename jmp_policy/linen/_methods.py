@@ -13,10 +13,10 @@ from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._messages import warn_once
 from .._policy import Policy
 from .._trees import Args, Kwargs, cast_floating
-from ..explanation._observation import observe_call
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
+from ._calls import BOUNDARY_HOOK, hook_boundary
 from ._interceptor import make_interceptor
-from ._place import path_of, path_text
+from ._place import path_of
 from ._quantized import note_quantized_weights
 
 _OURS = "_jmp_ours"
@@ -99,10 +99,13 @@ def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         if not read_class_policy(self).place.boundary:
             return _call_without_casts(method, self, args, kwargs)
 
+        if BOUNDARY_HOOK.get() is None:
+            return _call_with_casts(method, self, args, kwargs)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             return _call_with_casts(method, self, args, kwargs)
 
-        return observe_call(path_text(self), call, args, kwargs)  # out here, where nothing is cast yet
+        return hook_boundary(self, method.__name__, call, args, kwargs)
 
     setattr(call_method, _OURS, call_method)
     return call_method

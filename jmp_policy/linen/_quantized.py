@@ -17,8 +17,8 @@ from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread
 from ..quant._layer import Promote, WeightedLayer
-from ..quant._layout import Layout, format_of, kernel_layout, table_layout, why_left
-from ..quant._weight import WEIGHT_NAMES, Unquantized, as_format, fake_quantized, weight_of
+from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
+from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
@@ -98,13 +98,13 @@ def _read_param(
     as_stored = _MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
         init = functools.partial(_make_like, module, stored, name, init_fn, args)
-        value = as_format(param(name, init, **options), format, _quote_path(module, name))
+        value = match_format(param(name, init, **options), format, _quote_path(module, name))
         return value if as_stored else value.dequantize()
     value = param(name, init_fn, *args, **options)
     if name not in WEIGHT_NAMES or jnp.ndim(value) < 2 or as_stored:
         return value
-    weight = weight_of(value, format, _find_layout(module, name, value.shape), _quote_path(module, name))
-    return fake_quantized(weight) if isinstance(weight, Unquantized) else value
+    weight = prepare_weight(value, format, _find_layout(module, name, value.shape), _quote_path(module, name))
+    return fake_quantize(weight) if isinstance(weight, Unquantized) else value
 
 
 def quantization_of(module: nn.Module, policy: Policy) -> str:
@@ -117,7 +117,7 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     layout = _find_layout(module, name, shape)
     if isinstance(format, Float8):
         return explain_float8_layer(module, format, shape, layout)
-    format, left = format_of(format, layout), why_left(shape, layout, format)
+    format, left = choose_format(format, layout), why_too_small(shape, layout, format)
     if left is not None:
         return f"left: {left}"
     as_numbers = _explain_no_integers(module) if isinstance(format, Int8) and format.activations else None
@@ -252,7 +252,7 @@ def _call_einsum(
     if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)
     layout = kernel_layout(tuple(module.shape), find_bias_shape(module, equation, inputs))
-    if why_left(tuple(module.shape), layout, format):
+    if why_too_small(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
     with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
@@ -266,7 +266,7 @@ def _call_embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inp
     if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
         return own(inputs)
     if module.num_embeddings == 1:
-        return jnp.broadcast_to(fake_quantized(table, module.dtype), (*inputs.shape, module.features))
+        return jnp.broadcast_to(fake_quantize(table, module.dtype), (*inputs.shape, module.features))
     return take(table, inputs, module.dtype)
 
 
@@ -285,7 +285,7 @@ def _find_table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquanti
     stored = _find_stored(module, "embedding")
     if stored is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return None
-    table = weight_of(stored, format, table_layout(stored.shape), _quote_path(module, "embedding"))
+    table = prepare_weight(stored, format, table_layout(stored.shape), _quote_path(module, "embedding"))
     return table if isinstance(table, QuantizedArray | Unquantized) else None
 
 

@@ -38,7 +38,8 @@ class TrainState(train_state.TrainState):
         """
         if OVERWRITE in grads:
             trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
-            params = {**self.params, "params": trained} | self._next_state(grads, opt_state)
+            state = overwrite_state(self.params[OVERWRITE], grads[OVERWRITE], self.opt_state, opt_state)
+            params = {**self.params, "params": trained, OVERWRITE: state}
         else:
             params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
         if not has_scaled_state(opt_state):
@@ -49,7 +50,3 @@ class TrainState(train_state.TrainState):
         # jitted train step compile again at its second call.
         step = select_tree(finite, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **kept)
-
-    def _next_state(self, grads: Any, opt_state: Any) -> dict[str, Any]:
-        before = {OVERWRITE: self.params[OVERWRITE]}
-        return overwrite_state(before, {OVERWRITE: grads[OVERWRITE]}, self.opt_state, opt_state)

@@ -17,7 +17,6 @@ from .._policy_map import Match, PolicyMap
 from .._trees import cast_floating
 from ..explanation._written import explain_written, wider_dtype
 from ..quant._weight import WEIGHT_NAMES
-from ._call import list_public_methods, run_method
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -29,11 +28,14 @@ from ._layers import (
     make_attributes,
     make_linen_attributes,
 )
+from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, ModuleSpec, Product, find_spec
-from ._nodes import NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
+from ._nodes import Attributes, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 from ._quantized import check_weight, choose_product, make_float8_attributes
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
+
+_MAY_HOLD_MODULES = (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN)
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -166,7 +168,7 @@ class Attachment:
     def _make_spec(
         self,
         base: type,
-        attributes: dict[str, Any],
+        attributes: Attributes,
         path: tuple[str, ...],
         is_root: bool,
         open_dtype: bool,
@@ -204,8 +206,8 @@ class Attachment:
         kind: type,
         path: tuple[str, ...],
         inside: _Around | None,
-        attributes: dict[str, Any],
-        new_attributes: dict[str, Any],
+        attributes: Attributes,
+        new_attributes: Attributes,
     ) -> Any:
         new = module if self._owned(module) else make_blank(type(module), {})
         self._done[id(module)] = module, new
@@ -262,11 +264,11 @@ def _make_policied_class(_: type, spec: ModuleSpec) -> type:
     }
     if spec.effect is not CallEffect.NOTHING and not issubclass(base, nnx.List | nnx.Dict):
         namespace |= wrap_methods(base)
-    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    options: Attributes = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
     return make_subclass(base, namespace, (make_policied_class, (spec,)), **options)
 
 
-def rebuild_module(spec: ModuleSpec, attributes: dict[str, Any]) -> Any:
+def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> Any:
     return make_blank(make_policied_class(spec), attributes)
 
 
@@ -303,7 +305,7 @@ def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
       ValueError: a Param is stored in another dtype than the param dtype.
     """
     for name, value in list(vars(module).items()):
-        if _has_new_module(value, spec):
+        if find_kind(type(value)) in _MAY_HOLD_MODULES and _has_new_module(value, spec):
             attachment = Attachment(spec.given, reject_param, lineage=spec.lineage)
             path = (*spec.path.split("/"), name) if spec.path else (name,)
             vars(module)[name] = attachment.include(value, path, spec.policy)

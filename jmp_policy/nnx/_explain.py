@@ -1,4 +1,4 @@
-"""`jmp_policy.explain` for nnx modules."""
+"""What `jmp_policy.explain` learns of an nnx module, and from the tree of modules in it."""
 
 import dataclasses
 import functools
@@ -8,23 +8,28 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .._adapter import Hook, ModelInfo, ModuleInfo, describe_module
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from ..explanation import Explanation
-from ..explanation._build import explanation
-from ..explanation._module import ModuleInfo, module_info
-from ..explanation._observation import observe
-from ..explanation._operations import operations
+from .._trees import Args, Kwargs
 from ..quant import QuantizedArray
+from ._calls import hook_calls
 from ._layers import has_written_dtype
 from ._module_spec import ModuleSpec, find_spec
 from ._nodes import NodeKind, find_kind, list_items
-from ._observed import observed
 from ._quantized import QuantizedParam, describe_quantization
 
 
-def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: dict[str, Any]) -> Explanation:
-    """Explains an nnx module, or an abstract one as `nnx.eval_shape` makes it; what is called is a copy.
+def examine(
+    model: nnx.Module,
+    inputs: Args,
+    method: Any,
+    rngs: Any,
+    kwargs: Kwargs,
+    trace: Callable[..., None],
+    hook: Hook,
+) -> ModelInfo:
+    """Has an nnx module traced, or an abstract one as `nnx.eval_shape` makes it; what is called is a copy.
 
     Args:
       model: the module.
@@ -32,18 +37,20 @@ def explain(model: nnx.Module, inputs: tuple, method: Any, rngs: Any, kwargs: di
       method: the name of what to call, a method, or a function of the module; `None` for the module itself.
       rngs: the argument `rngs` of the method, if it takes one.
       kwargs: other keyword arguments of the method.
+      trace: called with a function that calls the copy, and its arguments.
+      hook: runs in place of each method, around the casts of boundaries.
     """
     tree = _Tree(model)
     graphdef, state = nnx.split(model)
     if rngs is not None:
         kwargs = {"rngs": rngs, **kwargs}
 
-    def call(state: Any, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        copy = observed(nnx.merge(graphdef, state))
-        return callable_of(copy, method)(*inputs, **kwargs)
+    def call(state: Any, inputs: Args, kwargs: Kwargs) -> Any:
+        run = lambda copy: find_method(copy, method)(*inputs, **kwargs)
+        return hook_calls(run, hook)(nnx.merge(graphdef, state))
 
-    observation, program = observe(call, state, inputs, kwargs)
-    return explanation(tree.modules, tree.params, observation, list(operations(program.jaxpr)), tree.unused())
+    trace(call, state, inputs, kwargs)
+    return ModelInfo(tree.modules, tree.params, tree.explain_unused())
 
 
 class _Given:
@@ -54,7 +61,7 @@ class _Given:
         self.depth = depth
         self.types: dict[str, type] = {}
 
-    def relative(self, path: tuple[str, ...]) -> str:
+    def strip_path(self, path: tuple[str, ...]) -> str:
         """A path as the map sees it."""
         return "/".join(path[self.depth :])
 
@@ -72,51 +79,51 @@ class _Tree:
         self.params: dict[str, list[Any]] = {}
         self._given: list[_Given] = []
         self._seen: set[int] = set()
-        self._module(model, (), None)
+        self._visit_module(model, (), None)
 
-    def unused(self) -> list[str]:
+    def explain_unused(self) -> list[str]:
         """What to say of the rules that decided for no module."""
         maps = [(given.policy, given.types) for given in self._given if isinstance(given.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
-    def _module(self, module: nnx.Module, path: tuple[str, ...], given: _Given | None) -> None:
+    def _visit_module(self, module: nnx.Module, path: tuple[str, ...], given: _Given | None) -> None:
         spec = find_spec(module)
         if spec is None:
             given = None
         elif spec.attached or given is None:
             given = _Given(spec.given, len(path))
             self._given.append(given)
-        self.modules["/".join(path)] = self._info(module, spec, path, given)
+        self.modules["/".join(path)] = self._describe(module, spec, path, given)
         for name, value in list_items(module):
-            self._value(value, (*path, name), "/".join(path), given)
+            self._visit(value, (*path, name), "/".join(path), given)
 
-    def _value(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
+    def _visit(self, value: Any, path: tuple[str, ...], owner: str, given: _Given | None) -> None:
         kind = NodeKind.PARAM if issubclass(type(value), QuantizedParam) else find_kind(type(value))
         if kind is NodeKind.OTHER or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if kind is NodeKind.MODULE:
-            self._module(value, path, given)
+            self._visit_module(value, path, given)
         elif kind is NodeKind.PARAM:
             self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=_is_quantized))
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
-                given.types.setdefault(given.relative(path), type(value))
+                given.types.setdefault(given.strip_path(path), type(value))
             for name, item in list_items(value):
-                self._value(item, (*path, name), owner, given)
+                self._visit(item, (*path, name), owner, given)
 
-    def _info(
+    def _describe(
         self, module: nnx.Module, spec: ModuleSpec | None, path: tuple[str, ...], given: _Given | None
     ) -> ModuleInfo:
         if spec is None or given is None:
             return ModuleInfo(type(module))
-        relative = given.relative(path)
+        relative = given.strip_path(path)
         given.types[relative] = spec.base
         if isinstance(given.policy, PolicyMap):
             match = given.policy.match(relative, given.types)
         else:
             match = Match(given.policy, None, boundary=False)
-        info = module_info(
+        info = describe_module(
             spec.base,
             match,
             attached=spec.attached,
@@ -135,7 +142,7 @@ def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
     return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 
 
-def callable_of(module: nnx.Module, method: Any) -> Callable[..., Any]:
+def find_method(module: nnx.Module, method: Any) -> Callable[..., Any]:
     """What to call: a method is found again by its name, for the class of the module may be another one."""
     if method is None:
         return module  # type: ignore[return-value]

@@ -11,10 +11,11 @@ from .._float8_format import Float8
 from .._float8_state import OVERWRITE, name_state, prepare_leaf
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from ..quant._amax_history import State, new_state
-from ..quant._layer import Float8Multiply, has_state, why_layer_wide
-from ..quant._layout import Layout, stack_of
-from ._layer_table import Attributes, layer_of, open_field
+from ..quant._amax_history import State, needs_state, new_state
+from ..quant._layer import Float8Multiply, why_layer_wide
+from ..quant._layout import Layout, stack_shape
+from ._layer_table import layer_of, open_field
+from ._nodes import Attributes
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)
@@ -49,9 +50,9 @@ def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout:
 
 def make_state(attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> Attributes:
     """The attribute that holds the state of a layer, if it has one: what it was, or a new one."""
-    if not has_state(format):
+    if not needs_state(format):
         return {}
-    known, new = attributes.get(OVERWRITE), new_state(format, stack_of(shape, layout))
+    known, new = attributes.get(OVERWRITE), new_state(format, stack_shape(shape, layout))
     if known is not None and all(known[name].get_raw_value().shape == value.shape for name, value in new.items()):
         return {OVERWRITE: known}
     return {OVERWRITE: {name: Float8State(value) for name, value in new.items()}}

@@ -8,9 +8,9 @@ from .._memory import remember_weakly
 from ..quant._bilinear import Einsum, label_einsum
 from ..quant._layer import Round, WeightedLayer, find_row
 from ..quant._layout import Layout, kernel_layout, table_layout
+from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
 
-Attributes = dict[str, Any]
 Shape = tuple[int, ...]
 
 
@@ -74,7 +74,7 @@ def _einsum(attributes: Attributes, shape: Shape) -> Layout:
         return kernel_layout(own)
     left = equation.partition(",")[0].replace("...", "")
     labels = label_einsum(len(left), len(own), Einsum(equation))
-    summed = labels.summed(labels.right)
+    summed = labels.summed_axes(labels.right)
     return Layout(own[summed[0] : summed[-1] + 1], len(own) - 1 - summed[-1]) if summed else kernel_layout(own)
 
 

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .._adapter import find_adapter
 from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
 from ._module_spec import DtypeSource, ModuleSpec
-from ._nodes import NodeKind, find_kind
+from ._nodes import Attributes, NodeKind, find_kind
 from ._quantized import make_quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -22,7 +21,7 @@ WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 _WRAPPED = "to_nnx__module"
 
 
-def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> bool:
+def is_dtype_open(base: type, attributes: Attributes, handed_on: Any) -> bool:
     """Whether a layer has a `dtype` that its author left open: at the default of its constructor.
 
     Args:
@@ -42,12 +41,12 @@ def is_dtype_open(base: type, attributes: dict[str, Any], handed_on: Any) -> boo
     return any(_is_same_dtype(dtype, default) for default in defaults)
 
 
-def has_written_dtype(base: type, attributes: dict[str, Any], is_open: bool) -> bool:
+def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
     """Whether a layer has a `dtype` that its author wrote."""
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
 
-def is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
+def is_plain_layer(base: type, attributes: Attributes) -> bool:
     """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
     kinds = {find_kind(type(value)) for value in attributes.values()}
     own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
@@ -56,7 +55,7 @@ def is_plain_layer(base: type, attributes: dict[str, Any]) -> bool:
     )
 
 
-def find_dtype_source(base: type, attributes: dict[str, Any], is_open: bool, hands_on: bool) -> DtypeSource:
+def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_on: bool) -> DtypeSource:
     """Where the code of a module finds the dtype that it computes in.
 
     Args:
@@ -72,7 +71,7 @@ def find_dtype_source(base: type, attributes: dict[str, Any], is_open: bool, han
     return DtypeSource.AUTHOR if "dtype" in attributes or is_bridge(base) else DtypeSource.PARAMS
 
 
-def make_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_open: bool) -> dict[str, Any]:
+def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
     """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
     if issubclass(base, WRAPPERS):
         return _make_wrapper_attributes(attributes, policy.param_dtype)
@@ -84,7 +83,7 @@ def make_attributes(base: type, attributes: dict[str, Any], policy: Policy, is_o
     return new | make_quantized_attributes(base, attributes, policy.quantization)
 
 
-def _make_wrapper_attributes(attributes: dict[str, Any], param_dtype: np.dtype | None) -> dict[str, Any]:
+def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
     """The `dtype` of a wrapper: open, it is the one its weight and its own float32 state promote to."""
     if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
         return {}
@@ -115,7 +114,7 @@ def is_bridge(base: type) -> bool:
     return issubclass(base, nnx.bridge.ToNNX)
 
 
-def has_open_linen_module(base: type, attributes: dict[str, Any], spec: ModuleSpec | None) -> bool:
+def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec | None) -> bool:
     """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
     if not is_bridge(base):
         return False
@@ -124,9 +123,7 @@ def has_open_linen_module(base: type, attributes: dict[str, Any], spec: ModuleSp
     )
 
 
-def make_linen_attributes(
-    attributes: dict[str, Any], spec: ModuleSpec, inferred: np.dtype | None = None
-) -> dict[str, Any]:
+def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
     """The attribute that holds the linen module, with what the model was given; the linen module casts, if any does.
 
     Args:
@@ -135,5 +132,6 @@ def make_linen_attributes(
       inferred: what stands for a compute dtype that the policy leaves open.
     """
     module = attributes[_WRAPPED]
-    attach_inside = find_adapter(module).attach_inside
+    from ..linen._adapter import attach_inside  # not before: most models wrap no linen module
+
     return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ._attachment import adopt, make_policied_class, rebuild_module
-from ._call import run_method
 from ._decorate import decorate_class
+from ._methods import run_method
 from ._module_spec import CallEffect, DtypeSource, ModuleSpec, Product, find_spec
 from ._quantized_embed import make_quantized_embed
 

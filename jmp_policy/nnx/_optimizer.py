@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
-from .._float8_state import OVERWRITE
+from .._float8_state import split_state
 from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import overwrite_state, zero_state
+from ..optim._overwriting import fill_zeros, overwrite_state
 from ..optim._step import ParameterUpdate
 from ._float8 import Float8State
 
@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: Any, grads: Any, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            return super().update(model, zero_state(grads), **extra)
+            return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         opt_state = nnx.as_pure(self.opt_state)
@@ -73,9 +73,9 @@ class Optimizer(nnx.Optimizer):
 
     def _overwrite_state(self, model: Any, state: tuple[Any, Any], before: Any) -> None:
         """Gives a model the next float8 state, whatever the optimizer made of it, if it was among its parameters."""
-        old, new = ({OVERWRITE: tree} for tree in state)  # that of a linen module stands under no such name
+        old, new = state
         if jax.tree.leaves(new):
-            nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state))[OVERWRITE])
+            nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state)))
 
 
 def _steps_taken(opt_state: Any) -> Any:

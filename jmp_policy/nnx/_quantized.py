@@ -12,11 +12,12 @@ from .._formats import Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray
 from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
-from ..quant._layout import format_of, why_left
-from ..quant._weight import as_format, weight_of
+from ..quant._layout import choose_format, why_too_small
+from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
-from ._layer_table import Attributes, layer_of, weight_in, weight_name
+from ._layer_table import layer_of, weight_in, weight_name
 from ._module_spec import Product
+from ._nodes import Attributes
 
 
 class QuantizedParam(nnx.Variable):
@@ -43,7 +44,7 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
     layer, weight, format = layer_of(base), weight_in(base, attributes), integers_of(quantization)
     if format is None or layer is None or weight is None or _has_written_function(layer, attributes):
         return {}
-    if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
+    if not isinstance(weight.value, QuantizedArray) and why_too_small(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
     return {"promote_dtype": promote} | ({layer.field: layer.multiply()} if layer.field else {})
@@ -69,8 +70,8 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     if format is None or weight is None:
         return ""
     if isinstance(attributes.get("promote_dtype"), Promote):
-        return str(format_of(format, weight.layout))
-    left = why_left(weight.value.shape, weight.layout, format)
+        return str(choose_format(format, weight.layout))
+    left = why_too_small(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 
 
@@ -108,11 +109,11 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
                 f"stores no integers. Give it one that does, such as '{weight.value.format}_from_{policy.name}', or "
                 "give this policy to the original."
             )
-        as_format(weight.value, format, where)
+        match_format(weight.value, format, where)
     elif make_quantized_attributes(base, attributes, policy.quantization):
         format = integers_of(policy.quantization)
         assert format is not None
-        weight_of(weight.value, format, weight.layout, where)
+        prepare_weight(weight.value, format, weight.layout, where)
 
 
 def _has_written_function(layer: WeightedLayer, attributes: Attributes) -> bool:

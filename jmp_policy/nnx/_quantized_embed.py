@@ -12,7 +12,7 @@ from .._memory import remember_on_class
 from ..quant import dot_general, take
 from ..quant._layer import Promote
 from ..quant._layout import table_layout
-from ..quant._weight import fake_quantized, weight_of
+from ..quant._weight import fake_quantize, prepare_weight
 
 
 class PromoteTable(Promote):
@@ -24,12 +24,12 @@ class PromoteTable(Promote):
 
     def __call__(self, arrays: Any, *, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         *others, table = arrays
-        numbers = fake_quantized(weight_of(table, self.format, table_layout(table.shape)), dtype)
+        numbers = fake_quantize(prepare_weight(table, self.format, table_layout(table.shape)), dtype)
         return self.promote((*others, numbers), dtype=dtype, **options)
 
     def rows(self, table: Any, indices: jax.Array, dtype: Any) -> jax.Array:
         """Rows of the table, and no others, as floating numbers."""
-        return take(weight_of(table, self.format, table_layout(table.shape)), indices, dtype)
+        return take(prepare_weight(table, self.format, table_layout(table.shape)), indices, dtype)
 
     def operands(self, query: jax.Array, table: Any, dtype: Any) -> tuple[Any, ...]:
         """The operands of the product with the whole table: the query in the dtype to compute in, and the weight."""

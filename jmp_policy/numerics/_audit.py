@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from .._adapter import find_adapter, find_loaded_adapters
+from .._adapter import find_adapter
 from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register
@@ -16,7 +16,7 @@ from ..interpreter import trace
 from ..interpreter._module_paths import ModulePaths
 from ._inspect import Overflow, inspect
 from ._report import AuditReport
-from ._source import running_line
+from ._source import find_running_line
 
 
 def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
@@ -56,9 +56,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     @functools.wraps(fun)
     def audited(*args: Any, **kwargs: Any) -> AuditReport:
         register, overflows = Register(), []
-        traceable = _traceable(fun, overflows)
-        for adapter in find_loaded_adapters():
-            traceable = adapter.named(traceable, register.enter)
+        traceable = register.watch(_traceable(fun, overflows))
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
         return inspect(program, overflows, ModulePaths(register.modules()))
@@ -70,7 +68,7 @@ def _traceable(fun: Callable[..., Any], overflows: list[Overflow]) -> Callable[.
     """The function as it is traced: it returns arrays alone, and constants that overflow are noted."""
 
     def notice(kind: str, flag: int) -> None:
-        overflows.append(Overflow(running_line(), str(source_info_util.current_name_stack())))
+        overflows.append(Overflow(find_running_line(), str(source_info_util.current_name_stack())))
 
     def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
         with np.errstate(over="call", call=notice):
@@ -88,5 +86,5 @@ def _check(fun: Any) -> None:
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
-    example = "audit(train_step)(state, batch)" if adapter is None else adapter.AUDIT_EXAMPLE
+    example = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
     raise TypeError(f"audit takes a function, got {describe(fun)}. For example: {example}.")

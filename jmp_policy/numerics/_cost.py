@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..interpreter import is_float, walk
+from ..interpreter._program import Atom
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -17,19 +18,19 @@ MOVING = frozenset({
     "pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
     "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "link", "carry",
 })  # fmt: skip
-"""Primitives that move or choose numbers, and compute and convert none."""
+"""Primitives that only move or choose numbers."""
 
 _OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
-"""Operations whose work is in what they read; that of windows is not, which overlap."""
+"""Operations whose work depends on what they read. Windows overlap, so that their work depends on what they make."""
 
 
-def flops(eqn: JaxprEqn) -> int:
-    """The floating-point operations of an equation: a multiplication and an addition are two, any other function one.
+def count_flops(eqn: JaxprEqn) -> int:
+    """Counts the floating-point operations of an equation: a multiplication and an addition are two, any other is one.
 
-    As XLA counts: products that a convolution would take with its padding do not count.
+    XLA counts like this, too. A product with the padding of a convolution does not count.
 
     >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns[0]
-    >>> flops(eqn)
+    >>> count_flops(eqn)
     60
     """
     name = eqn.primitive.name
@@ -40,102 +41,101 @@ def flops(eqn: JaxprEqn) -> int:
     if not any(is_float(atom) for atom in (*eqn.invars, *eqn.outvars)):
         return 0
     if "window_dimensions" in eqn.params:
-        return _windows(eqn)
+        return _count_windows(eqn)
     atoms = eqn.invars if name.startswith(_OVER_OPERANDS) else eqn.outvars
-    return max((_size(atom) for atom in atoms), default=0) * _combining(eqn)
+    return max((_size(atom) for atom in atoms), default=0) * _count_combining(eqn)
 
 
-def bytes_of(eqn: JaxprEqn) -> int:
-    """The bytes of what an equation reads and writes."""
-    return sum(map(_bytes, (*eqn.invars, *eqn.outvars)))
+def count_bytes(eqn: JaxprEqn) -> int:
+    """Counts the bytes that an equation reads and writes."""
+    return sum(map(_count_atom_bytes, (*eqn.invars, *eqn.outvars)))
 
 
-def contracted(eqn: JaxprEqn) -> int:
-    """Over how many products each number that a matmul makes is a sum: 1 for an outer product."""
+def count_products(eqn: JaxprEqn) -> int:
+    """Counts the products that a matmul sums for each number of its result: 1 for an outer product."""
     if eqn.primitive.name == "conv_general_dilated":
-        return math.prod(_kernel(eqn))
-    return math.prod(_shape(eqn.invars[0])[axis] for axis in _dimensions(eqn)[0][0])
+        return math.prod(_read_kernel(eqn))
+    return math.prod(_shape(eqn.invars[0])[axis] for axis in _read_dimensions(eqn)[0][0])
 
 
-def _dot(eqn: JaxprEqn) -> int:
-    return 2 * _size(eqn.outvars[0]) * contracted(eqn)
+def _count_dot(eqn: JaxprEqn) -> int:
+    return 2 * _size(eqn.outvars[0]) * count_products(eqn)
 
 
-def _ragged(eqn: JaxprEqn) -> int:
+def _count_ragged_dot(eqn: JaxprEqn) -> int:
     """Each row of the left side meets the matrix of its own group alone."""
     left, right = (_shape(atom) for atom in eqn.invars[:2])
-    (_, right_contracting), (_, right_batch) = _dimensions(eqn)
+    (_, right_contracting), (_, right_batch) = _read_dimensions(eqn)
     groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
     shared = {*right_contracting, *right_batch, *groups}
     return 2 * math.prod(left) * math.prod(size for axis, size in enumerate(right) if axis not in shared)
 
 
-def _convolution(eqn: JaxprEqn) -> int:
+def _count_convolution(eqn: JaxprEqn) -> int:
     numbers, out = eqn.params["dimension_numbers"], _shape(eqn.outvars[0])
-    channels, *spatial = _kernel(eqn)
-    positions = math.prod(_valid_positions(eqn, axis) for axis in range(len(spatial)))
+    channels, *spatial = _read_kernel(eqn)
+    positions = math.prod(_count_valid_positions(eqn, axis) for axis in range(len(spatial)))
     batch, features = (out[axis] for axis in numbers.out_spec[:2])
     return 2 * batch * features * channels * positions
 
 
-def _kernel(eqn: JaxprEqn) -> tuple[int, ...]:
+def _read_kernel(eqn: JaxprEqn) -> tuple[int, ...]:
     """The input channels of each group of a convolution, and the sizes of its kernel."""
     shape = _shape(eqn.invars[1])
     return tuple(shape[axis] for axis in eqn.params["dimension_numbers"].rhs_spec[1:])
 
 
-def _valid_positions(eqn: JaxprEqn, axis: int) -> int:
+def _count_valid_positions(eqn: JaxprEqn, axis: int) -> int:
     """How many pairs of an output and a kernel position along an axis meet a number that is not padding."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     size = _shape(eqn.invars[0])[numbers.lhs_spec[2 + axis]]
     dilation = params["lhs_dilation"][axis]
     outputs = np.arange(_shape(eqn.outvars[0])[numbers.out_spec[2 + axis]]) * params["window_strides"][axis]
-    kernel = np.arange(_kernel(eqn)[1 + axis]) * params["rhs_dilation"][axis]
+    kernel = np.arange(_read_kernel(eqn)[1 + axis]) * params["rhs_dilation"][axis]
     met = outputs[:, None] + kernel - params["padding"][axis][0]
     return int(np.count_nonzero((met >= 0) & (met <= (size - 1) * dilation) & (met % dilation == 0)))
 
 
-def _windows(eqn: JaxprEqn) -> int:
-    """Each window has a result, and takes one step less than it has numbers, padding among them; one that scatters
-    takes another, to add what it scatters."""
+def _count_windows(eqn: JaxprEqn) -> int:
+    """A window of n numbers, padding included, takes n - 1 steps; one that scatters adds its result in another."""
     name, window = eqn.primitive.name, math.prod(eqn.params["window_dimensions"])
     if name.startswith("select_and_scatter"):
         return _size(eqn.invars[1 if name == "select_and_scatter" else 0]) * window
-    return _size(eqn.outvars[0]) * (window - 1) * _combining(eqn)
+    return _size(eqn.outvars[0]) * (window - 1) * _count_combining(eqn)
 
 
-def _combining(eqn: JaxprEqn) -> int:
-    """How many operations make one number of two, where an equation holds a program that does."""
-    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses a number and the one beside it
+def _count_combining(eqn: JaxprEqn) -> int:
+    """Counts the operations that make one number of two; a reduction may hold a program that does."""
+    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses among pairs of numbers
         return 3
     if eqn.primitive.name not in ("reduce", "reduce_window"):
         return 1
     steps = walk(eqn.params["jaxpr"])
-    return sum(flops(step.eqn) for step in steps if step.name == step.eqn.primitive.name)
+    return sum(count_flops(step.eqn) for step in steps if step.name == step.eqn.primitive.name)
 
 
 _FLOPS = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged,
-    "ragged_dot_general": _ragged,
+    "dot_general": _count_dot,
+    "conv_general_dilated": _count_convolution,
+    "ragged_dot": _count_ragged_dot,
+    "ragged_dot_general": _count_ragged_dot,
 }
 
 
-def _dimensions(eqn: JaxprEqn) -> Any:
+def _read_dimensions(eqn: JaxprEqn) -> Any:
     if "dimension_numbers" in eqn.params:
         return eqn.params["dimension_numbers"]
     return eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(_shape(atom))
 
 
-def _bytes(atom: Any) -> int:
+def _count_atom_bytes(atom: Atom) -> int:
     return _size(atom) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
 
 
-def _shape(atom: Any) -> Sequence[int]:
+def _shape(atom: Atom) -> Sequence[int]:
     return getattr(atom.aval, "shape", ())

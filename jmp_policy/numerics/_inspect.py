@@ -1,18 +1,18 @@
-"""Making a report of a program."""
+"""Making a report of a program: its operations are counted, and its steps are checked one after the other."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 
 from ..interpreter import Step, float_dtype, multiplies_only, walk
 from ..interpreter._module_paths import ModulePaths
-from ._checks import Suspicion, check, half_gradient
-from ._cost import MATMULS, bytes_of, flops
-from ._facts import HALF, Fact, fact_of, fact_of_argument, fact_of_constant, results
+from ._checks import Suspicion, check, suspect_half_gradient
+from ._cost import MATMULS, count_bytes, count_flops
+from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
-from ._source import line, origin
+from ._source import find_line, find_origin
 
 
 class Overflow(NamedTuple):
@@ -33,15 +33,15 @@ def inspect(program: ClosedJaxpr, overflows: Iterable[Overflow], paths: ModulePa
     Args:
       program: the program; it is not run.
       overflows: what happened while it was traced.
-      paths: those of its equations.
+      paths: where its equations stand.
     """
     inspector = _Inspector(paths)
     body = program.jaxpr
-    inspector.facts.update((var, fact_of_argument(var)) for var in body.invars)
-    inspector.facts.update(zip(body.constvars, map(fact_of_constant, program.consts), strict=False))
+    inspector.facts.update((var, describe_argument(var)) for var in body.invars)
+    inspector.facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
     inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
     for overflow in overflows:
-        inspector.overflowed(overflow)
+        inspector.see_overflow(overflow)
     for step in walk(body, live_only=True):
         inspector.see(step)
     inspector.finish(body.outvars)
@@ -57,7 +57,7 @@ class _Inspector:
     """
 
     def __init__(self, paths: ModulePaths):
-        self.facts: dict[Any, Fact] = {}
+        self.facts: dict[Var, Fact] = {}
         self.has_half = False
         self._paths = paths
         self._rows: dict[tuple, list[int]] = {}
@@ -68,72 +68,72 @@ class _Inspector:
 
     def see(self, step: Step) -> None:
         if step.name == "constant":
-            self.facts[step.results[0]] = fact_of_constant(step.operands[0])
+            self.facts[step.results[0]] = describe_constant(step.operands[0])
             return
-        backward = self._place(step.scope)[1]
-        facts = [fact_of(atom, self.facts) for atom in step.operands]
+        backward = self._find_place(step.scope)[1]
+        facts = [find_fact(atom, self.facts) for atom in step.operands]
         for suspicion in check(step, facts, backward):
             self._suspect(suspicion, backward)
-        self.facts.update(zip(step.results, results(step, facts, backward), strict=True))
+        self.facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
         if step.name in ("link", "carry"):
             if step.eqn.primitive.name == "while":
-                self._loops.setdefault(line(origin(step)))
+                self._loops.setdefault(find_line(find_origin(step)))
             return
         self.has_half = self.has_half or any(float_dtype(var) in HALF for var in step.results)
         self._count(step)
 
     def finish(self, outvars: Sequence[Any]) -> None:
-        """Sees what the program returns: gradients, it may be."""
+        """Sees what the program returns, which may be gradients."""
         for atom in outvars:
-            fact = fact_of(atom, self.facts)
+            fact = find_fact(atom, self.facts)
             if fact.summed is not None:
-                self._suspect(half_gradient(fact, atom), backward=True)
+                self._suspect(suspect_half_gradient(fact, atom), backward=True)
 
-    def overflowed(self, overflow: Overflow) -> None:
-        path, backward = self._place(overflow.scope)
+    def see_overflow(self, overflow: Overflow) -> None:
+        path, backward = self._find_place(overflow.scope)
         key = "infinite-constant", overflow.source, path, backward
         self._findings.setdefault(key, ["when it was cast", (), 0])[2] += 1
 
     def report(self) -> AuditReport:
         rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
         matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
-        return AuditReport(tuple(rows), tuple(self._described()), tuple(matmuls), tuple(self._loops))
+        return AuditReport(tuple(rows), tuple(self._describe_findings()), tuple(matmuls), tuple(self._loops))
 
-    def _described(self) -> Iterable[Finding]:
+    def _describe_findings(self) -> Iterable[Finding]:
         for (name, source, path, backward), (detail, dtypes, count) in self._findings.items():
             if name != "float32-matmul" or self.has_half:
                 message = f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}"
                 yield Finding(name, message, source, path, dtypes, backward, count)
 
     def _suspect(self, suspicion: Suspicion, backward: bool) -> None:
-        path = self._place(suspicion.step.scope)[0]
-        key = suspicion.id, line(origin(suspicion.step)), path, backward
+        path = self._find_place(suspicion.step.scope)[0]
+        key = suspicion.id, find_line(find_origin(suspicion.step)), path, backward
         dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
         self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
 
     def _count(self, step: Step) -> None:
-        path, backward = self._place(step.scope)
-        work = step.trips * flops(step.eqn)
-        key = path, step.name, _dtype(step), backward
-        _add(self._rows, key, step.trips, work, step.trips * bytes_of(step.eqn))
+        path, backward = self._find_place(step.scope)
+        work = step.trips * count_flops(step.eqn)
+        key = path, step.name, _name_dtype(step), backward
+        _add_amounts(self._rows, key, step.trips, work, step.trips * count_bytes(step.eqn))
         if step.name in MATMULS and not multiplies_only(step.eqn):
             dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
-            matmul = step.name, dtypes, key[2], line(origin(step)), path, backward
-            _add(self._matmuls, matmul, step.trips, work)
+            matmul = step.name, dtypes, key[2], find_line(find_origin(step)), path, backward
+            _add_amounts(self._matmuls, matmul, step.trips, work)
 
-    def _place(self, scope: str) -> tuple[str, bool]:
+    def _find_place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
             self._places[scope] = self._paths.read_stack(scope), "transpose(" in scope
         return self._places[scope]
 
 
-def _add(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
+def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
     counts = table.setdefault(key, [0] * len(amounts))
     for i, amount in enumerate(amounts):
         counts[i] += amount
 
 
-def _dtype(step: Step) -> str:
+def _name_dtype(step: Step) -> str:
     """The dtype that a step runs in: the widest floating one that it reads, or else makes."""
     if step.name == "convert_element_type":
         return f"{step.operands[0].aval.dtype}->{step.results[0].aval.dtype}"

@@ -166,8 +166,9 @@ class AuditReport(Report):
             raise AssertionError(f"There is no matrix product or convolution, in {wanted} or any other dtype.")
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
-            lines = "".join(f"\n  {_described(matmul)}" for matmul in others)
-            raise AssertionError(f"{_total(others)} of {_total(self.matmuls)} matmuls are not in {wanted}:{lines}")
+            lines = "".join(f"\n  {_describe_matmul(matmul)}" for matmul in others)
+            counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
+            raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
         """Checks that there are no findings of the given names; without a name, that there are none at all.
@@ -188,15 +189,15 @@ class AuditReport(Report):
         """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
-            "findings": [_plain(finding) for finding in self.findings],
-            "matmuls": [_plain(matmul) for matmul in self.matmuls],
+            "findings": [_make_plain(finding) for finding in self.findings],
+            "matmuls": [_make_plain(matmul) for matmul in self.matmuls],
             "uncounted_loops": list(self.uncounted_loops),
             "flops": self.flops,
             "bytes": self.bytes,
         }
 
     def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
-        counts = f"{len(self.rows)} rows, {_total(self.matmuls)} matmuls, {len(self.findings)} findings"
+        counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
     _wraps_notes = False  # a line of the source stays whole
@@ -216,18 +217,18 @@ class AuditReport(Report):
 _EXAMPLE = "For example: report.assert_no('float32-matmul')."
 
 
-def _total(matmuls: Iterable[Matmul]) -> int:
+def _count_matmuls(matmuls: Iterable[Matmul]) -> int:
     return sum(matmul.count for matmul in matmuls)
 
 
-def _described(matmul: Matmul) -> str:
+def _describe_matmul(matmul: Matmul) -> str:
     where = f" in {matmul.path}" if matmul.path else ""
     direction = "backward " if matmul.backward else ""
     times = f", {matmul.count} times" if matmul.count > 1 else ""
     return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}{times}"
 
 
-def _plain(entry: Finding | Matmul) -> dict[str, Any]:
+def _make_plain(entry: Finding | Matmul) -> dict[str, Any]:
     return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}
 
 
@@ -237,9 +238,10 @@ def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
     rows = []
     for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
         group = [matmul for matmul in matmuls if matmul.dtype == dtype]
-        passes = (_total(matmul for matmul in group if matmul.backward == backward) for backward in (False, True))
+        backward = _count_matmuls(matmul for matmul in group if matmul.backward)
+        counts = str(_count_matmuls(group) - backward), str(backward)
         work = sum(matmul.flops for matmul in group)
-        rows.append((dtype, *map(str, passes), format_count(work), f"{work / total:.1%}" if total else ""))
+        rows.append((dtype, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
     return Table([Column("matmuls in"), *map(_number_column, ("forward", "backward", "flops", "of all"))], rows)
 
 

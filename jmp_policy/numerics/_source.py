@@ -18,11 +18,11 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO = os.path.join(_OWN, "demo", "")
 
 
-def origin(step: Step) -> JaxprEqn:
-    """The equation whose traceback tells where in the user's code a step comes from.
+def find_origin(step: Step) -> JaxprEqn:
+    """Finds the equation whose traceback shows where in the user's code a step comes from.
 
-    JAX traces a jitted function of its own, such as that of `jnp.where`, once for all calls: the frames below it in
-    the tracebacks of its equations are those of its first caller. What it does belongs to the equation that calls it.
+    JAX traces a jitted function of its own once for all calls. In the tracebacks of its equations, the frames below
+    the function show its first caller. So a step inside such a function belongs to the equation that calls it.
     """
     eqn = step.eqn
     for call, body in reversed(step.around):
@@ -32,36 +32,36 @@ def origin(step: Step) -> JaxprEqn:
     return eqn
 
 
-def line(eqn: JaxprEqn) -> str:
-    """The innermost frame of the user's code, `"file.py:12 (function)"`."""
-    return next(_users(_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
+def find_line(eqn: JaxprEqn) -> str:
+    """Finds the innermost frame of the user's code, `"file.py:12 (function)"`."""
+    return next(_list_user_lines(_list_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
 
 
-def is_of_library(eqn: JaxprEqn) -> bool:
-    """Whether what called JAX is a library, such as a layer of Flax, and no code of the user's."""
-    return _is_library(_caller(eqn))
+def is_called_by_library(eqn: JaxprEqn) -> bool:
+    """Whether a library, such as a layer of Flax, called JAX, and not the user's code."""
+    return _is_library(_find_caller(eqn))
 
 
 def is_called_by(eqn: JaxprEqn, package: str) -> bool:
-    """Whether what called JAX is a file of a package, given with a `.` before each part but the first."""
-    return _folder(package) in _caller(eqn)
+    """Whether a file of a package, such as `"optax.losses"`, called JAX."""
+    return _make_folder(package) in _find_caller(eqn)
 
 
-def functions(step: Step) -> set[str]:
-    """The names of the functions that a step was traced in, and those of the jitted functions around it."""
+def list_functions(step: Step) -> set[str]:
+    """The names of the functions that a step was traced in, and of the jitted functions around it."""
     eqns = [step.eqn, *(call for call, _ in step.around)]
-    names = {frame.function_name for eqn in (step.eqn, origin(step)) for frame in _frames(eqn)}
+    names = {frame.function_name for eqn in (step.eqn, find_origin(step)) for frame in _list_frames(eqn)}
     return names | {str(eqn.params.get("name")) for eqn in eqns}
 
 
-def is_in_file_of(eqn: JaxprEqn, package: str) -> bool:
-    """Whether an equation was traced in a function of a package, given with a `.` before each part but the first."""
-    folder = _folder(package)
-    return any(folder in frame.file_name for frame in _frames(eqn))
+def is_traced_in(eqn: JaxprEqn, package: str) -> bool:
+    """Whether an equation was traced in a function of a package, such as `"optax.losses"`."""
+    folder = _make_folder(package)
+    return any(folder in frame.file_name for frame in _list_frames(eqn))
 
 
-def running_line() -> str:
-    """The innermost frame of the user's code that is running."""
+def find_running_line() -> str:
+    """Finds the innermost frame of the user's code that is running."""
     frame = sys._getframe(1)
     frames = []
     while frame is not None:
@@ -71,10 +71,10 @@ def running_line() -> str:
 
 
 def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
-    """Whether an equation of a body comes from a frame of the user's that the function of the body called, or is."""
+    """Whether the function of a body is the user's, or has called code of the user's that made an equation."""
     function, _, place = (body.debug_info.func_src_info or "").partition(" at ")
     file = place.rpartition(":")[0]
-    for frame in _frames(eqn):
+    for frame in _list_frames(eqn):
         if not _is_library(frame.file_name):
             return True
         if frame.function_name == function and frame.file_name == file:
@@ -82,28 +82,28 @@ def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
     return not file or not _is_library(file)
 
 
-def _caller(eqn: JaxprEqn) -> str:
+def _find_caller(eqn: JaxprEqn) -> str:
     """The file whose code called JAX."""
-    return next((frame.file_name for frame in _frames(eqn) if not _is_jax(frame.file_name)), "")
+    return next((frame.file_name for frame in _list_frames(eqn) if not _is_jax(frame.file_name)), "")
 
 
 @functools.cache
 def _is_jax(file: str) -> bool:
-    return file.startswith(_folders(_JAX))
+    return file.startswith(_list_folders(_JAX))
 
 
 @functools.cache
-def _folder(package: str) -> str:
+def _make_folder(package: str) -> str:
     return os.path.join(*package.split("."), "")
 
 
-def _users(frames: Iterable[Any]) -> Iterator[str]:
+def _list_user_lines(frames: Iterable[Any]) -> Iterator[str]:
     for frame in frames:
         if not _is_library(frame.file_name):
             yield f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
 
-def _frames(eqn: JaxprEqn) -> list[Any]:
+def _list_frames(eqn: JaxprEqn) -> list[Any]:
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
 
@@ -113,10 +113,10 @@ def _is_library(file: str) -> bool:
     """Whether a file belongs to a library that models are written with, or to Python itself."""
     if file.startswith(_OWN):
         return not file.startswith(_DEMO)
-    return file.startswith(_folders(_LIBRARIES)) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
+    return file.startswith(_list_folders(_LIBRARIES)) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
-def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+def _list_folders(names: tuple[str, ...]) -> tuple[str, ...]:
     loaded = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     return tuple(os.path.dirname(file) + os.sep for file in loaded if file)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import at_least_float32
-from .._float8_state import map_state, name_state
+from .._float8_state import join_state, split_state
 from .._trees import PyTree
 
 
@@ -28,7 +28,8 @@ def accumulate(total: PyTree, grads: PyTree) -> PyTree:
     >>> float(total["w"]), total["_overwrite_with_gradient"]["input_scale"].tolist()
     (3.0, [3.0])
     """
-    return map_state(jnp.maximum, total, grads, otherwise=jnp.add)
+    (total, state), (grads, new_state) = split_state(total), split_state(grads)
+    return join_state(jax.tree.map(jnp.add, total, grads), jax.tree.map(jnp.maximum, state, new_state))
 
 
 def pmean(grads: PyTree, axis_name: Any) -> PyTree:
@@ -46,7 +47,9 @@ def pmean(grads: PyTree, axis_name: Any) -> PyTree:
     >>> mean["w"].tolist(), mean["_overwrite_with_gradient"]["input_scale"].tolist()
     ([2.0, 2.0], [[3.0], [3.0]])
     """
-    return map_state(lambda x: lax.pmax(x, axis_name), grads, otherwise=lambda x: lax.pmean(x, axis_name))
+    rest, state = split_state(grads)
+    mean = jax.tree.map(lambda x: lax.pmean(x, axis_name), rest)
+    return join_state(mean, jax.tree.map(lambda x: lax.pmax(x, axis_name), state))
 
 
 def global_norm(grads: PyTree) -> jax.Array:
@@ -66,8 +69,8 @@ def global_norm(grads: PyTree) -> jax.Array:
     >>> float(global_norm(grads))
     500.0
     """
-    leaves = [leaf for name, leaf in zip(name_state(grads), jax.tree.leaves(grads), strict=True) if not name]
-    squares = [_sum_of_squares(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    rest, _ = split_state(grads)
+    squares = [_sum_of_squares(leaf) for leaf in jax.tree.leaves(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize, default=jnp.float32)
     return jnp.sqrt(sum((square.astype(widest) for square in squares), start=jnp.zeros((), widest)))
 

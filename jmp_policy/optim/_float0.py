@@ -20,6 +20,8 @@ def without_float0(grads: PyTree) -> PyTree:
 
 def unless_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
     """The leaves of `tree`, and those of `otherwise` where the gradient is `float0`."""
+    if not has_float0(grads):
+        return tree
     return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
 
 

@@ -10,14 +10,14 @@ import optax
 from jax import lax
 
 from .._finite import all_finite
-from .._float8_state import has_state, map_state
+from .._float8_state import join_state, split_state
 from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._float0 import has_float0, unless_float0, without_float0
+from ._float0 import unless_float0, without_float0
 from ._inner import check_transformation, with_dtypes_of
-from ._overwriting import hide_state, overwrite_state, restore_state
+from ._overwriting import HOLE, overwrite_state
 from ._step import ParameterUpdate, step, with_extra_args
 
 AxisName = Any
@@ -84,7 +84,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(hide_state(params))
+        inner_state = inner.init(split_state(params, HOLE)[0])
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
         # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
@@ -142,29 +142,21 @@ class LossScaledUpdate(ParameterUpdate):
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         _check_state(state)
-        if has_state(updates):
-            return self._update_with_state(updates, state, params, extra)
-        if has_float0(updates):
-            zeros = without_float0(updates)
-            new_updates, state = self(zeros, state, params, **extra)
-            return unless_float0(updates, new_updates, zeros), state
-        arrays, others = _split(extra)
-        update = _update(self._inner, others) if others else self._update
-        operands = _Operands(updates, NoOpLossScale(), state.inner_state, params, arrays)
-        return self._unless_nonfinite(update, operands, state)
-
-    def _update_with_state(
-        self, updates: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, LossScaledState]:
-        """As `__call__`; what is added to float8 state is what makes it the next one, up to a rounding."""
-        if params is None:
+        updates, gradient = split_state(updates, HOLE)
+        if gradient is not None and params is None:
             raise ValueError(
                 "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
-        new_updates, new = self(hide_state(updates), state, hide_state(params), **extra)
-        after = overwrite_state(params, updates, state, new)
-        return restore_state(new_updates, map_state(jnp.subtract, after, params, otherwise=lambda x, _: x)), new
+        params, old = split_state(params, HOLE)
+        zeros = without_float0(updates)
+        arrays, others = _split(extra)
+        branches = _update(self._inner, others) if others else self._update
+        operands = _Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
+        new_updates, after = self._unless_nonfinite(branches, operands, state)
+        # What is added to float8 state is what makes it the next one, up to a rounding.
+        difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
+        return join_state(unless_float0(updates, new_updates, zeros), difference), after
 
     def step(
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
@@ -176,12 +168,12 @@ class LossScaledUpdate(ParameterUpdate):
     ) -> tuple[PyTree, LossScaledState]:
         """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
         _check_state(state)
-        if has_state(params):
-            new_params, new = self.step_scaled(hide_state(grads), scale, state, hide_state(params), extra)
-            return restore_state(new_params, overwrite_state(params, grads, state, new)), new
+        (grads, gradient), (params, old) = split_state(grads, HOLE), split_state(params, HOLE)
         arrays, others = _split(extra)
-        update = _update_and_apply(self._inner, others) if others else self._update_and_apply
-        return self._unless_nonfinite(update, _Operands(grads, scale, state.inner_state, params, arrays), state)
+        branches = _update_and_apply(self._inner, others) if others else self._update_and_apply
+        operands = _Operands(grads, scale, state.inner_state, params, arrays)
+        new_params, after = self._unless_nonfinite(branches, operands, state)
+        return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 
     def _unless_nonfinite(
         self, branches: "_Branches", operands: _Operands, state: LossScaledState

@@ -8,45 +8,39 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._float8_state import map_state, next_state
+from .._float8_state import join_state, next_state
 from .._scaled_state import has_scaled_state, scaled_state
 from .._trees import PyTree
 
-
-def hide_state(tree: PyTree) -> PyTree:
-    """A tree without its state, which transformations of optax pass over."""
-    return map_state(lambda _: optax.MaskedNode(), tree, otherwise=_itself)
+HOLE = optax.MaskedNode()
+"""What stands for state that no optimizer sees: transformations of optax pass over it."""
 
 
-def restore_state(tree: PyTree, state: PyTree) -> PyTree:
-    """A masked tree with the state of another."""
-    others = iter(jax.tree.leaves(tree))
-    return map_state(_itself, state, otherwise=lambda _: next(others))
+def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
+    """Puts zeros where state was split from a tree: they make no update, and add nothing to the norm of a tree."""
+    return join_state(rest, jax.tree.map(jnp.zeros_like, state))
 
 
-def zero_state(tree: PyTree) -> PyTree:
-    """A tree with zeros for its state, of which no update comes, and nothing in the sums over all parameters."""
-    return map_state(jnp.zeros_like, tree, otherwise=_itself)
-
-
-def overwrite_state(params: PyTree, grads: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """Parameters whose state is the next one, unless the step was skipped.
+def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Makes the state after a step of an optimizer: the next one, unless the step was skipped.
 
     Args:
-      params: a tree with state, or the two of `optax.lookahead`, which share theirs.
-      grads: its gradients.
+      state: the state among parameters, as `split_state` gives it, or among the two of `optax.lookahead`, which share
+        theirs; `None` if there is none.
+      gradient: its gradient.
       before: the state of the optimizer. In the middle of `optax.MultiSteps`, the largest magnitudes of microbatches
         stand for one step.
       after: the next state of the optimizer.
     """
-    if isinstance(params, optax.LookaheadParams):
-        fast = overwrite_state(params.fast, grads, before, after)
-        return optax.LookaheadParams(fast, restore_state(hide_state(params.slow), fast))
-    new = next_state(params, grads, _is_first(before))
+    if state is None:
+        return None
+    if isinstance(state, optax.LookaheadParams):
+        return optax.LookaheadParams(*[overwrite_state(state.fast, gradient, before, after)] * 2)
+    new = next_state(state, gradient, _is_first(before))
     if not has_scaled_state(after):
         return new
     finite = scaled_state(after).grads_finite
-    return map_state(lambda new, old: lax.select(finite, new, old), new, params, otherwise=lambda new, _: new)
+    return jax.tree.map(lambda new, old: lax.select(finite, new, old), new, state)
 
 
 def _is_first(opt_state: PyTree) -> Any:
@@ -58,7 +52,3 @@ def _is_first(opt_state: PyTree) -> Any:
 
 def _is_multi_steps(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._float8_state import has_state
+from .._float8_state import join_state, split_state
 from .._scaled_state import check_outermost
 from .._trees import PyTree
 from ._float0 import has_float0, unless_float0, without_float0
-from ._overwriting import hide_state, overwrite_state, restore_state, zero_state
+from ._overwriting import fill_zeros, overwrite_state
 
 
 class ParameterUpdate(abc.ABC):
@@ -72,11 +72,11 @@ def step(
     if has_float0(grads):
         new_params, opt_state = step(tx, without_float0(grads), opt_state, params, **extra)
         return unless_float0(grads, new_params, params), opt_state
-    if has_state(params) and not (isinstance(tx.update, ParameterUpdate) and tx.update.overwrites):
-        new_params, new_opt_state = _step(tx, zero_state(grads), opt_state, zero_state(params), extra)
-        state = overwrite_state(params, grads, opt_state, new_opt_state)
-        return restore_state(hide_state(new_params), state), new_opt_state
-    return _step(tx, grads, opt_state, params, extra)
+    if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
+        return _step(tx, grads, opt_state, params, extra)
+    (rest, state), (grads, gradient) = split_state(params), split_state(grads)
+    new_params, after = _step(tx, fill_zeros(grads, gradient), opt_state, fill_zeros(rest, state), extra)
+    return join_state(new_params, overwrite_state(state, gradient, opt_state, after)), after
 
 
 def _step(

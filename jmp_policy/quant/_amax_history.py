@@ -1,7 +1,7 @@
 """The memory of delayed scaling: the largest magnitudes of earlier steps, and the scale they make."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from .._float8_format import DelayedScaling, Float8
-from .._float8_state import is_prepared, read_leaf, write_leaf
-from ._numbers import E4M3, E5M2, Scaled, amax_of, saturated, scale_of, select
+from .._float8_state import read_leaf, write_leaf
+from .._formats import Quantization
+from ._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
 """What there is a memory of, and the format that it is cast to."""
@@ -18,6 +19,11 @@ DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each name, float32,
 as Flax's float8 operations keep them."""
+
+
+def needs_state(format: Quantization | None) -> TypeGuard[Float8]:
+    """Whether a format, `None` for none, scales by what it saw before, so that each of its products has state."""
+    return isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
 
 
 def new_state(format: Float8, stack: tuple[int, ...] = ()) -> State:
@@ -50,12 +56,12 @@ class Memory(NamedTuple):
     amax_history: jax.Array
 
 
-def memory_of(state: State, name: str) -> Memory:
+def read_memory(state: State, name: str) -> Memory:
     """The part of a state that one operand has."""
     return Memory(state[f"{name}_scale"], state[f"{name}_amax_history"])
 
 
-def state_of(memories: dict[str, Memory]) -> State:
+def join_memories(memories: dict[str, Memory]) -> State:
     """The state that consists of these parts."""
     state = {}
     for name, memory in memories.items():
@@ -63,7 +69,7 @@ def state_of(memories: dict[str, Memory]) -> State:
     return state
 
 
-def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
+def scale_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
     """An array in 8 bits by the scale that its history makes.
 
     Args:
@@ -74,21 +80,21 @@ def scaled_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -
 
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-    used, _ = _scales(name, memory, format)
+    used, _ = _compute_scales(name, memory, format)
     seen = select(jnp.isfinite(x), x, jnp.nan)  # as clipping would hide an infinity, and its amax is not needed
-    return Scaled(saturated(seen, used, DTYPES[name]), used)
+    return Scaled(saturate(seen, used, DTYPES[name]), used)
 
 
-def scaled_and_recorded(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
-    """As `scaled_by_history`, and the memory of the next step, with this array in it."""
-    used, made = _scales(name, memory, format)
-    history = jnp.maximum(_numbers(memory.amax_history), 0.0)
-    history, is_finite = _recorded(lax.stop_gradient(x), lax.stop_gradient(history))
+def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
+    """As `scale_by_history`, and the memory of the next step, with this array in it."""
+    used, made = _compute_scales(name, memory, format)
+    history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
+    history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
     after = Memory(write_leaf(made[None], memory.scale), write_leaf(history, memory.amax_history))
-    return Scaled(saturated(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
+    return Scaled(saturate(x, used, DTYPES[name]), select(is_finite, used, jnp.nan)), after
 
 
-def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
+def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
     """The scale of this step, and that to be stored.
 
     State is zero of a layer that did not run, if its gradient was not kept out, and the least number there is where
@@ -96,28 +102,23 @@ def _scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.A
     """
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
-    stored, history = _numbers(memory.scale)[0], _numbers(memory.amax_history)
+    stored, history = read_leaf(memory.scale)[0], read_leaf(memory.amax_history)
     stored = select(stored > 0, stored, 1.0)
     largest = jnp.max(history) if recipe.amax == "max" else history[0]
-    made = scale_of(largest, stored, DTYPES[name], format.margin)
+    made = compute_scale(largest, stored, DTYPES[name], format.margin)
     return (stored if recipe.delay == 2 else made), made
 
 
-def _numbers(leaf: jax.Array) -> jax.Array:
-    """A leaf of state to compute with."""
-    return read_leaf(leaf) if is_prepared(leaf) else leaf
-
-
 @custom_vmap
-def _recorded(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The history with the largest magnitude of an array, and whether that is finite; one that is not leaves no trace,
     for it would set the scale until it is forgotten.
 
     The axes of the history before its last are those of an ensemble, and lead in the array as well.
     """
     members = history.shape[:-1]
-    of_each = amax_of(x, tuple(range(len(members), x.ndim))).reshape(members) if members else amax_of(x)
-    amax = maximum_over(of_each, varying_axes(x) - varying_axes(history))
+    of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
+    amax = take_maximum(of_each, varying_axes(x) - varying_axes(history))
     is_finite = jnp.isfinite(amax)
     newest = lax.expand_dims(select(is_finite, amax, 0.0), (len(members),))
     if history.shape[-1] == 1:
@@ -125,13 +126,13 @@ def _recorded(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.concatenate([newest, history[..., 2:], history[..., :1]], len(members)), is_finite
 
 
-@_recorded.def_vmap
-def _recorded_of_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
+@_record_amax.def_vmap
+def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
     """Examples that share a history are one array; the members of an ensemble have one each."""
     of_x, of_history = batched
     if of_history:
-        return _recorded(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
-    return _recorded(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)
+        return _record_amax(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
+    return _record_amax(jnp.moveaxis(x, 0, history.ndim - 1), history), (False, False)
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
@@ -139,12 +140,12 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def varying_over(x: jax.Array, axes: Collection[str]) -> jax.Array:
+def make_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
     """An array that counts as different on these axes; its derivative, if it was the same on them, is a sum."""
     missing = frozenset(axes) - varying_axes(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
-def maximum_over(x: jax.Array, axes: Collection[str]) -> jax.Array:
+def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:
     """The largest of an array's values over the devices of some axes."""
     return lax.pmax(x, tuple(axes)) if axes else x

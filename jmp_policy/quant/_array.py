@@ -13,9 +13,9 @@ from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
 from .._formats import Int4, Int8, Integers, integers_of, parse_quantization
 from .._rounding import round_to_half
 from .._trees import Uncast, is_array
-from ._clip import Clip, clipped_bounds, clipped_peak
-from ._layout import Layout, block_length, stack_of
-from ._numbers import Quantized, asymmetric, packed, symmetric, unpacked
+from ._clip import Clip, choose_bounds, choose_peak
+from ._layout import Layout, block_length, stack_shape
+from ._numbers import Quantized, pack, quantize_asymmetric, quantize_symmetric, unpack
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +98,7 @@ class QuantizedArray(Uncast):
         else:
             axis = -1 - self.layout.channels
             length = block_length(self.layout, self.format)
-            numbers = unpacked(self.values, axis, length).astype(jnp.float32)
+            numbers = unpack(self.values, axis, length).astype(jnp.float32)
             wide = ((numbers - self.zero_point.astype(jnp.float32)) * self.scale).reshape(self.shape)  # type: ignore[union-attr]
         # A mere conversion could be dropped where the product computes in float32: the rounding is part of the number.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
@@ -188,12 +188,12 @@ def quantize_array(
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
-    layout = layout or _all_but_last(array.shape)
+    layout = layout or _default_layout(array.shape)
     if isinstance(format, Int8):
-        made = symmetric(array, clipped_peak(array, layout.axes, clip))
+        made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     else:
-        made = _in_blocks(array, layout, format, clip, where)
-    input_clip = _clip_of_each(array, layout, format, input_clip)
+        made = _quantize_blocks(array, layout, format, clip, where)
+    input_clip = _repeat_input_clip(array, layout, format, input_clip)
     return QuantizedArray(*made, input_clip, format, layout, np.dtype(array.dtype))
 
 
@@ -208,27 +208,27 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
-def _clip_of_each(array: jax.Array, layout: Layout, format: Integers, input_clip: Any) -> jax.Array | None:
+def _repeat_input_clip(array: jax.Array, layout: Layout, format: Integers, input_clip: Any) -> jax.Array | None:
     """The magnitude to clip inputs to, once for each weight of a stack, so that it is cut into layers as the others."""
     if input_clip is None or not getattr(format, "activations", False):
         return None
-    return jnp.full(stack_of(array.shape, layout), input_clip, jnp.float32)
+    return jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
 
 
-def _all_but_last(shape: tuple[int, ...]) -> Layout:
+def _default_layout(shape: tuple[int, ...]) -> Layout:
     """All axes but the last are summed over; of a vector, its only one."""
     return Layout(shape[:-1], 1) if len(shape) > 1 else Layout(shape, 0)
 
 
-def _in_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip, where: str) -> Quantized:
+def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip, where: str) -> Quantized:
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
     blocks = array.reshape(*stack, layout.length // block, block, *channels)
     axis = -1 - layout.channels
-    low, high = clipped_bounds(blocks, (axis,), clip)
-    made = asymmetric(blocks, low, high)
-    return made._replace(values=packed(made.values, axis))
+    low, high = choose_bounds(blocks, (axis,), clip)
+    made = quantize_asymmetric(blocks, low, high)
+    return made._replace(values=pack(made.values, axis))
 
 
 class Misread(Exception):

@@ -31,17 +31,17 @@ class Bilinear:
     out: Labels
     compute: "Dot | Convolution | Einsum"
 
-    def summed(self, operand: Labels) -> tuple[int, ...]:
+    def summed_axes(self, operand: Labels) -> tuple[int, ...]:
         """The axes of an operand that are summed over, counted from the front."""
         return tuple(i for i, label in enumerate(operand) if label not in self.out)
 
-    def aligned(self, scale: jax.Array, operand: Labels) -> jax.Array:
+    def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:
         """A scale of an operand, with length 1 on the axes that are summed over, to multiply the result with."""
         kept = [i for i, label in enumerate(operand) if label in self.out]
         order = sorted(kept, key=lambda i: self.out.index(operand[i]))
         lengths = {operand[i]: scale.shape[i] for i in kept}
         if order != kept:  # axes of length 1 need no moving
-            scale = lax.transpose(scale, (*order, *self.summed(operand)))
+            scale = lax.transpose(scale, (*order, *self.summed_axes(operand)))
         return scale.reshape([lengths.get(label, 1) for label in self.out])
 
 
@@ -136,12 +136,12 @@ def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
             "For example: 'abc,cd->abd'."
         )
     left, right = operands.split(",")
-    dots = max(_dots(left, left_ndim), _dots(right, right_ndim))
-    named = (_labels(left, _dots(left, left_ndim), dots), _labels(right, _dots(right, right_ndim), dots))
+    dots = max(_count_dots(left, left_ndim), _count_dots(right, right_ndim))
+    named = (_labels(left, _count_dots(left, left_ndim), dots), _labels(right, _count_dots(right, right_ndim), dots))
     return Bilinear(*named, _labels(out, dots, dots), compute)
 
 
-def _dots(term: str, ndim: int) -> int:
+def _count_dots(term: str, ndim: int) -> int:
     return ndim - len(term.replace("...", "")) if "..." in term else 0
 
 

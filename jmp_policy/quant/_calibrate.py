@@ -57,13 +57,13 @@ def calibrate(
             f"calibrate takes a Flax module, got {model!r}. "
             "For example: calibrate(with_policy(Net(), 'int8_from_float32'), batches, variables=variables)."
         )
-    bound, calibration, count = adapter.bound(model, variables), Calibration(), 0
+    bound, calibration, count = adapter.bind(model, variables), Calibration(), 0
     for batch in batches:
         count += 1
         inputs = batch if isinstance(batch, tuple) else (batch,)
-        calibration.run(functools.partial(adapter.call_watched, bound, calibration.watch, inputs, method, kwargs))
+        calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
     _check(calibration, count)
-    weights = adapter.weights_of(bound)
+    weights = adapter.weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 

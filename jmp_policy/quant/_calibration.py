@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from .._adapter import ModuleCall
+from .._trees import Args, Kwargs
 from ._input_statistics import InputStatistics
-from ._watched import Called
 
 # No context of JAX's, part of the key of every jit cache: each calibration would compile all operations anew.
 _CALIBRATION: "contextvars.ContextVar[Calibration | None]" = contextvars.ContextVar("_CALIBRATION", default=None)
@@ -38,11 +39,11 @@ class Calibration:
         finally:
             _CALIBRATION.reset(token)
 
-    def watch(self, module: Called, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of a module, whose own products are told of under its path."""
-        outer, self._path = self._path, module.path
+        outer, self._path = self._path, call.path
         try:
-            return fun(*args, **kwargs)
+            return next_fun(*args, **kwargs)
         finally:
             self._path = outer
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._numbers import Quantized, amax_of, asymmetric, bounds, symmetric
+from ._numbers import Quantized, measure_amax, measure_bounds, quantize_asymmetric, quantize_symmetric
 
 Clip = Any
 """`"absmax"`, `"mse"`, or a percentile: a number in (0, 100]."""
@@ -15,7 +15,7 @@ _FRACTIONS = tuple(1 - 0.02 * i for i in range(26))
 """The parts of the whole range that `"mse"` tries, from all of it to half."""
 
 
-def clipped_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
+def choose_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
     """The magnitude that becomes the largest integer, over some axes.
 
     Args:
@@ -26,28 +26,30 @@ def clipped_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
     Raises:
       ValueError: `clip` is none of these.
     """
-    whole = amax_of(x, axes)
+    whole = measure_amax(x, axes)
     match checked(clip):
         case "absmax":
             return whole
         case "mse":
-            return _best(x, axes, lambda fraction: symmetric(x, whole * fraction)) * whole
+            return _find_best_fraction(x, axes, lambda fraction: quantize_symmetric(x, whole * fraction)) * whole
         case percentile:
             clipped = jnp.percentile(jnp.abs(x.astype(jnp.float32)), percentile, axis=axes, keepdims=True)
             return jnp.where(jnp.isfinite(whole), clipped, whole)
 
 
-def clipped_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """The numbers that become the least and the greatest integer, over some axes; arguments as of `clipped_peak`."""
-    low, high = bounds(x, axes)
+def choose_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.Array, jax.Array]:
+    """The numbers that become the least and the greatest integer, over some axes; arguments as of `choose_peak`."""
+    low, high = measure_bounds(x, axes)
     match checked(clip):
         case "absmax":
             return low, high
         case "mse":
-            fraction = _best(x, axes, lambda fraction: asymmetric(x, low * fraction, high * fraction))
+            fraction = _find_best_fraction(
+                x, axes, lambda fraction: quantize_asymmetric(x, low * fraction, high * fraction)
+            )
             return low * fraction, high * fraction
         case percentile:
-            limit = clipped_peak(x, axes, percentile)
+            limit = choose_peak(x, axes, percentile)
             return jnp.maximum(low, -limit), jnp.minimum(high, limit)
 
 
@@ -63,7 +65,7 @@ def checked(clip: Clip) -> Clip:
     raise ValueError(f"clip is 'absmax', 'mse' or a percentile in (0, 100], got {clip!r}. For example: clip=99.9.")
 
 
-def _best(x: jax.Array, axes: tuple[int, ...], quantized: Callable[[jax.Array], Quantized]) -> jax.Array:
+def _find_best_fraction(x: jax.Array, axes: tuple[int, ...], quantized: Callable[[jax.Array], Quantized]) -> jax.Array:
     """The fraction of the range with the least mean square error, for each that shares one."""
     wide = x.astype(jnp.float32)
 

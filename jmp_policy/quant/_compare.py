@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._adapter import find_adapter
+from .._adapter import Adapter, ModuleCall, find_adapter
 from .._dtypes import is_floating_dtype
-from .._trees import is_array
+from .._trees import Args, Kwargs, is_array
 from ._array import QuantizedArray
 from ._comparison import Comparison, LayerComparison
-from ._watched import Called
 
 
 def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs: Any) -> Comparison:
@@ -55,6 +54,18 @@ def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs:
     return Comparison(tuple(rows), _error(*whole) or 0.0)
 
 
+class _Called(NamedTuple):
+    """What is told of a layer that was called.
+
+    Attributes:
+      type: the name of its class.
+      quantization: what becomes of its weight, in the words of `explain`.
+    """
+
+    type: str
+    quantization: str
+
+
 class _Outputs:
     """What the layers of a model return.
 
@@ -67,32 +78,38 @@ class _Outputs:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self.called: dict[str, Called] = {}
+        self.called: dict[str, _Called] = {}
         self.by_path: dict[str, list[Any]] = {path: [] for path in paths}
         self._running: set[str] = set()
 
-    def watch(self, module: Called, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Calls a method of a module; of methods that call each other, the outermost one counts."""
-        if module.path not in self.by_path or module.path in self._running:
-            return fun(*args, **kwargs)
-        self.called.setdefault(module.path, module)
-        self._running.add(module.path)
+        if call.path not in self.by_path or call.path in self._running:
+            return next_fun(*args, **kwargs)
+        if call.path not in self.called:
+            self.called[call.path] = _Called(call.type.__name__, call.describe_quantization())
+        self._running.add(call.path)
         try:
-            out = fun(*args, **kwargs)
+            out = next_fun(*args, **kwargs)
         finally:
-            self._running.discard(module.path)
-        self.by_path[module.path].extend(_arrays(out))
+            self._running.discard(call.path)
+        self.by_path[call.path].extend(_arrays(out))
         return out
 
 
-def _weights(model: Any) -> dict[str, Any]:
+def _find_adapter(model: Any) -> Adapter:
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
             f"compare takes Flax modules, got {model!r}. For example: compare(model.bind(variables), "
             "with_policy(model, policy).bind(quantize(variables, policy)), x)."
         )
-    return adapter.weights_of(adapter.bound(model, None))
+    return adapter
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    adapter = _find_adapter(model)
+    return adapter.weights(adapter.bind(model, None))
 
 
 def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -108,15 +125,15 @@ def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
 
 
-def _run(model: Any, outputs: _Outputs, inputs: tuple, method: Any, kwargs: dict[str, Any]) -> Any:
+def _run(model: Any, outputs: _Outputs, inputs: Args, method: Any, kwargs: Kwargs) -> Any:
     with jax.disable_jit():
-        return find_adapter(model).call_watched(model, outputs.watch, inputs, method, kwargs)
+        return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
 
 
-def _row(path: str, before: Any, after: Any, called: Called | None, error: float | None) -> LayerComparison:
+def _row(path: str, before: Any, after: Any, called: _Called | None, error: float | None) -> LayerComparison:
     return LayerComparison(
         path=path,
-        type="" if called is None else called.type.__name__,
+        type="" if called is None else called.type,
         quantization=_quantization(after, called),
         bytes_before=before.nbytes,
         bytes_after=after.nbytes,
@@ -125,7 +142,7 @@ def _row(path: str, before: Any, after: Any, called: Called | None, error: float
     )
 
 
-def _quantization(weight: Any, called: Called | None) -> str:
+def _quantization(weight: Any, called: _Called | None) -> str:
     if isinstance(weight, QuantizedArray):
         return str(weight.format)
     if called is None:

@@ -16,15 +16,15 @@ from ._amax_history import (
     DTYPES,
     Memory,
     State,
-    memory_of,
-    scaled_and_recorded,
-    scaled_by_history,
-    state_of,
+    join_memories,
+    make_varying,
+    read_memory,
+    scale_and_record,
+    scale_by_history,
     varying_axes,
-    varying_over,
 )
 from ._bilinear import Bilinear, Convolution, Labels
-from ._numbers import Scaled, amax_of, current_scale, saturated
+from ._numbers import Scaled, compute_current_scale, measure_amax, saturate
 
 
 def float8_product(
@@ -52,12 +52,14 @@ def float8_product(
         return operation.compute(left, right)
     # A derivative of our own varies over devices as its operand does, and that of a weight which they share is a sum.
     axes = varying_axes(left, right)
-    left, right = varying_over(left, axes), varying_over(right, axes)
-    return _product(_Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right)), left, right, state)
+    left, right = make_varying(left, axes), make_varying(right, axes)
+    return _product(
+        _ProductSpec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right)), left, right, state
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
+class _ProductSpec:
     """What there is to know of a product before its operands are.
 
     Attributes:
@@ -92,45 +94,49 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: _Spec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
+def _product(spec: _ProductSpec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
     return _forward(spec, left, right, state, records=False)[0]
 
 
 def _forward(
-    spec: _Spec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
+    spec: _ProductSpec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
 ) -> tuple[jax.Array, _Residuals]:
     operation = spec.operation
-    memories = {} if state is None else {name: memory_of(state, name) for name in DTYPES}
-    inputs = _scaled(spec, memories, "input", left, operation.summed(operation.left), records=records)
-    weight = _scaled(spec, memories, "kernel", right, operation.summed(operation.right), records=records)
+    memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
+    inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
+    weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
     values = multiply(operation, inputs.values, weight.values, spec.sums)
-    out = _rescaled(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
+    out = _undo_scales(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
     keeps_left = spec.by_row or not spec.format.weight_grad
     return out, _Residuals(left if keeps_left else inputs, right if spec.by_row else weight, memories)
 
 
-def _backward(spec: _Spec, residuals: _Residuals, grad: jax.Array) -> tuple[Any, ...]:
-    memories, to_left, to_right = dict(residuals.memories), of_left(spec.operation), of_right(spec.operation)
-    scaled = functools.partial(_scaled, spec, memories)
-    grads = scaled("output_grad", grad, to_left.summed(to_left.left))
-    weight = scaled("kernel", residuals.right, to_left.summed(to_left.right))
-    values = pulled_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
-    left_grad = _rescaled(values, to_left, grads, weight).astype(spec.dtype)
+def _backward(spec: _ProductSpec, residuals: _Residuals, grad: jax.Array) -> tuple[Any, ...]:
+    memories, to_left, to_right = (
+        dict(residuals.memories),
+        left_transpose(spec.operation),
+        right_transpose(spec.operation),
+    )
+    scaled = functools.partial(_scale_operand, spec, memories)
+    grads = scaled("output_grad", grad, to_left.summed_axes(to_left.left))
+    weight = scaled("kernel", residuals.right, to_left.summed_axes(to_left.right))
+    values = grad_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
+    left_grad = _undo_scales(values, to_left, grads, weight).astype(spec.dtype)
     if isinstance(residuals.left, Scaled) or spec.format.weight_grad:
-        inputs = scaled("input", residuals.left, to_right.summed(to_right.left))
-        grads = scaled("output_grad", grad, to_right.summed(to_right.right)) if spec.by_row else grads
-        values = pulled_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)
-        right_grad = _rescaled(values, to_right, inputs, grads).astype(spec.dtype)
+        inputs = scaled("input", residuals.left, to_right.summed_axes(to_right.left))
+        grads = scaled("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
+        values = grad_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)
+        right_grad = _undo_scales(values, to_right, inputs, grads).astype(spec.dtype)
     else:
-        right_grad = pulled_right(spec.operation, grad.astype(spec.dtype), residuals.left, spec.right, spec.dtype)
-    return left_grad, right_grad, state_of(memories) if memories else None
+        right_grad = grad_right(spec.operation, grad.astype(spec.dtype), residuals.left, spec.right, spec.dtype)
+    return left_grad, right_grad, join_memories(memories) if memories else None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _scaled(
-    spec: _Spec,
+def _scale_operand(
+    spec: _ProductSpec,
     memories: dict[str, Memory],
     name: str,
     x: jax.Array | Scaled,
@@ -142,19 +148,21 @@ def _scaled(
     if isinstance(x, Scaled):
         return x
     if not isinstance(spec.format.recipe, DelayedScaling):
-        scale = current_scale(amax_of(x, summed if spec.by_row else None), DTYPES[name], spec.format.margin)
-        return Scaled(saturated(x, scale, DTYPES[name]), scale)
+        scale = compute_current_scale(
+            measure_amax(x, summed if spec.by_row else None), DTYPES[name], spec.format.margin
+        )
+        return Scaled(saturate(x, scale, DTYPES[name]), scale)
     if not records:
-        return scaled_by_history(x, name, memories[name], spec.format)
-    scaled, memories[name] = scaled_and_recorded(x, name, memories[name], spec.format)
+        return scale_by_history(x, name, memories[name], spec.format)
+    scaled, memories[name] = scale_and_record(x, name, memories[name], spec.format)
     return scaled
 
 
-def _rescaled(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
+def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
     wide = values.astype(jnp.float32)
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
-    return wide * labels.aligned(left.scale, labels.left) * labels.aligned(right.scale, labels.right)
+    return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
 
 
 def why_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
@@ -175,13 +183,13 @@ def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int
         return "its equation sums one operand alone, or repeats one"
     summed = math.prod(lengths[label] for label in shared - set(operation.out))
     columns = math.prod(length for label, length in others.items() if label not in shared)
-    return why_left_wide(summed * columns, format, summed, columns)
+    return why_sizes_wide(summed * columns, format, summed, columns)
 
 
-def why_left_wide(size: int, format: Float8, *lengths: int) -> str | None:
+def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
     """Why products with a weight stay in the compute dtype, by its size and the lengths that matter to hardware.
 
-    >>> why_left_wide(16384, Float8(), 128, 128), why_left_wide(25600, Float8(), 256, 100)
+    >>> why_sizes_wide(16384, Float8(), 128, 128), why_sizes_wide(25600, Float8(), 256, 100)
     (None, 'the length 100 is no multiple of 16')
     """
     if size < format.min_size or size == 0:
@@ -194,48 +202,48 @@ def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], forma
     if options.get("feature_group_count", 1) != 1 or options.get("batch_group_count", 1) != 1:
         return "its convolution is one of groups"
     outputs, inputs, *_ = (right[axis] for axis in options["dimension_numbers"].rhs_spec)
-    return why_left_wide(math.prod(right), format, inputs, outputs)
+    return why_sizes_wide(math.prod(right), format, inputs, outputs)
 
 
 def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
     """The result of the operation, summed in `dtype`. Convolutions are computed in it, for want of an 8-bit one."""
     compute = operation.compute
     if isinstance(compute, Convolution):
-        return _convolution(operation, dtype)(left.astype(dtype), right.astype(dtype))
-    return _contraction(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
+        return _make_convolution(operation, dtype)(left.astype(dtype), right.astype(dtype))
+    return _contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
 
 
-def pulled_left(operation: Bilinear, grad: jax.Array, right: jax.Array, like: Any, dtype: Any) -> jax.Array:
+def grad_left(operation: Bilinear, grad: jax.Array, right: jax.Array, like: Any, dtype: Any) -> jax.Array:
     """The gradient of the left operand, whose type is `like`, by that of the result."""
     if isinstance(operation.compute, Convolution):
-        of_left = lambda left: _convolution(operation, dtype)(left, right.astype(dtype))
-        (pulled,) = jax.linear_transpose(of_left, like.update(dtype=dtype))(grad.astype(dtype))
+        left_transpose = lambda left: _make_convolution(operation, dtype)(left, right.astype(dtype))
+        (pulled,) = jax.linear_transpose(left_transpose, like.update(dtype=dtype))(grad.astype(dtype))
         return pulled
     sharding = _explicit_sharding(like)
-    return _contraction(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
+    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
 
 
-def pulled_right(operation: Bilinear, grad: jax.Array, left: jax.Array, like: Any, dtype: Any) -> jax.Array:
+def grad_right(operation: Bilinear, grad: jax.Array, left: jax.Array, like: Any, dtype: Any) -> jax.Array:
     """The gradient of the right operand, whose type is `like`, by that of the result."""
     if isinstance(operation.compute, Convolution):
-        of_right = lambda right: _convolution(operation, dtype)(left.astype(dtype), right)
-        (pulled,) = jax.linear_transpose(of_right, like.update(dtype=dtype))(grad.astype(dtype))
+        right_transpose = lambda right: _make_convolution(operation, dtype)(left.astype(dtype), right)
+        (pulled,) = jax.linear_transpose(right_transpose, like.update(dtype=dtype))(grad.astype(dtype))
         return pulled
     sharding = _explicit_sharding(like)
-    return _contraction(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
+    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
 
 
-def of_left(operation: Bilinear) -> Bilinear:
+def left_transpose(operation: Bilinear) -> Bilinear:
     """The labels by which the gradient of the left operand is a product of those of the result and of the right."""
     return dataclasses.replace(operation, left=operation.out, out=operation.left)
 
 
-def of_right(operation: Bilinear) -> Bilinear:
+def right_transpose(operation: Bilinear) -> Bilinear:
     """The labels by which the gradient of the right operand is a product of those of the left and of the result."""
     return dataclasses.replace(operation, right=operation.out, out=operation.right)
 
 
-def _convolution(operation: Bilinear, dtype: Any) -> Any:
+def _make_convolution(operation: Bilinear, dtype: Any) -> Any:
     assert isinstance(operation.compute, Convolution)
     return dataclasses.replace(operation.compute, preferred_element_type=None)
 
@@ -245,7 +253,7 @@ def _explicit_sharding(like: Any) -> NamedSharding | None:
     return like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
 
 
-def _contraction(
+def _contract(
     left: jax.Array,
     left_labels: Labels,
     right: jax.Array,
@@ -259,13 +267,13 @@ def _contraction(
     summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
     where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
     made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
-    options = {} if sharding is None else {"out_sharding": _reordered(sharding, out, made)}
+    options = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
     product = lax.dot_general(left, right, (where(summed), where(batch)), preferred_element_type=dtype, **options)
     order = tuple(map(made.index, out))
     return product if order == tuple(range(len(out))) else lax.transpose(product, order)
 
 
-def _reordered(sharding: NamedSharding | PartitionSpec, labels: Labels, order: list[Any]) -> Any:
+def _reorder_sharding(sharding: NamedSharding | PartitionSpec, labels: Labels, order: list[Any]) -> Any:
     """The sharding of an array by those of the same array with its axes in another order."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     by_label = dict(zip(labels, spec, strict=False))  # a spec may leave the last axes out

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from ._clip import Clip
-from ._numbers import amax_of, symmetric
+from ._numbers import measure_amax, quantize_symmetric
 
 # Magnitudes are counted by the upper half of their float32 bits, sign excepted: by exponent and 7 bits of the mantissa.
 # The bins are less than 1 % wide at any magnitude, so that no range has to be known before the first batch, or to be
@@ -46,7 +46,7 @@ class InputStatistics:
           ValueError: a number is not finite.
         """
         with jax.disable_jit(False):
-            batch_peak, counts = _measured(x)
+            batch_peak, counts = _measure(x)
             top = float(batch_peak)
             if not np.isfinite(top):
                 raise ValueError(
@@ -68,7 +68,7 @@ class InputStatistics:
             case "absmax":
                 return self._peak
             case "mse":
-                return self._best()
+                return self._find_best()
             case percentile:
                 return self._percentile(percentile)
 
@@ -78,7 +78,7 @@ class InputStatistics:
         edge = np.uint32((np.argmax(reached) + 1) << _SHIFT).view(np.float32)
         return float(min(self._peak, edge)) if not reached[0] else 0.0
 
-    def _best(self) -> float:
+    def _find_best(self) -> float:
         tried = {power: saved for power, saved in self._saved.items() if power >= self._lowest}
         power = max(tried, key=lambda power: tried[power], default=None)
         return self._peak if power is None or tried[power] <= 0 else float(_clips(power))
@@ -86,7 +86,7 @@ class InputStatistics:
     def _try_clips(self, x: jax.Array, axes: tuple[int, ...], top: float) -> None:
         first = int(np.ceil(np.log2(top) * _PER_OCTAVE))  # from here on nothing of this batch is clipped
         powers = np.arange(first - _PER_OCTAVE * _OCTAVES, first)
-        for power, saved in zip(powers, np.asarray(_saved_by(x, axes, _clips(powers))), strict=True):
+        for power, saved in zip(powers, np.asarray(_measure_savings(x, axes, _clips(powers))), strict=True):
             self._saved[int(power)] = self._saved.get(int(power), 0.0) + float(saved)
         self._lowest = max(self._lowest, int(powers[0]))
 
@@ -96,20 +96,20 @@ def _clips(powers: np.ndarray | int) -> np.ndarray:
 
 
 @jax.jit
-def _measured(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _measure(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitudes = jnp.abs(x.astype(jnp.float32)).ravel()
     bins = lax.bitcast_convert_type(magnitudes, jnp.uint32) >> _SHIFT
-    return amax_of(magnitudes), jnp.zeros(_BINS, jnp.int32).at[bins].add(1)
+    return measure_amax(magnitudes), jnp.zeros(_BINS, jnp.int32).at[bins].add(1)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _saved_by(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> jax.Array:
+def _measure_savings(x: jax.Array, axes: tuple[int, ...], clips: jax.Array) -> jax.Array:
     """How much less the square error of rounding to 8 bits is with each clip than without, as products round."""
-    amax = amax_of(x, axes)
+    amax = measure_amax(x, axes)
     wide = x.astype(jnp.float32)
 
     def error(clip: jax.Array) -> jax.Array:
-        values, scale, _ = symmetric(wide, jnp.minimum(amax, clip))
+        values, scale, _ = quantize_symmetric(wide, jnp.minimum(amax, clip))
         return jnp.sum((values.astype(jnp.float32) * scale - wide) ** 2)
 
     return error(jnp.float32(np.inf)) - lax.map(error, clips)

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._float8_format import DelayedScaling, Float8
+from .._float8_format import Float8
 from .._formats import Integers
-from ._amax_history import State
+from ._amax_history import State, needs_state
 from ._array import QuantizedArray
-from ._float8_product import float8_product, why_left_wide, why_weight_wide
-from ._layout import Layout, kernel_layout, size_of
+from ._float8_product import float8_product, why_sizes_wide, why_weight_wide
+from ._layout import Layout, kernel_layout, layer_size
 from ._operations import OPERATIONS
-from ._weight import Unquantized, fake_quantized, weight_of
+from ._weight import Unquantized, fake_quantize, prepare_weight
 
 WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
 """Why embeddings compute in the compute dtype."""
@@ -47,15 +47,15 @@ class Promote:
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, kernel, bias = arrays[0] if self.as_tuple else arrays
         layout = self.layout or kernel_layout(kernel.shape, None if bias is None else bias.shape)
-        weight = weight_of(kernel, self.format, layout, self.where)
+        weight = prepare_weight(kernel, self.format, layout, self.where)
         if not isinstance(weight, QuantizedArray | Unquantized):
-            return tuple(self._promoted((inputs, kernel, bias), dtype, options))
+            return tuple(self._promote_arrays((inputs, kernel, bias), dtype, options))
         # The dtype of the weight has a say, where the layer's own is open; its numbers stay as they are stored.
         stands_for_weight = jnp.zeros((), weight.dtype)
-        inputs, _, bias = self._promoted((inputs, stands_for_weight, bias), dtype, options)
+        inputs, _, bias = self._promote_arrays((inputs, stands_for_weight, bias), dtype, options)
         return inputs, weight, bias
 
-    def _promoted(self, arrays: tuple, dtype: Any, options: dict[str, Any]) -> Any:
+    def _promote_arrays(self, arrays: tuple, dtype: Any, options: dict[str, Any]) -> Any:
         return self.promote(*((arrays,) if self.as_tuple else arrays), dtype=dtype, **options)
 
 
@@ -65,7 +65,7 @@ class Round(Promote):
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, weight, bias = super().__call__(*arrays, dtype=dtype, **options)
         is_weight = isinstance(weight, QuantizedArray | Unquantized)
-        return inputs, fake_quantized(weight, inputs.dtype) if is_weight else weight, bias
+        return inputs, fake_quantize(weight, inputs.dtype) if is_weight else weight, bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,7 @@ class Float8Multiply:
         operation, lhs, rhs = OPERATIONS[self.operation].describe(*operands, **options)
         if why_weight_wide(operation, lhs.shape, rhs.shape, self.format) is not None:
             return self.own(*operands, **options)
-        return float8_product(operation, lhs, rhs, self.format, self.state() if has_state(self.format) else None)
-
-
-def has_state(format: Any) -> bool:
-    """Whether layers of a format keep state."""
-    return isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
+        return float8_product(operation, lhs, rhs, self.format, self.state() if needs_state(self.format) else None)
 
 
 def why_layer_wide(
@@ -131,7 +126,7 @@ def why_layer_wide(
     if groups != 1:
         return "its convolution is one of groups"
     inputs = layout.contracted[-1] if is_convolution else layout.length
-    return why_left_wide(size_of(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
+    return why_sizes_wide(layer_size(shape, layout), format, inputs, math.prod(shape[len(shape) - layout.channels :]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,41 +73,43 @@ def table_layout(shape: tuple[int, ...]) -> Layout:
     return Layout(shape[-1:], 0)
 
 
-def size_of(shape: tuple[int, ...], layout: Layout) -> int:
+def layer_size(shape: tuple[int, ...], layout: Layout) -> int:
     """The number of elements of a weight, of one layer if it is a stack.
 
-    >>> size_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1)), size_of((256, 64), table_layout((256, 64)))
-    (16384, 16384)
+    >>> layer_size((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
+    16384
     """
-    return math.prod(shape[len(stack_of(shape, layout)) :])
+    return math.prod(shape[len(stack_shape(shape, layout)) :])
 
 
-def stack_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+def stack_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     """The leading axes of a weight that are those of a stack or a batch; the rows of a table are none.
 
-    >>> stack_of((12, 64, 256), kernel_layout((12, 64, 256), stacked=1)), stack_of((256, 64), table_layout((256, 64)))
-    ((12,), ())
+    >>> stack_shape((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
+    (12,)
+    >>> stack_shape((256, 64), table_layout((256, 64)))
+    ()
     """
     own = len(layout.contracted) + max(layout.channels, 1)
     return shape[: max(len(shape) - own, 0)]
 
 
-def format_of(quantization: Integers, layout: Layout) -> Integers:
+def choose_format(quantization: Integers, layout: Layout) -> Integers:
     """The format of a weight under a quantized policy, which may have another for tables than for kernels.
 
-    >>> str(format_of(Int4(), table_layout((256, 64)))), str(format_of(Int4(), kernel_layout((256, 64))))
+    >>> str(choose_format(Int4(), table_layout((256, 64)))), str(choose_format(Int4(), kernel_layout((256, 64))))
     ('int8(activations=false)', 'int4/128')
     """
     return quantization if layout.channels else quantization.for_tables
 
 
-def why_left(shape: tuple[int, ...], layout: Layout, quantization: Integers) -> str | None:
+def why_too_small(shape: tuple[int, ...], layout: Layout, quantization: Integers) -> str | None:
     """Why a weight stays in the compute dtype: `None` if it does not.
 
-    >>> why_left((8, 8), kernel_layout((8, 8)), Int4())
+    >>> why_too_small((8, 8), kernel_layout((8, 8)), Int4())
     '64 elements are fewer than min_size=4096'
     """
-    size = size_of(shape, layout)
+    size = layer_size(shape, layout)
     if size >= quantization.min_size and size > 0:
         return None
     return f"{size} elements are fewer than min_size={quantization.min_size}"

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 
-def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+def measure_amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     """The largest magnitude, and infinity where a number is not finite; zero of an empty array.
 
     Args:
@@ -19,7 +19,7 @@ def amax_of(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
     Returns:
       float32.
 
-    >>> amax_of(jnp.array([[1.0, -3.0], [jnp.nan, 0.0]]), (1,)).tolist()
+    >>> measure_amax(jnp.array([[1.0, -3.0], [jnp.nan, 0.0]]), (1,)).tolist()
     [[3.0], [inf]]
     """
     # A nan becomes an infinity first: on CPUs XLA's float32 `max` of some thousand numbers loses a nan.
@@ -44,7 +44,7 @@ class Quantized(NamedTuple):
     zero_point: jax.Array | None = None
 
 
-def symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
+def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     """The nearest of 255 multiples of `amax / 127`, ties to even.
 
     Args:
@@ -57,17 +57,17 @@ def symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
 
     Source: Jacob et al., CVPR 2018, section 2.1, with the zero point at 0 and the range narrowed to ±127.
 
-    >>> values, scale, _ = symmetric(jnp.array([1.0, -2.0, 0.5]), jnp.array([2.0]))
+    >>> values, scale, _ = quantize_symmetric(jnp.array([1.0, -2.0, 0.5]), jnp.array([2.0]))
     >>> values.tolist(), scale.tolist()
     ([64, -127, 32], [0.015748031437397003])
     """
     # By a product: XLA divides by a constant inside of a jit, and by an argument outside, with other last bits.
     scale = jnp.maximum(amax * np.float32(1 / INT8_MAX), _TINY)
-    values = lax.clamp(-float(INT8_MAX), _nearest(x.astype(jnp.float32) / scale), float(INT8_MAX))
+    values = lax.clamp(-float(INT8_MAX), _round_to_nearest(x.astype(jnp.float32) / scale), float(INT8_MAX))
     return Quantized(values.astype(jnp.int8), scale)
 
 
-def bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """The least and the greatest number over some axes, and zero; float32, infinite where a number is not finite."""
     x = x.astype(jnp.float32)
     is_nan = jnp.isnan(x)  # on CPUs a float32 `min` or `max` of some thousand numbers loses a nan, but no infinity
@@ -76,7 +76,7 @@ def bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(low, 0), jnp.maximum(high, 0)
 
 
-def asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
+def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
     """The nearest of 16 numbers from `low` to `high`, one of which is zero.
 
     Args:
@@ -90,21 +90,21 @@ def asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
 
     Source: Jacob et al., CVPR 2018, section 2.1.
 
-    >>> values, scale, zero = asymmetric(jnp.array([1.0, 3.0, 2.0]), jnp.array([0.0]), jnp.array([3.0]))
+    >>> values, scale, zero = quantize_asymmetric(jnp.array([1.0, 3.0, 2.0]), jnp.array([0.0]), jnp.array([3.0]))
     >>> values.tolist(), zero.tolist()
     ([5, 15, 10], [0])
     """
     # Halved first: the width may overflow; and halving is exact, so that a fused multiply-add rounds nothing less.
     scale = jnp.maximum((high * 0.5 - low * 0.5) * np.float32(2 / UINT4_MAX), _TINY)
-    zero_point = lax.clamp(0.0, _nearest(-low / scale), float(UINT4_MAX))
-    values = lax.clamp(0.0, _nearest(x.astype(jnp.float32) / scale) + zero_point, float(UINT4_MAX))
+    zero_point = lax.clamp(0.0, _round_to_nearest(-low / scale), float(UINT4_MAX))
+    values = lax.clamp(0.0, _round_to_nearest(x.astype(jnp.float32) / scale) + zero_point, float(UINT4_MAX))
     return Quantized(values.astype(jnp.uint8), scale, zero_point.astype(jnp.uint8))
 
 
-def packed(values: jax.Array, axis: int) -> jax.Array:
+def pack(values: jax.Array, axis: int) -> jax.Array:
     """Numbers of 4 bits two to a byte, the first in the low half; an odd axis ends with a half that is empty.
 
-    >>> packed(jnp.array([1, 2, 3], jnp.uint8), 0).tolist()
+    >>> pack(jnp.array([1, 2, 3], jnp.uint8), 0).tolist()
     [33, 3]
     """
     axis %= values.ndim
@@ -115,10 +115,10 @@ def packed(values: jax.Array, axis: int) -> jax.Array:
     return low | (high << 4)
 
 
-def unpacked(packed: jax.Array, axis: int, length: int) -> jax.Array:
-    """The numbers of 4 bits that `packed` put two to a byte.
+def unpack(packed: jax.Array, axis: int, length: int) -> jax.Array:
+    """The numbers of 4 bits that `pack` put two to a byte.
 
-    >>> unpacked(jnp.array([33, 3], jnp.uint8), 0, 3).tolist()
+    >>> unpack(jnp.array([33, 3], jnp.uint8), 0, 3).tolist()
     [1, 2, 3]
     """
     axis %= packed.ndim
@@ -127,7 +127,7 @@ def unpacked(packed: jax.Array, axis: int, length: int) -> jax.Array:
     return values if values.shape[axis] == length else lax.slice_in_dim(values, 0, length, axis=axis)
 
 
-def _nearest(x: jax.Array) -> jax.Array:
+def _round_to_nearest(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
@@ -150,7 +150,7 @@ class Scaled(NamedTuple):
     scale: jax.Array
 
 
-def current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
+def compute_current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
     """The scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
 
     Of zeros it is tiny, by which they stay zeros. Where `amax` is not finite it is not either, and the product is nan.
@@ -160,11 +160,11 @@ def current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
       dtype: e4m3 or e5m2.
       margin: the room to leave.
     """
-    return jnp.maximum(amax / _largest(dtype, margin), _TINY)
+    return jnp.maximum(amax / _largest_number(dtype, margin), _TINY)
 
 
-def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
-    """As `current_scale`, of earlier numbers.
+def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
+    """As `compute_current_scale`, of earlier numbers.
 
     Args:
       amax: float32 of any shape.
@@ -176,11 +176,11 @@ def scale_of(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, mar
     operations is that of Flax and Keras too, so that the scales agree in every bit.
     """
     usable = (amax > 0) & jnp.isfinite(amax)
-    return jnp.maximum(1 / select(usable, _largest(dtype, margin) / amax, 1 / otherwise), _TINY)
+    return jnp.maximum(1 / select(usable, _largest_number(dtype, margin) / amax, 1 / otherwise), _TINY)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x / scale` in an 8-bit format, clipped to its largest number: beyond 448 a cast to e4m3 is nan.
 
     Args:
@@ -193,12 +193,12 @@ def saturated(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.1 (saturation).
     """
-    limit = _largest(dtype)
+    limit = _largest_number(dtype)
     return lax.clamp(-limit, x.astype(jnp.float32) / scale, limit).astype(dtype)
 
 
-@saturated.defjvp
-def _refused(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+@saturate.defjvp
+def _refuse_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     """JAX would cast the tangents too, to 8 bits and without a scale: they would be nan, or a third of them lost."""
     raise TypeError(
         "A product in 8-bit floating point has a first derivative, and no second one. For example, give layers that "
@@ -211,5 +211,5 @@ def select(which: jax.Array, x: jax.Array, otherwise: jax.Array | float) -> jax.
     return lax.select(which, x, lax.full_like(x, otherwise))
 
 
-def _largest(dtype: np.dtype, margin: int = 0) -> np.float32:
+def _largest_number(dtype: np.dtype, margin: int = 0) -> np.float32:
     return np.float32(jnp.finfo(dtype).max) / np.float32(2.0**margin)

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
-from .._float8_format import DelayedScaling, Float8
+from .._float8_format import Float8
 from .._formats import parse_quantization
-from ._amax_history import State, new_state
+from ._amax_history import State, needs_state, new_state
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Call, describe_convolution, describe_dot_general, describe_einsum
 from ._float8_product import float8_product
 from ._layout import Layout, table_layout
 from ._product import product
-from ._weight import Unquantized, fake_quantized
+from ._weight import Unquantized, fake_quantize
 
 
 def dot_general(
@@ -60,7 +60,7 @@ def dot_general(
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _applied(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
+    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
 
 
 def einsum(
@@ -82,7 +82,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _applied(describe_einsum(equation, lhs, rhs, **options), quantization, state)
+    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state)
 
 
 def conv_general_dilated(
@@ -105,7 +105,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
     [[[2.0, 2.0, 2.0]]]
     """
-    return _applied(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
+    return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
 def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -121,12 +121,12 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
     """
     dtype = table.dtype if dtype is None else dtype
     if table.layout != table_layout(table.shape):
-        return jnp.take(fake_quantized(table, dtype), indices, axis=0)
+        return jnp.take(fake_quantize(table, dtype), indices, axis=0)
     if isinstance(table, QuantizedArray):
         rows: Any = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
     else:
         rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
-    return fake_quantized(rows, dtype)
+    return fake_quantize(rows, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +179,12 @@ def float8_state(quantization: Any) -> State:
     [3.0, 0.0]
     """
     format = parse_quantization(quantization)
-    if not isinstance(format, Float8) or not isinstance(format.recipe, DelayedScaling):
+    if not needs_state(format):
         raise ValueError(f"{str(format)!r} has no state. For example: float8_state(Float8()).")
     return new_state(format)
 
 
-def _applied(call: Call, quantization: Any, state: State | None) -> jax.Array:
+def _multiply(call: Call, quantization: Any, state: State | None) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
@@ -198,7 +198,7 @@ def _applied(call: Call, quantization: Any, state: State | None) -> jax.Array:
     if isinstance(format, Float8):
         _check_floating(rhs)
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
-    return product(operation, lhs, Unquantized(rhs, format, _layout(operation, rhs.shape)))
+    return product(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
 
 
 def _check_format(weight: QuantizedArray | Unquantized, format: Any) -> None:
@@ -219,19 +219,18 @@ def _check_floating(operand: jax.Array) -> None:
 
 def _check_state(format: Any, state: State | None) -> None:
     """Checks that there is a state exactly where a recipe has one."""
-    has_one = isinstance(format, Float8) and isinstance(format.recipe, DelayedScaling)
-    if has_one and state is None:
+    if needs_state(format) and state is None:
         raise ValueError(
             f"{str(format)!r} scales by what it saw before, and is given no state. For example: "
             f"state=float8_state({str(format)!r}), or quantization='float8(recipe=current)', which needs none."
         )
-    if state is not None and not has_one:
+    if state is not None and not needs_state(format):
         raise ValueError(f"{str(format)!r} has no state, and got one. For example: quantization='float8'.")
 
 
-def _layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
+def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
     """The layout of a floating weight by what the operation sums over; all but the channels, where that is spread."""
-    summed = operation.summed(operation.right)
+    summed = operation.summed_axes(operation.right)
     if not summed:
         return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)
     first, last = summed[0], summed[-1]

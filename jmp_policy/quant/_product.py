@@ -13,11 +13,11 @@ from .._formats import Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._calibration import observe_input
-from ._numbers import Quantized, amax_of, symmetric
-from ._weight import Unquantized, Weight, fake_quantized
+from ._numbers import Quantized, measure_amax, quantize_symmetric
+from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
-def product(operation: Bilinear, left: jax.Array, weight: Weight) -> jax.Array:
+def product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, which is to say all that is summed over together, is quantized by its largest
@@ -40,23 +40,23 @@ def product(operation: Bilinear, left: jax.Array, weight: Weight) -> jax.Array:
     """
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    if not _in_integers(operation, weight):
-        return operation.compute(left, fake_quantized(weight, left.dtype))
-    right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _rounded(weight))
+    if not _is_integer_product(operation, weight):
+        return operation.compute(left, fake_quantize(weight, left.dtype))
+    right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _quantize_weight(weight))
     # Rounded here, not in the function below: its derivative needs the same integers, and would round once more.
-    rows = _rows(operation, lax.stop_gradient(left), rounded)
-    return _of_integers(operation, left, right, rows, rounded)
+    rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
+    return _multiply_integers(operation, left, right, rows, rounded)
 
 
-def _rounded(weight: Unquantized) -> QuantizedArray:
+def _quantize_weight(weight: Unquantized) -> QuantizedArray:
     return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantized()
 
 
-def _in_integers(operation: Bilinear, weight: Weight) -> bool:
+def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
     if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
     shared = {axis % weight.ndim for axis in weight.layout.axes}
-    return set(operation.summed(operation.right)) <= shared and not _joins_groups(operation)
+    return set(operation.summed_axes(operation.right)) <= shared and not _joins_groups(operation)
 
 
 def _joins_groups(operation: Bilinear) -> bool:
@@ -64,51 +64,53 @@ def _joins_groups(operation: Bilinear) -> bool:
     return dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1) != 1
 
 
-def _rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
-    summed, clip = operation.summed(operation.left), weight.input_clip
+def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
+    summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
-    amax = amax_of(left, summed)
+    amax = measure_amax(left, summed)
     if clip is not None:  # an infinity is not clipped, for that would hide it
         # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
         amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)
-    return symmetric(left, amax)
+    return quantize_symmetric(left, amax)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_integers(
+def _multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray
 ) -> jax.Array:
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
     # One scale after the other: their product may underflow, or overflow where the sum is zero.
-    scaled = sums * operation.aligned(rows.scale, operation.left) * operation.aligned(weight.scale, operation.right)
+    scaled = (
+        sums * operation.align_scale(rows.scale, operation.left) * operation.align_scale(weight.scale, operation.right)
+    )
     return scaled.astype(operation.compute.preferred_element_type or left.dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
     left, right, rows, weight = primals
     left_tangent, right_tangent, *_ = tangents
-    out = _of_integers(operation, *primals)
+    out = _multiply_integers(operation, *primals)
     parts = []
     if not isinstance(left_tangent, SymbolicZero):
         numbers = weight.dequantize(left.dtype)
-        parts.append(operation.compute(left_tangent, numbers if right is None else _instead(right, numbers)))
+        parts.append(operation.compute(left_tangent, numbers if right is None else _replace_value(right, numbers)))
     if right is not None and not isinstance(right_tangent, SymbolicZero):
         numbers = (rows.values.astype(jnp.float32) * rows.scale).astype(left.dtype)
-        parts.append(operation.compute(_instead(left, numbers), right_tangent.astype(left.dtype)))
+        parts.append(operation.compute(_replace_value(left, numbers), right_tangent.astype(left.dtype)))
     return out, sum(parts[1:], parts[0]).astype(out.dtype) if parts else jnp.zeros_like(out)
 
 
-_of_integers.defjvp(_jvp, symbolic_zeros=True)
+_multiply_integers.defjvp(_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def _instead(original: jax.Array, rounded: jax.Array) -> jax.Array:
+def _replace_value(original: jax.Array, rounded: jax.Array) -> jax.Array:
     """What an array was rounded to, with the derivative of the array."""
     return rounded
 
 
-@_instead.defjvp
+@_replace_value.defjvp
 def _straight_through(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     original, rounded = primals
-    return _instead(original, rounded), tangents[0].astype(rounded.dtype)
+    return _replace_value(original, rounded), tangents[0].astype(rounded.dtype)

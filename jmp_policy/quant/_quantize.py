@@ -65,10 +65,14 @@ def quantize(
     """
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
     adapter = None if isinstance(target, type) else find_adapter(target)
-    if adapter is not None and hasattr(adapter, "quantize"):
+    if adapter is not None and adapter.quantize is not None:
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
-        return adapter.quantize(target, quantizer)
+        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.weight)
+        quantizer.check(unused)
+        for message in unused:
+            warn_user(message)
+        return quantized
     if isinstance(target, Mapping) and not _has_flax_objects(target):
         return quantize_variables(target, quantizer, stacked)
     raise TypeError(
@@ -100,11 +104,11 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     params: Any = variables.get("params", variables)
 
     def quantized(path: tuple, value: Any) -> Any:
-        module, _, name = _joined(path).rpartition("/")
-        array = _unboxed(value)
+        module, _, name = _join_path(path).rpartition("/")
+        array = _unbox(value)
         if name not in WEIGHT_NAMES or np.ndim(array) < 2:
             return value
-        layout = _layout(name, array, _unboxed(_bias(params, path)), stacks.depth(module))
+        layout = _layout(name, array, _unbox(_bias(params, path)), stacks.depth(module))
         new = quantizer.weight(module, name, array, layout, given if isinstance(given, Policy) else given[module])
         if new is None:
             return value
@@ -174,7 +178,7 @@ def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
 
 
 def _bias(params: Any, path: tuple) -> Any:
-    for name in _joined(path).split("/")[:-1]:
+    for name in _join_path(path).split("/")[:-1]:
         params = params[name]
     return params.get("bias")
 
@@ -182,11 +186,11 @@ def _bias(params: Any, path: tuple) -> Any:
 def _modules(params: Any) -> list[str]:
     """The paths of all modules with parameters, and of those around them."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
-    names = [_joined(path).split("/")[:-1] for path, _ in leaves]
+    names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
 
 
-def _joined(path: tuple) -> str:
+def _join_path(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -198,5 +202,5 @@ def _is_boxed(value: Any) -> bool:
     return hasattr(value, "replace_boxed")
 
 
-def _unboxed(value: Any) -> Any:
+def _unbox(value: Any) -> Any:
     return value.unbox() if _is_boxed(value) else value

@@ -11,7 +11,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray, quantize_array
 from ._clip import Clip, checked
-from ._layout import Layout, format_of, why_left
+from ._layout import Layout, choose_format, why_too_small
 
 _SHOWN = 5
 """How many of the weights that were left an error names."""
@@ -32,12 +32,12 @@ class Quantizer:
     def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
         if not has_quantization(given):
             raise ValueError(
-                f"Nothing to quantize: {_named(given)} stores no weights as integers. "
+                f"Nothing to quantize: {_describe_policy(given)} stores no weights as integers. "
                 "For example: 'int8_from_mixed_bfloat16'."
             )
         self.given = given
         self._clip = checked(clip)
-        self._input_clips = {path: _magnitude(path, value) for path, value in input_clips.items()}
+        self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}
         self._quantized = 0
@@ -61,12 +61,12 @@ class Quantizer:
         self._modules.add(module)
         why = why_unquantized(array, layout, policy) or unfit
         if why is not None:
-            self._left[_path(module, name)] = why
+            self._left[_join_path(module, name)] = why
             return None
         self._quantized += 1
         stored = integers_of(policy.quantization)
         assert stored is not None
-        format, where = format_of(stored, layout), f" {_path(module, name)!r}"
+        format, where = choose_format(stored, layout), f" {_join_path(module, name)!r}"
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
         return quantize_array(array, format, layout, **options, where=where)
 
@@ -80,7 +80,9 @@ class Quantizer:
           ValueError: nothing was quantized, or `input_clips` names a module without a weight.
         """
         if not self._quantized:
-            raise ValueError(f"Nothing to quantize under {_named(self.given)}: {self._reasons()}.{_sentences(unused)}")
+            raise ValueError(
+                f"Nothing to quantize under {_describe_policy(self.given)}: {self._reasons()}.{_sentences(unused)}"
+            )
         for path in self._input_clips:
             if path not in self._modules:
                 known = did_you_mean(path, sorted(self._modules))
@@ -116,10 +118,10 @@ def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
         return None
     if not is_floating_dtype(array.dtype):
         return "it holds no floats"
-    return why_left(array.shape, layout, format)
+    return why_too_small(array.shape, layout, format)
 
 
-def _magnitude(path: str, value: Any) -> float:
+def _parse_magnitude(path: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -129,11 +131,11 @@ def _magnitude(path: str, value: Any) -> float:
     raise ValueError(f"input_clips[{path!r}] is no positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
 
 
-def _named(given: Policy | PolicyMap) -> str:
+def _describe_policy(given: Policy | PolicyMap) -> str:
     return f"the policy {given.name!r}" if isinstance(given, Policy) else f"the map {given!r}"
 
 
-def _path(module: str, name: str) -> str:
+def _join_path(module: str, name: str) -> str:
     return f"{module}/{name}" if module else name
 
 

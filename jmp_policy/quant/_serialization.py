@@ -11,18 +11,18 @@ from ._array import QuantizedArray
 _ARRAYS = ("values", "scale", "zero_point", "input_clip")
 
 
-def _to_state_dict(weight: QuantizedArray) -> dict[str, Any]:
+def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
     """The arrays that there are; format and layout are not saved, and come from the target again."""
     return {name: array for name in _ARRAYS if (array := getattr(weight, name)) is not None}
 
 
-def _from_state_dict(target: QuantizedArray, state: Any) -> QuantizedArray:
+def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     """The weight that was saved, as the target says; shapes and dtypes tell whether that is what it was.
 
     Raises:
       ValueError: what was saved is not of the target's format, sizes, or calibration.
     """
-    wanted = _shapes(_to_state_dict(target))
+    wanted = _shapes(_save_arrays(target))
     found = _shapes(state) if isinstance(state, dict) and "values" in state else None
     if found != wanted:
         what = f"a weight that is not quantized: {_shape(state)}" if found is None else f"{found}"
@@ -43,4 +43,4 @@ def _shape(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
 
 
-serialization.register_serialization_state(QuantizedArray, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)

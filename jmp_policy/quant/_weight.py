@@ -7,7 +7,7 @@ import jax
 
 from .._formats import Int4, Integers
 from ._array import QuantizedArray, quantize_array
-from ._layout import Layout, block_length, format_of, why_left
+from ._layout import Layout, block_length, choose_format, why_too_small
 
 WEIGHT_NAMES = ("kernel", "embedding")
 """What Flax's layers call the weights that are quantized: those of two or more axes."""
@@ -47,10 +47,10 @@ class Unquantized:
         return quantize_array(self.array, self.format, self.layout)
 
 
-Weight = QuantizedArray | Unquantized
+StoredWeight = QuantizedArray | Unquantized
 
 
-def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
+def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
     """A weight rounded to what its integers stand for; the gradient passes straight through to the one stored.
 
     Args:
@@ -62,39 +62,39 @@ def fake_quantized(weight: Weight, dtype: Any = None) -> jax.Array:
     """
     if isinstance(weight, QuantizedArray):
         return weight.dequantize(dtype)
-    spec = _Spec(weight.format, weight.layout, weight.dtype if dtype is None else dtype)
-    return _rounded_straight_through(weight.array, spec)
+    spec = _FakeQuantization(weight.format, weight.layout, weight.dtype if dtype is None else dtype)
+    return _round_straight_through(weight.array, spec)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
+class _FakeQuantization:
     format: Integers
     layout: Layout
     dtype: Any
 
 
-def _rounded(array: jax.Array, spec: _Spec) -> jax.Array:
+def _round(array: jax.Array, spec: _FakeQuantization) -> jax.Array:
     return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
 
 
-_rounded_straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1,))
+_round_straight_through = jax.custom_jvp(_round, nondiff_argnums=(1,))
 
 
-@_rounded_straight_through.defjvp
-def _straight_through(spec: _Spec, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _rounded_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
+@_round_straight_through.defjvp
+def _straight_through(spec: _FakeQuantization, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _round_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
 
 
-def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
+def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
     """An array on its way into a product: quantized, yet to be, or itself where it is too small.
 
     Raises:
       ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
     """
     if isinstance(array, QuantizedArray):
-        return as_format(array, format, where)
-    format = format_of(format, layout)
-    if why_left(array.shape, layout, format):
+        return match_format(array, format, where)
+    format = choose_format(format, layout)
+    if why_too_small(array.shape, layout, format):
         return array
     weight = Unquantized(array, format, layout.of(array.shape))
     if isinstance(format, Int4):
@@ -102,13 +102,13 @@ def weight_of(array: Any, format: Integers, layout: Layout, where: str = "") -> 
     return weight
 
 
-def as_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
+def match_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
     """A quantized weight that computes as a policy says, if its integers are those of the policy.
 
     Raises:
       ValueError: they are not.
     """
-    format = format_of(format, array.layout)
+    format = choose_format(format, array.layout)
     same_kind = type(array.format) is type(format)
     if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
         return array if array.format == format else dataclasses.replace(array, format=format)

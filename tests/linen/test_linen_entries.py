@@ -34,7 +34,7 @@ class Coder(nn.Module):
 
 
 MODEL = jmp.with_policy(Coder(), INSIDE)
-VARIABLES = MODEL.init(KEY, X)
+VARIABLES = jax.jit(MODEL.init)(KEY, X)
 WIDE = {"width": 200, "force_terminal": False}
 
 

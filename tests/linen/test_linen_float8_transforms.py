@@ -98,7 +98,7 @@ USES = {
     "switch": Net(lambda layer, x: nn.switch(1, [lambda layer, x: x, both], layer, x)),
 }
 
-DENSE = nn.Dense(16).init(jax.random.key(0), X)["params"]
+DENSE = jax.jit(nn.Dense(16).init)(jax.random.key(0), X)["params"]
 STATE = jmp.quant.float8_state("float8/4(min_size=0)")
 VARIABLES = {"params": {"layer": DENSE}, OVERWRITE: {"layer": STATE}}
 

@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 NET = jmp.with_policy(Net(), "params=float32,compute=float16,output=float32")
 with jax.numpy_dtype_promotion("standard"):  # the norm promotes its own float32 parameters
-    PARAMS = NET.init(jax.random.key(0), X)["params"]
+    PARAMS = jax.jit(NET.init)(jax.random.key(0), X)["params"]
 INNER = {
     "adamw": lambda: optax.adamw(1e-2),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0)),

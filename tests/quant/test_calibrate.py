@@ -9,9 +9,9 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy import quant
+from jmp_policy._adapter import ModuleCall
 from jmp_policy.quant._calibration import Calibration
 from jmp_policy.quant._input_statistics import InputStatistics
-from jmp_policy.quant._watched import Called
 
 POLICY = "int8(min_size=0)_from_float32"
 
@@ -155,10 +155,10 @@ def test_what_a_module_multiplies_after_its_parts_is_its_own():
     calibration, x = Calibration(), jnp.ones((4, 8))
 
     def whole() -> None:
-        calibration.watch(Called("whole/part", nn.Dense, ""), lambda: calibration.add(x, (1,)), (), {})
+        calibration.hook(ModuleCall("whole/part", nn.Dense), lambda: calibration.add(x, (1,)), (), {})
         calibration.add(2 * x, (1,))
 
-    calibration.watch(Called("whole", nn.Module, ""), whole, (), {})
+    calibration.hook(ModuleCall("whole", nn.Module), whole, (), {})
     assert {path: layer.clip("absmax") for path, layer in calibration.layers.items()} == {"whole/part": 1, "whole": 2}
 
 

@@ -7,7 +7,7 @@ import pytest
 import quant_reference as reference
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._clip import _FRACTIONS, clipped_peak
+from jmp_policy.quant._clip import _FRACTIONS, choose_peak
 
 LENGTH = 64
 quantized = jax.jit(quantize_array, static_argnums=1, static_argnames="clip")
@@ -90,4 +90,4 @@ def test_a_number_that_is_not_finite_is_not_clipped_away(clip):
 @pytest.mark.parametrize("bad", ["max", 0, -1, 100.5, True, None, float("nan")])
 def test_a_clip_that_is_none_is_an_error(bad):
     with pytest.raises(ValueError, match=r"^clip is 'absmax', 'mse' or a percentile in \(0, 100\], got .*: clip=99\.9"):
-        clipped_peak(jnp.ones(3), (0,), bad)
+        choose_peak(jnp.ones(3), (0,), bad)

@@ -12,7 +12,7 @@ from jmp_policy import quant
 
 INT8 = "int8(min_size=0)_from_float32"
 RULES = jmp.PolicyMap({"head": "float32", "blocks": "int4/4(min_size=0)_from_float32"}, INT8)
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8)), jnp.float32)
 
 
 class Residual(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from float8_reference import FORMATS, LARGEST, TWO_AXES, computed, fresh_state, rolled, scale_from
 
 from jmp_policy.quant import Float8
-from jmp_policy.quant._numbers import amax_of, saturated, scale_of
+from jmp_policy.quant._numbers import compute_scale, measure_amax, saturate
 
 TINY = np.finfo(np.float32).tiny
 Float8 = functools.partial(Float8, amax_history_length=3, min_size=0)
@@ -31,7 +31,7 @@ def test_casts_saturate_and_else_round_to_the_nearest_even(name):
     random = np.exp(np.random.default_rng().normal(size=200) * 6).astype(np.float32)
     x = np.concatenate([edges, subnormals, ties, random])
     x = np.concatenate([x, -x])
-    ours = jax.jit(saturated, static_argnums=2)(x, jnp.float32(1), np.dtype(dtype))
+    ours = jax.jit(saturate, static_argnums=2)(x, jnp.float32(1), np.dtype(dtype))
     np.testing.assert_array_equal(bits(ours), bits(np.clip(x, -limit, limit).astype(dtype)))
     assert np.isfinite(np.asarray(ours, np.float32)[np.isfinite(x)]).all()
 
@@ -41,14 +41,14 @@ def test_casts_saturate_and_else_round_to_the_nearest_even(name):
 def test_scales_are_those_of_transformer_engine(name, margin):
     random = np.exp(np.random.default_rng().normal(size=100) * 10)
     amax = np.concatenate([random, [0, np.inf, np.nan, 3.4e38, 1e-37]]).astype(np.float32)
-    ours = jax.jit(scale_of, static_argnums=(2, 3))(amax, jnp.float32(0.3), np.dtype(FORMATS[name]), margin)
+    ours = jax.jit(compute_scale, static_argnums=(2, 3))(amax, jnp.float32(0.3), np.dtype(FORMATS[name]), margin)
     by_hand = np.maximum(scale_from(amax, name, 0.3, margin), TINY)
     np.testing.assert_allclose(ours, by_hand, rtol=2.0**-23, atol=0)  # where XLA divides by a quotient
     np.testing.assert_array_equal(ours[-5:-2], ours[-5])
 
 
 def test_the_amax_of_nothing_is_zero_and_of_zeros_is_no_scale():
-    assert amax_of(jnp.zeros((0, 4), jnp.bfloat16)) == 0
+    assert measure_amax(jnp.zeros((0, 4), jnp.bfloat16)) == 0
     zeros = jnp.zeros((16, 16))
     for format in RECIPES[:2]:
         assert not any(jnp.any(array) for array in computed(TWO_AXES, format, zeros, zeros, zeros, None)[:3])

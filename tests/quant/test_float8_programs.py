@@ -10,7 +10,7 @@ from float8_reference import NHWC, TWO_AXES
 from programs import program_text
 
 from jmp_policy.quant import Float8, conv_general_dilated, einsum, float8_state
-from jmp_policy.quant._layer import has_state
+from jmp_policy.quant._amax_history import needs_state
 
 Float8 = functools.partial(Float8, amax_history_length=4, min_size=0)
 DELAYED, CURRENT = Float8(), Float8("current")
@@ -22,7 +22,7 @@ def shape(*lengths, dtype=jnp.bfloat16):
 
 def lowered(product, x, w, format, platform="cuda"):
     """A product with its gradients and its next state, for a platform."""
-    state = jax.eval_shape(lambda: float8_state(format)) if has_state(format) else None
+    state = jax.eval_shape(lambda: float8_state(format)) if needs_state(format) else None
 
     def run(x, w, state, cotangent):
         out, backward = jax.vjp(lambda x, w, s: product(x, w, quantization=format, state=s), x, w, state)
@@ -117,7 +117,7 @@ def test_what_gains_nothing_is_the_program_without_quantization(product, x, w, o
     x, w = shape(*x), shape(*w)
     format = Float8(format.recipe, **options)
 
-    state = float8_state(format) if has_state(format) else None
+    state = float8_state(format) if needs_state(format) else None
 
     def gradients(options, x, w, grad):
         out, backward = jax.vjp(lambda x, w: product(x, w, **options), x, w)

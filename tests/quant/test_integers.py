@@ -8,7 +8,14 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._numbers import amax_of, asymmetric, bounds, packed, symmetric, unpacked
+from jmp_policy.quant._numbers import (
+    measure_amax,
+    measure_bounds,
+    pack,
+    quantize_asymmetric,
+    quantize_symmetric,
+    unpack,
+)
 
 LENGTH, BLOCK = 33, 11
 FORMATS = ("int8", f"int4/{BLOCK}")
@@ -46,7 +53,7 @@ def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype)
 def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     weight = columns(dtype)
     array = quantized(weight, f"int4/{BLOCK}")
-    values, zero_point = numbers_of(unpacked(array.values, -2, BLOCK)), numbers_of(array.zero_point)
+    values, zero_point = numbers_of(unpack(array.values, -2, BLOCK)), numbers_of(array.zero_point)
     exact, scale, zero = reference.uint4(in_blocks(weight), (1,))
     np.testing.assert_allclose(array.scale, scale, rtol=2**-21)
     assert (array.values.dtype, array.zero_point.dtype, array.scale.shape) == (jnp.uint8, jnp.uint8, scale.shape)
@@ -95,11 +102,12 @@ def test_a_number_that_is_not_finite_spoils_what_shares_its_scale_and_nothing_el
 
 def test_ties_go_to_the_even_integer_and_nothing_passes_127():
     x = jnp.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 200, -np.inf])
-    values, scale, zero_point = symmetric(x, jnp.array([127.0]))
+    values, scale, zero_point = quantize_symmetric(x, jnp.array([127.0]))
     assert scale == 1
     assert values.tolist() == [127, 0, 2, 2, 0, -2, 126, 127, -127]
     assert zero_point is None
-    values, scale, zero_point = asymmetric(jnp.array([0.5, 1.5, -2.5, 99, -99]), jnp.array([-5.0]), jnp.array([10.0]))
+    x = jnp.array([0.5, 1.5, -2.5, 99, -99])
+    values, scale, zero_point = quantize_asymmetric(x, jnp.array([-5.0]), jnp.array([10.0]))
     assert (scale, zero_point) == (1, 5)
     assert values.tolist() == [5, 7, 3, 15, 0]
 
@@ -124,10 +132,10 @@ def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dt
 @pytest.mark.parametrize(("shape", "axis"), [((1,), 0), ((1, 1), -1), ((7, 3), 0), ((2, 7, 3), -2), ((8, 3), 0)])
 def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
     values = np.random.default_rng().integers(0, 16, shape).astype(np.uint8)
-    bytes = packed(jnp.asarray(values), axis)
+    bytes = pack(jnp.asarray(values), axis)
     length = shape[axis]
     assert (bytes.dtype, bytes.shape[axis]) == (jnp.uint8, -(-length // 2))
-    np.testing.assert_array_equal(unpacked(bytes, axis, length), values)
+    np.testing.assert_array_equal(unpack(bytes, axis, length), values)
     pairs = np.moveaxis(values, axis, 0)
     low, high = pairs[0::2], np.zeros_like(pairs[0::2])
     high[: length // 2] = pairs[1::2]
@@ -136,9 +144,9 @@ def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
 
 def test_range_and_peak_are_float32_and_keep_their_axes():
     x = jnp.array([[1, -3], [2, -4]], jnp.float16)
-    assert amax_of(x, (0,)).tolist() == [[2, 4]]
-    assert [bound.tolist() for bound in bounds(x, (0,))] == [[[0, -4]], [[2, 0]]]
-    assert {array.dtype for array in (amax_of(x, (1,)), *bounds(x, (1,)))} == {jnp.dtype("float32")}
+    assert measure_amax(x, (0,)).tolist() == [[2, 4]]
+    assert [bound.tolist() for bound in measure_bounds(x, (0,))] == [[[0, -4]], [[2, 0]]]
+    assert {array.dtype for array in (measure_amax(x, (1,)), *measure_bounds(x, (1,)))} == {jnp.dtype("float32")}
 
 
 def test_one_element_and_one_of_each_channel_are_their_own_scale():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jmp_policy import quant
-from jmp_policy.quant._numbers import amax_of, bounds
+from jmp_policy.quant._numbers import measure_amax, measure_bounds
 
 BAD = [np.nan, np.inf, -np.inf]
 POLICIES = ["int8", "int8(activations=false)", "int4", "float8(recipe=current)", "float8(recipe=current/row)", "float8"]
@@ -33,7 +33,7 @@ def _product(name):
 @pytest.mark.parametrize("axes", [None, (0,), (1,), (0, 1)])
 def test_amax_is_infinite_where_a_number_is_not_finite(axes, dtype):
     x = _draw(ROWS, SUMMED)
-    amax = jax.jit(lambda x: amax_of(x.astype(dtype), axes))
+    amax = jax.jit(lambda x: measure_amax(x.astype(dtype), axes))
     expected = np.abs(np.asarray(x, dtype)).max(axis=axes, keepdims=axes is not None)
     np.testing.assert_array_equal(amax(x), expected)
     for bad in BAD:
@@ -46,7 +46,7 @@ def test_amax_is_infinite_where_a_number_is_not_finite(axes, dtype):
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bounds_are_infinite_where_a_number_is_not_finite(bad):
-    low, high = jax.jit(lambda x: bounds(x, (1,)))(_with(bad, _draw(ROWS, SUMMED), 3, 5000))
+    low, high = jax.jit(lambda x: measure_bounds(x, (1,)))(_with(bad, _draw(ROWS, SUMMED), 3, 5000))
     not_finite = ~np.isfinite(np.concatenate([low, high], 1)).all(1)
     assert not_finite.tolist() == [row == 3 for row in range(ROWS)]
 

@@ -2,15 +2,16 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from flax.core import FrozenDict, freeze, meta
 
 import jmp_policy as jmp
 from jmp_policy import quant
-from jmp_policy.quant._weight import as_format
+from jmp_policy.quant._weight import match_format
 
-KERNEL = jax.random.normal(jax.random.key(0), (64, 64))
+KERNEL = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)
 
 
 def variables() -> dict:
@@ -253,7 +254,7 @@ def test_a_table_has_eight_bits_unless_told_otherwise(policy, format):
 
 def test_a_table_may_be_stored_by_a_policy_that_differs_for_tables_alone():
     stored = quant.quantize_array(jnp.ones((64, 64)), "int4(table_bits=4)")
-    assert as_format(stored, quant.Int4()).format == quant.Int4()
+    assert match_format(stored, quant.Int4()).format == quant.Int4()
 
 
 def test_explain_names_the_format_that_a_table_has():

@@ -3,6 +3,9 @@
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
+
+from ..._dtypes import DTypeLike
 from ..._get_policy import default_policy
 from ..._grammar import parse_policy
 from ..._messages import quote
@@ -56,7 +59,7 @@ class DTypePolicy:
         """The quantization mode; `None` but for a quantized policy."""
         return None
 
-    def convert_input(self, x: Any, autocast: bool, dtype: Any) -> Any:
+    def convert_input(self, x: Any, autocast: bool, dtype: DTypeLike) -> Any:
         """Casts the floating arrays of `x` to `dtype` if `autocast` is true."""
         return cast_floating(x, dtype) if autocast else x
 
@@ -123,7 +126,7 @@ def _cannot_convert(name: str) -> str:
     )
 
 
-def _name(dtype: Any) -> str | None:
+def _name(dtype: np.dtype | None) -> str | None:
     return None if dtype is None else str(dtype)
 
 

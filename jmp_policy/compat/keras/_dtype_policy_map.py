@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+from ..._get_policy import PolicySpec
 from ..._messages import quote, shorten
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy
-from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy
-from ._serialize import serialize_policy
+from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):
@@ -38,7 +38,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
       default='params=float32,compute=bfloat16,output=bfloat16')
     """
 
-    def __init__(self, default_policy: Any = None, policy_map: dict[str, Any] | None = None):
+    def __init__(self, default_policy: PolicySpec = None, policy_map: dict[str, Any] | None = None):
         if policy_map is not None and not isinstance(policy_map, dict):
             raise TypeError(
                 "If specified, `policy_map` must be a dict. "
@@ -86,7 +86,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
             )
         return self._policies[matching[0]] if matching else self.default_policy
 
-    def __setitem__(self, key: str, policy: Any) -> None:
+    def __setitem__(self, key: str, policy: PolicySpec) -> None:
         if key in self._policies:
             raise ValueError(
                 f"{shorten(key)} already exist in the DTypePolicyMap with value {self._policies[key]}. "
@@ -140,7 +140,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return f"<DTypePolicyMap default_policy={default}, mapping={mapping}>"
 
 
-def _policy_of(spec: Any, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
+def _policy_of(spec: PolicySpec, custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
     return find_dtype_policy(spec, "the assigned value", custom_objects)
 
 

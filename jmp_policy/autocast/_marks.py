@@ -1,10 +1,14 @@
-"""Values that consist of a few known numbers: epsilons, bounds, factors, and masks that are added or selected."""
+"""What autocast knows of a value beside its dtype: why it has it, and of which numbers it consists.
 
+Numbers are known of values that consist of a few: epsilons, bounds, factors, and masks that are added or selected.
+"""
+
+import enum
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +17,51 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ..interpreter import Body, Kind
+from ..interpreter._program import Atom
+from ._scopes import Scope
 
 Numbers = tuple[float, ...]
 """The numbers that are all elements of a value; empty if they are not known, or too many."""
 
 _MOST = 8
+
+
+class Colour(enum.IntEnum):
+    """Why a value has its dtype; the greater wins where two meet.
+
+    As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 because a float32-only operation
+    made what it reads. A value that is merely float32, such as a bias, keeps nothing there.
+    """
+
+    TRACED = 0  # it came so: an argument, a parameter, a constant
+    LOW = 1  # a low operation made it, or one that followed
+    FULL = 2  # a full operation made it, or one that followed
+
+
+class Mark(NamedTuple):
+    """What autocast knows of a value beside its dtype.
+
+    Attributes:
+      colour: its colour.
+      narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
+      backward: whether a backward pass made it: a gradient, once something else uses it.
+      numbers: the numbers that it consists of, if they are known.
+      scope: the scope of the rule that it was made under, which says what it leaves as.
+    """
+
+    colour: Colour
+    narrow: bool = False
+    backward: bool = False
+    numbers: Numbers = ()
+    scope: Scope | None = None
+
+
+def join_marks(kinds: Sequence[Kind]) -> Mark:
+    """The mark of what is made of several values."""
+    marks = [kind.mark for kind in kinds]
+    colour = max((mark.colour for mark in marks), default=Colour.TRACED)
+    return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
+
 
 _CHOOSING = frozenset(
     ["broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "max", "min", "pad", "reduce_max"]
@@ -34,7 +78,7 @@ _COMPUTING: dict[str, Callable[..., Any]] = {
 }
 
 
-def numbers_of(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
+def find_numbers(eqn: JaxprEqn, operands: Sequence[Numbers]) -> Numbers:
     """What the results of an equation consist of, where the numbers of its floating operands are known."""
     if not operands or not all(operands):
         return ()
@@ -57,7 +101,7 @@ def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> 
     """Whether a constant operand of an equation would no longer mean in `dtype` what its author wrote it for.
 
     Args:
-      numbers: those that the operand consists of.
+      numbers: the numbers that the operand consists of.
       eqn: the equation.
       position: which of its operands it is.
       dtype: the dtype that the equation would run in.
@@ -68,7 +112,7 @@ def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> 
 
 
 def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
-    smallest, largest = _range_of(dtype)
+    smallest, largest = _find_range(dtype)
     is_in_range = smallest <= abs(number) <= largest  # 1e-8 in float16 is 0, and no longer an epsilon
     if name in _FACTORS:
         return not is_in_range
@@ -76,9 +120,9 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
         return False
     if not is_in_range:
         return True
-    rounded = _rounded(number, dtype)
-    # A bound is a promise about the result, which a rounded one breaks. Elsewhere one rounding is as good as that of
-    # any result, but for 1 - 1e-7: its author meant to stay clear of 1, where logarithms and quotients end.
+    rounded = _round(number, dtype)
+    # A bound is a promise about the result, which a rounded one breaks. Elsewhere one rounding does no more harm than
+    # the rounding of any result, but for 1 - 1e-7: its author meant to stay clear of 1, where logarithms end.
     return rounded != number and (name in _BOUNDS or abs(rounded) == 1)
 
 
@@ -91,18 +135,23 @@ def _is_mask(number: float) -> bool:
 
 
 @functools.cache
-def _range_of(dtype: np.dtype) -> tuple[float, float]:
+def _find_range(dtype: np.dtype) -> tuple[float, float]:
     finfo = jnp.finfo(dtype)
     return float(finfo.smallest_normal), float(finfo.max)
 
 
-def _rounded(number: float, dtype: np.dtype) -> float:
+def _round(number: float, dtype: np.dtype) -> float:
     with np.errstate(over="ignore"):
         return float(np.asarray(number, np.float32).astype(dtype))
 
 
-def within(atom: Any, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Body) -> Any:
-    """A value whose finite numbers are not above `largest`: what is beyond in a mask becomes the largest number.
+def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
+    """Whether a value consists of numbers that a dtype has."""
+    return bool(numbers) and all(_round(number, dtype) == number for number in numbers)
+
+
+def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Body) -> Atom:
+    """Clamps a value whose finite numbers reach above `largest`: what is beyond in a mask becomes the largest number.
 
     An infinite mask stays infinite.
     """
@@ -110,19 +159,14 @@ def within(atom: Any, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Bod
         return atom
     for sign in (1, -1):
         if any(sign * number > largest for number in numbers):
-            atom = _bounded(atom, np.float32(sign * largest), eqn, body)
+            atom = _clamp(atom, np.float32(sign * largest), eqn, body)
     return atom
 
 
-def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
-    """Whether a value consists of numbers that a dtype has."""
-    return bool(numbers) and all(_rounded(number, dtype) == number for number in numbers)
-
-
-def _bounded(atom: Any, bound: np.float32, eqn: JaxprEqn, body: Body) -> Any:
+def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: Body) -> Atom:
     if isinstance(atom, Literal):
         return Literal(bound, atom.aval)
-    pattern = _bound(bool(bound > 0))
+    pattern = _trace_clamp(bool(bound > 0))
     clamp = eqn.replace(
         primitive=pattern.primitive, params=pattern.params, effects=pattern.effects, outvars=[type(atom)(atom.aval)]
     )
@@ -131,7 +175,7 @@ def _bounded(atom: Any, bound: np.float32, eqn: JaxprEqn, body: Body) -> Any:
 
 
 @functools.cache
-def _bound(upper: bool) -> JaxprEqn:
+def _trace_clamp(upper: bool) -> JaxprEqn:
     """An equation that bounds float32 numbers, as JAX would trace it."""
     operation = lax.min if upper else lax.max
     return jax.make_jaxpr(lambda x: operation(x, np.float32(1)))(np.float32(0)).eqns[0]

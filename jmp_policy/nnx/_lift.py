@@ -9,7 +9,7 @@ from flax import nnx
 from .._flax_objects import is_flax_object
 
 
-def lifted(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs a function of nnx objects by means of one that knows trees of arrays only.
 
     What the function writes, to Variables or attributes, lands in the caller's objects afterwards, as with `nnx.jit`.
@@ -25,24 +25,24 @@ def lifted(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs
     Returns:
       What `fun` returns.
     """
-    with nnx.update_context(lifted):
-        with nnx.split_context(lifted) as outside:
+    with nnx.update_context(lift):
+        with nnx.split_context(lift) as outside:
             graphdef, state = outside.split((args, kwargs))
 
         def pure(state: Any) -> dict[str, Any]:
-            with nnx.merge_context(lifted, inner=True) as inside:
+            with nnx.merge_context(lift, inner=True) as inside:
                 copies = inside.merge(graphdef, state)
             before = _Contents(copies)
             out = fun(*copies[0], **copies[1])
-            written = None if _has_objects(out) else _Contents(copies).written_since(before)
+            written = None if _has_objects(out) else _Contents(copies).find_written(before)
             if written is not None:
                 return {"written": written, "out": out}
-            with nnx.split_context(lifted) as inside:  # every object is made anew in its place
+            with nnx.split_context(lift) as inside:  # every object is made anew in its place
                 return {"graph": inside.split((*copies, out))}
 
         result = run(pure, state)
         if "graph" in result:
-            with nnx.merge_context(lifted, inner=False) as outside:
+            with nnx.merge_context(lift, inner=False) as outside:
                 return outside.merge(*result["graph"])[2]
     variables = _Contents((args, kwargs)).variables
     for number, value in result["written"].items():
@@ -65,7 +65,7 @@ class _Contents:
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         self._bare = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_variable) if not is_variable(leaf)]
 
-    def written_since(self, before: "_Contents") -> dict[int, Any] | None:
+    def find_written(self, before: "_Contents") -> dict[int, Any] | None:
         """The values of the Variables that were written, by their numbers; `None` if more was, such as attributes."""
         if self._graphdef != before._graphdef or not _are_same(self._bare, before._bare):
             return None

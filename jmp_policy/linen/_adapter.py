@@ -1,0 +1,139 @@
+"""`LINEN`: what the library asks of linen."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.core import DenyList, meta
+
+from .._adapter import Adapter, Hook, ModelInfo
+from .._messages import forget_warnings
+from .._policy import Policy
+from .._policy_map import PolicyMap
+from .._trees import Args, Kwargs, PyTree
+from ..quant import QuantizedArray
+from ..quant._weight import WEIGHT_NAMES
+from ._active_policy import find_class_policy
+from ._calls import hook_calls
+from ._classes import make_policied_class, unpolicied_class
+from ._explain import examine
+from ._fields import AUTOCAST_EXAMPLE
+from ._place import ROOT, ModulePlace
+
+
+class _Linen:
+    """The adapter of linen. Its modules hold no arrays: what a call reads and writes are variables."""
+
+    autocast_example = AUTOCAST_EXAMPLE
+    audit_example = "audit(model.apply)(variables, x)"
+    quantize = None
+
+    def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
+        """Returns a linen class or instance with a policy."""
+        base = unpolicied_class(target if isinstance(target, type) else type(target))
+        cls = make_policied_class(base, policy, frozenset(keep), ROOT)
+        forget_warnings(cls)
+        forget_warnings(policy)
+        return cls if isinstance(target, type) else _change_class(target, cls)
+
+    def policy_of(self, target: Any) -> Policy | PolicyMap | None:
+        """Returns the policy of a linen class or instance."""
+        given = find_class_policy(target)
+        return None if given is None else given.policy
+
+    def on_call(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
+        """Returns the same function, in which a hook runs in place of each method of a module, inside of its casts."""
+        return hook_calls(fun, hook, setup=setup)
+
+    def find_modules(self, arguments: PyTree) -> dict[str, type]:
+        """Returns none: modules show when they are called."""
+        return {}
+
+    def bind(self, model: nn.Module, variables: Any) -> nn.Module:
+        """Returns a module with its variables.
+
+        Raises:
+          ValueError: it is bound to some and given others, or neither.
+        """
+        if (model.scope is None) == (variables is None):
+            amiss = "and is bound to some already" if variables is not None else "and is not bound to them"
+            raise ValueError(f"A linen module runs with variables, {amiss}. For example: model.bind(variables).")
+        return model if variables is None else model.bind(variables)
+
+    def run(self, model: nn.Module, inputs: Args, method: Any, kwargs: Kwargs, hook: Hook) -> Any:
+        """Calls a bound module under a hook; what it writes to its variables is lost."""
+        unbound, variables = model.unbind()
+        mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+        return hook_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
+
+    def examine(
+        self,
+        model: nn.Module,
+        inputs: Args,
+        method: Any,
+        rngs: Any,
+        kwargs: Kwargs,
+        trace: Callable[..., None],
+        hook: Hook,
+    ) -> ModelInfo:
+        """Has a module, which is initialised abstractly, traced under a hook, and tells what holds in it."""
+        return examine(model, inputs, method, rngs, kwargs, trace, hook)
+
+    def weights(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the weights of a bound module that can be quantized, or are, by the path of their module."""
+        _, variables = model.unbind()
+        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=_is_quantized)
+        weights = {}
+        for keys, leaf in leaves:
+            path, _, name = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
+            if name in WEIGHT_NAMES and leaf.ndim > 1:
+                weights[path] = leaf
+        return weights
+
+    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Runs a function as it is: there is nothing in a module that it could write to."""
+        return run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
+
+
+LINEN: Adapter = _Linen()
+
+
+def attach_inside(
+    module: nn.Module,
+    policy: Policy | PolicyMap,
+    keep: Collection[str],
+    lineage: tuple[tuple[str, type], ...],
+    boundary: bool,
+    inferred: np.dtype | None,
+) -> nn.Module:
+    """Returns a linen module inside a model of nnx with the policy of that model.
+
+    Args:
+      module: the module, as `nnx.bridge.ToNNX` wraps it.
+      policy: what the model was given; a map's rules name paths in the whole model.
+      keep: names of arguments of its public methods that enter uncast.
+      lineage: the types of the nnx modules around it, by path, its wrapper last.
+      boundary: whether it casts what enters and leaves.
+      inferred: what stands for a compute dtype that the policy leaves open, if not that of its own inputs.
+    """
+    place = ModulePlace(lineage, boundary, inferred)
+    return _change_class(module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))
+
+
+def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:
+    """A copy of a module that is of another class."""
+    module = copy.copy(target)
+    object.__setattr__(module, "__class__", kind)
+    if target.scope is not None:
+        # The copy makes its parameters under the names that the original may have taken, as at a second call of that.
+        object.__setattr__(module, "scope", target.scope.rewound())
+        object.__setattr__(module, "_state", dataclasses.replace(target._state, children={**target._state.children}))
+    return module
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
