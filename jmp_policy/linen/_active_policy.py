@@ -45,12 +45,12 @@ class ClassPolicy:
     owner: type[nn.Module]
 
 
-def find_class_policy(target: Any) -> ClassPolicy | None:
+def find_class_policy(target: object) -> ClassPolicy | None:
     """What a class, or the class of a module, was given by `with_policy`; `None` if nothing."""
     return getattr(target, CLASS_POLICY, None)
 
 
-def read_class_policy(target: Any) -> ClassPolicy:
+def read_class_policy(target: object) -> ClassPolicy:
     """What a class with a policy, or the class of a module with one, was given by `with_policy`."""
     return getattr(target, CLASS_POLICY)
 
@@ -200,7 +200,7 @@ class ActivePolicy:
 
 @remember_on_class
 def intern_active_policy(
-    owner: Any, path: tuple[str, ...], inferred: np.dtype | None, rule: MapRule | None = None
+    owner: type, path: tuple[str, ...], inferred: np.dtype | None, rule: MapRule | None = None
 ) -> ActivePolicy:
     """The one active policy of these values; `owner` is the class that carries what was given."""
     return ActivePolicy(read_class_policy(owner), path, inferred, rule)

@@ -17,13 +17,16 @@ from .._made_classes import find_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import PyTree
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
 from ._float8 import has_float8_state, mark_state, store_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import ModulePlace
 
 
-def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def make_policied_class(
+    base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
@@ -33,7 +36,9 @@ def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[s
 
 
 @remember_on_class
-def _make_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def _make_class(
+    _: type, base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+) -> Any:
     _check_keep(base, keep)
     recipe = (make_policied_class, (base, policy, keep, place))
     cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
@@ -58,7 +63,7 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
     return next(passing, base)
 
 
-def unpolicied_class(cls: Any) -> Any:
+def unpolicied_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a policied class was made of, and any other as it is."""
     own: ClassPolicy | None = vars(cls).get(CLASS_POLICY)
     return cls if own is None else own.base
@@ -74,14 +79,14 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
     """`Module.apply` of a model with float8 state, which autodiff combines by max."""
 
     @functools.wraps(apply)
-    def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
         policy = read_class_policy(self).policy
         return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
 
-def _check_keep(base: Any, keep: frozenset[str]) -> None:
+def _check_keep(base: type[nn.Module], keep: frozenset[str]) -> None:
     if keep:
         public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
         known = [set(inspect.signature(method).parameters) for method in public]
@@ -97,7 +102,7 @@ def _reduce(self: nn.Module) -> tuple:
     return _rebuild, (unpolicied_class(cls), given.policy, given.keep, given.place), vars(self)
 
 
-def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     return object.__new__(make_policied_class(base, policy, keep, place))
 
 

@@ -14,6 +14,7 @@ from .._float8_state import OVERWRITE, prepare_state, read_state
 from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import WHY_TABLES_WIDE, why_layer_wide
 from ..quant._layout import Layout
@@ -28,7 +29,9 @@ _REWRITES = ("_l2_normalize", "_spectral_normalize")
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
-def make_float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+def make_float8_method(
+    module: nn.Module, method: functools.partial, format: Float8, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
     """A method of a module under a float8 policy.
 
     Flax's layers multiply by a function in a field, in whose place ours is written while the method runs.
@@ -88,12 +91,12 @@ def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ..
     return str(format) if left is None else f"left: {left}"
 
 
-def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
+def mark_state(given: Policy | PolicyMap, variables: PyTree) -> PyTree:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
     return prepare_state(variables, 1.0) if has_float8_state(given) else variables
 
 
-def store_state(given: Policy | PolicyMap, out: Any) -> Any:
+def store_state(given: Policy | PolicyMap, out: PyTree) -> PyTree:
     """What a model returned with its variables, whose state is numbers again."""
     return read_state(out) if has_float8_state(given) else out
 
@@ -129,7 +132,7 @@ def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
     """A rewriting that passes state on: it knows a weight by its path, and `kernel_scale` looks like one to it."""
 
     @functools.wraps(rewrite)
-    def rewrite_others(path: Any, variable: Any, **options: Any) -> Any:
+    def rewrite_others(path: tuple[Any, ...], variable: Any, **options: Any) -> Any:
         return variable if path[0].key == OVERWRITE else rewrite(path, variable, **options)
 
     return rewrite_others

@@ -5,16 +5,19 @@ lifted transforms call and to the scopes inside, and has them in the key under w
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from flax import linen as nn
-from flax.core import freeze
+from flax.core import FrozenDict, freeze
+from flax.linen.module import InterceptorContext
 
 from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
 from .._carry import keep_carry_dtypes
+from .._formats import Quantization
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from ..explanation._written import wider_dtype
@@ -33,7 +36,7 @@ _RUNNING = "jmp_policy_running"
 def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
     """The interceptor, for `nn.intercept_methods`, that applies a policy to the modules inside an attached one."""
 
-    def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: Any) -> Any:
+    def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         module: nn.Module = context.module
         active: ActivePolicy = CURRENT.value
         # Another policy is active inside a submodule with a policy of its own, whose interceptor runs as well.
@@ -49,7 +52,12 @@ def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
 
 
 def _call_inside(
-    active: ActivePolicy, module: nn.Module, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: Any
+    active: ActivePolicy,
+    module: nn.Module,
+    next_fun: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    context: InterceptorContext,
 ) -> Any:
     """Calls a method of a module inside of the attached one, or of that one itself."""
     # A method that another one of the same module calls finds the fields filled in.
@@ -90,7 +98,9 @@ def _call_inside(
     return keep_carry_dtypes(args[0] if args else kwargs.get("carry"), out)
 
 
-def _quantize(module: nn.Module, method: Any, format: Any, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+def _quantize(
+    module: nn.Module, method: functools.partial, format: Quantization | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
     is_concerned = format is not None or isinstance(module, PARAMETER_WRAPPERS)
     return quantize_method(module, method, format, next_fun) if is_concerned else next_fun
 
@@ -161,6 +171,6 @@ def _read_flags(module: nn.Module) -> Any:
     return module.scope.flags
 
 
-def _write_flags(module: nn.Module, flags: Any) -> None:
+def _write_flags(module: nn.Module, flags: FrozenDict[str, Any]) -> None:
     assert module.scope is not None
     module.scope.flags = flags

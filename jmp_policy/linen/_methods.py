@@ -23,7 +23,7 @@ _OURS = "_jmp_ours"
 """The attribute by which a method that we made refers to itself."""
 
 
-def wrap_methods(cls: Any, names: Iterable[str]) -> None:
+def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
     """Makes public methods boundaries, and has the others run inside the policy as well."""
     names = tuple(names)
     for name, method in list_methods(cls, names):
@@ -70,7 +70,7 @@ def _wrap_method_argument(cls: type, method: Any) -> Any:
     return _make_boundary(fun) if inspect.isfunction(fun) else method
 
 
-def list_methods(cls: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The methods that its author wrote, by name: not those under `nn.nowrap`, nor fields that hold functions."""
     fields = {field.name for field in dataclasses.fields(cls)}
     for name in names:

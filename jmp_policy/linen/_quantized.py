@@ -14,6 +14,7 @@ from flax.errors import ScopeParamShapeError
 from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
+from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread
 from ..quant._layer import Promote, WeightedLayer
@@ -29,7 +30,7 @@ _MULTIPLIES = "_jmp_multiplies"
 
 
 def quantize_method(
-    module: nn.Module, method: Any, format: Quantization | None, next_fun: Callable[..., Any]
+    module: nn.Module, method: functools.partial, format: Quantization | None, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
 
@@ -217,9 +218,10 @@ def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
     return open_layer(module)
 
 
-def _make_like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:
-    """What an initializer would make of a stored weight: its arrays, for Flax compares their shapes; its own shape is
-    compared here."""
+def _make_like(
+    module: nn.Module, stored: QuantizedArray, name: str, init_fn: Callable[..., Any], args: Args, key: jax.Array
+) -> Any:
+    """What an initializer would make of a stored weight: Flax compares the shapes of its arrays, and this its own."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
     if wanted != stored.shape:
         path = "/".join((*path_of(module), name))
