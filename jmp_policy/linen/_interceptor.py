@@ -15,8 +15,7 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze
 from flax.linen.module import InterceptorContext
 
-from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
-from .._carry import keep_carry_dtypes
+from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy
 from .._formats import Quantization
 from .._policy import Policy
 from .._trees import Args, Kwargs

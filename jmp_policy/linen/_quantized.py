@@ -16,7 +16,7 @@ from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take
-from ..quant._array import Misread
+from ..quant._array import Misread, is_quantized
 from ..quant._layer import Promote, WeightedLayer
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
@@ -153,8 +153,8 @@ def _explain_no_integers(module: nn.Module) -> str | None:
 
 def note_quantized_weights(module: nn.Module, error: ScopeParamShapeError) -> None:
     """Adds to the error of Flax about a weight in 4 bits under another policy, which speaks of shapes, what to do."""
-    for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_quantized):
-        if _is_quantized(weight):
+    for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized):
+        if is_quantized(weight):
             error.add_note(
                 f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
                 f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
@@ -167,8 +167,8 @@ def name_misread_weight(module: nn.Module, error: Misread) -> None:
     around = path_of(module)[: len(path_of(module)) - len(module.path)]
     # All the variables that code inside may see, a transform's own among them; these are not the arrays outside.
     params = module.scope.root.variables().get("params", {})  # type: ignore[union-attr]
-    for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=_is_quantized):
-        if _is_quantized(weight) and weight.values is error.weight.values:
+    for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=is_quantized):
+        if is_quantized(weight) and weight.values is error.weight.values:
             *names, name = (*around, *module.scope.root.path, *(key.key for key in keys))  # type: ignore[union-attr]
             error.name_weight("/".join(names), name)
 
@@ -180,8 +180,8 @@ def _check_is_rewritable(module: nn.Module) -> None:
       ValueError: one of them is quantized.
     """
     layer = module.layer_instance  # type: ignore[attr-defined]
-    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
-        if _is_quantized(weight):
+    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=is_quantized):
+        if is_quantized(weight):
             path = path_text(layer)
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
@@ -193,10 +193,6 @@ def _check_is_rewritable(module: nn.Module) -> None:
 def _quote_path(module: nn.Module, name: str) -> str:
     """What an error message says of the place a weight stands in."""
     return f" {'/'.join((*path_of(module), name))!r}"
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
 
 
 def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:

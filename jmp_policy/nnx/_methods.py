@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, resolve_policy
-from .._carry import keep_carry_dtypes
+from .._call_casts import cast_arguments, cast_result, check_keep, keep_carry_dtypes, matmul_precision, resolve_policy
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from ._layers import make_linen_attributes

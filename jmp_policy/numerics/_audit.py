@@ -27,17 +27,17 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     remat, shard_map and custom rules; of a whole train step it has the forward and the backward pass apart. What runs
     in kernels of the user's (Pallas, FFI, callbacks) is not seen. The body of a `while` loop counts once, and each
     branch of a `cond` does. `numerics.FINDINGS` has the names of all findings, and what they are. What a backward pass
-    sums where the forward pass broadcast, such as the gradient of a bias, is in the table, and is no finding.
+    sums where the forward pass broadcast, such as the gradient of a bias, is in the table, but not a finding.
 
     Args:
-      fun: any function of trees of arrays; what it returns that is no array is ignored.
+      fun: any function of trees of arrays. Of what it returns, arrays alone count.
 
     Returns:
       A function of the same arguments that returns an `AuditReport`: a table when printed or shown in a notebook,
       `.rows`, `.findings` and `.to_dict()` for programs, `.assert_matmuls_in` and `.assert_no` for tests.
 
     Raises:
-      TypeError: `fun` is no function. What the function itself raises comes through.
+      TypeError: `fun` is not a function. What the function itself raises comes through.
 
     Source: NVIDIA published a speed-up over a baseline that ran in float32 unnoticed (TransformerEngine issue 2976).
 
@@ -51,37 +51,37 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     ['half-logits']
     >>> report.assert_matmuls_in("bfloat16")
     """
-    _check(fun)
+    _check_is_function(fun)
 
     @functools.wraps(fun)
-    def audited(*args: Any, **kwargs: Any) -> AuditReport:
+    def trace_and_inspect(*args: Any, **kwargs: Any) -> AuditReport:
         register, overflows = Register(), []
-        traceable = register.watch(_traceable(fun, overflows))
+        traceable = register.watch(_make_traceable(fun, overflows))
         with TRACING(register.token):
             program = trace(traceable, args, kwargs).program
-        return inspect(program, overflows, ModulePaths(register.modules()))
+        return inspect(program, overflows, ModulePaths(register.list_modules()))
 
-    return audited
+    return trace_and_inspect
 
 
-def _traceable(fun: Callable[..., Any], overflows: list[Overflow]) -> Callable[..., Any]:
+def _make_traceable(fun: Callable[..., Any], overflows: list[Overflow]) -> Callable[..., Any]:
     """The function as it is traced: it returns arrays alone, and constants that overflow are noted."""
 
     def notice(kind: str, flag: int) -> None:
         overflows.append(Overflow(find_running_line(), str(source_info_util.current_name_stack())))
 
-    def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
+    def list_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         with np.errstate(over="call", call=notice):
             return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
 
-    return arrays_of
+    return list_arrays
 
 
-def _check(fun: Any) -> None:
-    """Refuses what is no function.
+def _check_is_function(fun: Any) -> None:
+    """Checks that `audit` was given a function.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it was given something else.
     """
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +146,11 @@ class QuantizedArray(Uncast):
         except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with anything as leaves
             shape = "?"
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
+
+
+def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
+    """Whether a node of a tree is a quantized weight, and so a leaf to walks that ask this."""
+    return isinstance(node, QuantizedArray)
 
 
 def quantize_array(

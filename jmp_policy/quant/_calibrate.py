@@ -4,14 +4,21 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .._adapter import find_adapter
+from .._adapter import Method, find_adapter
 from .._messages import warn_user
+from .._trees import PyTree
 from ._calibration import Calibration
-from ._clip import Clip, checked
+from ._clip import Clip, check_clip
 
 
 def calibrate(
-    model: Any, batches: Iterable[Any], *, variables: Any = None, method: Any = None, clip: Clip = "mse", **kwargs: Any
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    variables: PyTree = None,
+    method: Method = None,
+    clip: Clip = "mse",
+    **kwargs: Any,
 ) -> dict[str, float]:
     """Runs a model on some data, and chooses the magnitude to clip the inputs of each layer to.
 
@@ -50,7 +57,7 @@ def calibrate(
     >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
     ({'': 3.0}, Array(3., dtype=float32))
     """
-    checked(clip)
+    check_clip(clip)
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
@@ -63,7 +70,7 @@ def calibrate(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
     _check(calibration, count)
-    weights = adapter.weights(bound)
+    weights = adapter.find_weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 

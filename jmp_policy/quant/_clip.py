@@ -27,7 +27,7 @@ def choose_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
       ValueError: `clip` is none of these.
     """
     whole = measure_amax(x, axes)
-    match checked(clip):
+    match check_clip(clip):
         case "absmax":
             return whole
         case "mse":
@@ -40,7 +40,7 @@ def choose_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
 def choose_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.Array, jax.Array]:
     """The numbers that become the least and the greatest integer, over some axes; arguments as of `choose_peak`."""
     low, high = measure_bounds(x, axes)
-    match checked(clip):
+    match check_clip(clip):
         case "absmax":
             return low, high
         case "mse":
@@ -53,7 +53,7 @@ def choose_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.
             return jnp.maximum(low, -limit), jnp.minimum(high, limit)
 
 
-def checked(clip: Clip) -> Clip:
+def check_clip(clip: Clip) -> Clip:
     """A valid way to choose a range.
 
     Raises:

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._adapter import Adapter, ModuleCall, find_adapter
+from .._adapter import Adapter, Method, ModuleCall, find_adapter
 from .._dtypes import is_floating_dtype
 from .._trees import Args, Kwargs, is_array
 from ._array import QuantizedArray
 from ._comparison import Comparison, LayerComparison
 
 
-def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs: Any) -> Comparison:
+def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwargs: Any) -> Comparison:
     """Runs a model and its quantized self on the same inputs, and says what each layer lost and saved.
 
     Both run one operation after the other, so that the layers of a scan are seen as well.
@@ -109,7 +109,7 @@ def _find_adapter(model: Any) -> Adapter:
 
 def _weights(model: Any) -> dict[str, Any]:
     adapter = _find_adapter(model)
-    return adapter.weights(adapter.bind(model, None))
+    return adapter.find_weights(adapter.bind(model, None))
 
 
 def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
 
 
-def _run(model: Any, outputs: _Outputs, inputs: Args, method: Any, kwargs: Kwargs) -> Any:
+def _run(model: Any, outputs: _Outputs, inputs: Args, method: Method, kwargs: Kwargs) -> Any:
     with jax.disable_jit():
         return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
 

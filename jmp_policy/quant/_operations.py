@@ -1,7 +1,7 @@
 """The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,25 +10,25 @@ from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
-from .._formats import parse_quantization
+from .._formats import Quantization, parse_quantization
 from ._amax_history import State, needs_state, new_state
 from ._array import QuantizedArray
-from ._bilinear import Bilinear, Call, describe_convolution, describe_dot_general, describe_einsum
-from ._float8_product import float8_product
+from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum
+from ._float8_product import float8_product, why_weight_wide
 from ._layout import Layout, table_layout
-from ._product import product
-from ._weight import Unquantized, fake_quantize
+from ._product import multiply_quantized
+from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
 def dot_general(
     lhs: jax.Array,
-    rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
+    rhs: jax.Array | StoredWeight,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
-    quantization: Any = None,
+    out_sharding: Sharding | None = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` whose right operand is a quantized weight, or which is computed in 8-bit floating point.
@@ -66,12 +66,12 @@ def dot_general(
 def einsum(
     equation: str,
     lhs: jax.Array,
-    rhs: Any,
+    rhs: jax.Array | StoredWeight,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    quantization: Any = None,
+    out_sharding: Sharding | None = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
     """`jax.numpy.einsum` of two operands, of which the second is a quantized weight, or which is computed in float8.
@@ -87,11 +87,11 @@ def einsum(
 
 def conv_general_dilated(
     lhs: jax.Array,
-    rhs: Any,
-    window_strides: Any,
-    padding: Any,
+    rhs: jax.Array | StoredWeight,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
     *,
-    quantization: Any = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
     **options: Any,
 ) -> jax.Array:
@@ -108,7 +108,7 @@ def conv_general_dilated(
     return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
-def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Rows of an embedding table in 8 or 4 bits, as floating numbers: only the rows that are read are dequantized.
 
     Args:
@@ -123,7 +123,7 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
     if table.layout != table_layout(table.shape):
         return jnp.take(fake_quantize(table, dtype), indices, axis=0)
     if isinstance(table, QuantizedArray):
-        rows: Any = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
+        rows: StoredWeight = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
     else:
         rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
     return fake_quantize(rows, dtype)
@@ -152,7 +152,7 @@ OPERATIONS = {
 """By the names that the rows of the tables of layers call them by."""
 
 
-def float8_state(quantization: Any) -> State:
+def float8_state(quantization: Quantization | str) -> State:
     """The state of a product in 8-bit floating point that was never computed: scales of one, and empty histories.
 
     It is a tree of float32 arrays, in no relation to any other product's. Its gradient is the next state, so that it is
@@ -184,24 +184,26 @@ def float8_state(quantization: Any) -> State:
     return new_state(format)
 
 
-def _multiply(call: Call, quantization: Any, state: State | None) -> jax.Array:
+def _multiply(call: Call, quantization: Quantization | str | None, state: State | None) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
         _check_format(rhs, format)
         _check_floating(lhs)
-        return product(operation, lhs, rhs)
+        return multiply_quantized(operation, lhs, rhs)
     if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
     _check_floating(lhs)
     if isinstance(format, Float8):
         _check_floating(rhs)
+        if why_weight_wide(operation, lhs.shape, rhs.shape, format) is not None:
+            return operation.compute(lhs, rhs.astype(lhs.dtype))
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
-    return product(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
+    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
 
 
-def _check_format(weight: QuantizedArray | Unquantized, format: Any) -> None:
+def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
     if format not in (None, weight.format):
         raise ValueError(
             f"The weight is quantized already, as {str(weight.format)!r}, and cannot be as {str(format)!r}. "
@@ -217,7 +219,7 @@ def _check_floating(operand: jax.Array) -> None:
         )
 
 
-def _check_state(format: Any, state: State | None) -> None:
+def _check_state(format: Quantization | None, state: State | None) -> None:
     """Checks that there is a state exactly where a recipe has one."""
     if needs_state(format) and state is None:
         raise ValueError(

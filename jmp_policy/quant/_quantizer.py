@@ -10,7 +10,7 @@ from .._get_policy import default_policy
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray, quantize_array
-from ._clip import Clip, checked
+from ._clip import Clip, check_clip
 from ._layout import Layout, choose_format, why_too_small
 
 _SHOWN = 5
@@ -36,7 +36,7 @@ class Quantizer:
                 "For example: 'int8_from_mixed_bfloat16'."
             )
         self.given = given
-        self._clip = checked(clip)
+        self._clip = check_clip(clip)
         self._input_clips = {path: _parse_magnitude(path, value) for path, value in input_clips.items()}
         self._modules: set[str] = set()
         self._left: dict[str, str] = {}

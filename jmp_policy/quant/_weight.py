@@ -42,7 +42,7 @@ class Unquantized:
         """The dtype that the weight is stored in."""
         return self.array.dtype
 
-    def quantized(self) -> QuantizedArray:
+    def quantize(self) -> QuantizedArray:
         """The weight as `quant.quantize` would make it."""
         return quantize_array(self.array, self.format, self.layout)
 
