@@ -30,7 +30,7 @@ _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
 def make_float8_method(
-    module: nn.Module, method: functools.partial, format: Float8, next_fun: Callable[..., Any]
+    module: nn.Module, function: Callable[..., Any], format: Float8, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a float8 policy.
 
@@ -38,15 +38,14 @@ def make_float8_method(
 
     Args:
       module: a bound module.
-      method: the method as the interceptor has it: a partial of the function.
+      function: the method as it was written.
       format: that of the policy.
       next_fun: what to call for it.
     """
     if _has_no_state(module, format):
         return next_fun
-    function = inspect.unwrap(method.func)
     if function is _EINSUM:
-        return functools.partial(_call_einsum, module, format, next_fun)
+        return functools.partial(_call_einsum, module, format, next_fun)  # type: ignore[arg-type]
     fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun

@@ -5,7 +5,7 @@ lifted transforms call and to the scopes inside, and has them in the key under w
 """
 
 import contextlib
-import functools
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -61,7 +61,7 @@ def _call_inside(
     """Calls a method of a module inside of the attached one, or of that one itself."""
     # A method that another one of the same module calls finds the fields filled in.
     if INSIDE in vars(module):
-        next_fun = _quantize(module, context.orig_method, vars(module)[INSIDE], next_fun)
+        next_fun = _quantize(module, context, vars(module)[INSIDE], next_fun)
         with calling(module):
             return next_fun(*args, **kwargs)
 
@@ -84,7 +84,7 @@ def _call_inside(
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
         if isinstance(module, nn.MultiHeadDotProductAttention):
             _check_cache(module)
-        next_fun = _quantize(module, context.orig_method, match.policy.quantization, next_fun)
+        next_fun = _quantize(module, context, match.policy.quantization, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
         else:
@@ -98,10 +98,12 @@ def _call_inside(
 
 
 def _quantize(
-    module: nn.Module, method: functools.partial, format: Quantization | None, next_fun: Callable[..., Any]
+    module: nn.Module, context: InterceptorContext, format: Quantization | None, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    is_concerned = format is not None or isinstance(module, PARAMETER_WRAPPERS)
-    return quantize_method(module, method, format, next_fun) if is_concerned else next_fun
+    if format is None and not isinstance(module, PARAMETER_WRAPPERS):
+        return next_fun
+    bound: Any = context.orig_method  # a partial of the function
+    return quantize_method(module, inspect.unwrap(bound.func), format, next_fun)
 
 
 def _is_cast_due(module: nn.Module) -> bool:

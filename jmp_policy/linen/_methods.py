@@ -96,16 +96,7 @@ def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        if not read_class_policy(self).place.boundary:
-            return _call_without_casts(method, self, args, kwargs)
-
-        if BOUNDARY_HOOK.get() is None:
-            return _call_with_casts(method, self, args, kwargs)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return _call_with_casts(method, self, args, kwargs)
-
-        return hook_boundary(self, method.__name__, call, args, kwargs)
+        return _call_boundary(method, self, args, kwargs)
 
     setattr(call_method, _OURS, call_method)
     return call_method
@@ -130,6 +121,17 @@ def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
 def _is_ours(method: Callable[..., Any]) -> bool:
     """Whether a method is one of ours; not what a decorator such as `nn.remat` made of one, with all its attributes."""
     return getattr(method, _OURS, None) is method
+
+
+def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    # A linen module inside a model of nnx is no boundary where no rule names it.
+    if not read_class_policy(module).place.boundary:
+        return _call_without_casts(method, module, args, kwargs)
+    # What observes the call sees what enters before it is cast.
+    if BOUNDARY_HOOK.get() is not None:
+        call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
+        return hook_boundary(module, method.__name__, call, args, kwargs)
+    return _call_with_casts(method, module, args, kwargs)
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

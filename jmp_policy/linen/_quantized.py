@@ -30,7 +30,7 @@ _MULTIPLIES = "_jmp_multiplies"
 
 
 def quantize_method(
-    module: nn.Module, method: functools.partial, format: Quantization | None, next_fun: Callable[..., Any]
+    module: nn.Module, function: Callable[..., Any], format: Quantization | None, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
 
@@ -40,19 +40,18 @@ def quantize_method(
 
     Args:
       module: a bound module.
-      method: the method as the interceptor has it: a partial of the function.
+      function: the method as it was written.
       format: that of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
     if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)
     if isinstance(format, Float8):
-        return make_float8_method(module, method, format, next_fun)
+        return make_float8_method(module, function, format, next_fun)
     if format is None:
         return next_fun
     if isinstance(module, PARAMETER_WRAPPERS):
         _check_is_rewritable(module)
-    function = inspect.unwrap(method.func)
     own = _METHODS.get(function)
     if own is not None:
         return functools.partial(own, module, format, next_fun)
