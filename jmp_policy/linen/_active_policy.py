@@ -101,16 +101,16 @@ NOTES: contextvars.ContextVar[CallNotes] = contextvars.ContextVar("NOTES")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivePolicy:
-    """The inside of an attached module: which policy holds at which path.
+    """What is in force inside an attached module: which policy holds at which path.
 
-    Those of the same values are one object. They are looked up with every cache of JAX's while a call is traced,
-    which is why they are compared by identity.
+    Active policies of the same values are one object, and are compared by identity: JAX looks them up with each of its
+    caches while a call is traced.
 
     Attributes:
       given: what the class of the attached module was given.
       path: where it stands in its model.
-      inferred: what stands for a compute dtype that a policy leaves open: that of the first floating input of the
-        attached module, or of the innermost one around that a rule matches which leaves it open.
+      inferred: what stands for a compute dtype that a policy leaves open: the dtype of the first floating input of the
+        attached module, or of the innermost module around whose own rule leaves it open.
       rule: the rule of the policy map that covers the module whose method is running, if one does.
     """
 
@@ -158,8 +158,8 @@ class ActivePolicy:
     def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
         """What is active while a method of a module runs that this rule covers.
 
-        The modules inside compute by that rule, and the program of a jitted one (`nn.jit`), or of a jitted function
-        that runs one by `.apply`, must not be taken for that of its like elsewhere.
+        The modules inside compute by that rule. The program of a jitted one (`nn.jit`), or of a jitted function that
+        runs one by `.apply`, must not be taken for the program of its like elsewhere.
         """
         if rule is self.rule:
             return self

@@ -39,7 +39,7 @@ def make_float8_method(
     Args:
       module: a bound module.
       function: the method as it was written.
-      format: that of the policy.
+      format: of the policy.
       next_fun: what to call for it.
     """
     if _has_no_state(module, format):
@@ -58,7 +58,7 @@ def make_float8_method(
 
 
 def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a module that rewrites the variables of others, of which it passes on the state of float8 layers.
+    """A method of a module that rewrites the variables of others, and leaves alone the state of float8 layers.
 
     Args:
       module: a bound `nn.WeightNorm` or `nn.SpectralNorm`, whatever policy holds for it itself.
@@ -140,7 +140,7 @@ def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
 def _call_einsum(
     module: nn.Einsum, format: Float8, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
-    """`nn.Einsum.__call__`, whose product is no field."""
+    """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
     if equation is None:
         return own(inputs, einsum_str)

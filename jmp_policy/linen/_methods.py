@@ -1,4 +1,4 @@
-"""The methods of a policied class: boundaries, or what runs inside its module's policy."""
+"""The methods of a class with a policy: public ones cast what enters and leaves, the others only have the policy."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _OURS = "_jmp_ours"
 
 
 def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
-    """Makes public methods boundaries, and has the others run inside the policy as well."""
+    """Makes the public methods of a class boundaries, and has the others run under its policy as well."""
     names = tuple(names)
     for name, method in list_methods(cls, names):
         setattr(cls, name, _make_boundary(method) if is_public(name) else _make_inner_method(method))
@@ -33,9 +33,9 @@ def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
 
 
 def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Flax's way into every method, here for those of the class without a policy: `Base.encode(module, x)`.
+    """Calls a method as Flax calls each; here for a method of the class without a policy, `Base.encode(module, x)`.
 
-    They are not boundaries themselves. Without this private hook of Flax's such a call would have no policy.
+    Such a method is not a boundary itself. Without this private hook of Flax's the call would have no policy.
     """
     active: ActivePolicy | None = CURRENT.value
     if self.scope is None or (active is not None and active.belongs_to(self)):

@@ -34,14 +34,14 @@ def quantize_method(
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
 
-    Flax's own methods multiply by the weight as it is stored: most by the functions in the fields of the layer, in
-    whose place ours are written; ours take the place of those whose functions are no fields. A method that a user
-    wrote, on a subclass too, finds numbers.
+    Flax's own methods multiply by the weight as it is stored. Most do it by functions in the fields of the layer, where
+    ours are written; methods without such a field are replaced by ours. A method that a user wrote, on a subclass too,
+    finds numbers.
 
     Args:
       module: a bound module.
       function: the method as it was written.
-      format: that of the policy; with `None` the method is as it was.
+      format: of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
     if isinstance(module, PARAMETER_WRAPPERS):
@@ -244,7 +244,7 @@ def _is_flax_embedding(module: nn.Module) -> bool:
 def _call_einsum(
     module: nn.Einsum, format: Integers, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
-    """`nn.Einsum.__call__`, whose product is no field."""
+    """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
     if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)

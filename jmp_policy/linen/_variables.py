@@ -30,8 +30,8 @@ from ._fields import (
 from ._quantized import read_quantized_param
 
 INSIDE = "_jmp_inside"
-"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
-holds the quantization of the module's policy."""
+"""The attribute of a module whose method is running, with the quantization of its policy. The methods that this one
+calls find the fields filled in."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
