@@ -203,7 +203,7 @@ def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
-    return {"promote_dtype": ours, layer.field: layer.multiply()}
+    return {"promote_dtype": ours, layer.field: layer.make_multiply()}
 
 
 def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
