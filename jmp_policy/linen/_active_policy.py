@@ -16,7 +16,7 @@ from flax import linen as nn
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import MapRule, Match, PolicyMap
-from ..explanation._written import explain_written
+from ..explanation._written import describe_written_dtypes
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
 
@@ -182,7 +182,7 @@ class ActivePolicy:
     def explain_written_dtypes(self) -> list[str]:
         """What to say, when the call is over, if written dtypes keep most layers out of the dtype of their policy."""
         layers = NOTES.get().layers
-        return explain_written(layers, AUTOCAST_EXAMPLE) if set(layers.values()) - {None} else []
+        return describe_written_dtypes(layers, AUTOCAST_EXAMPLE) if set(layers.values()) - {None} else []
 
     @functools.cached_property
     def _match_everywhere(self) -> Match:

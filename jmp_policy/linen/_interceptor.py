@@ -19,7 +19,7 @@ from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul
 from .._formats import Quantization
 from .._policy import Policy
 from .._trees import Args, Kwargs
-from ..explanation._written import wider_dtype
+from ..explanation._written import find_wider_dtype
 from ..quant._array import Misread
 from ..quant._weight import WEIGHT_NAMES
 from ._active_policy import CURRENT, NOTES, ActivePolicy
@@ -121,7 +121,7 @@ def _note_layer(module: nn.Module, policy: Policy) -> None:
     if not find_fields(type(module)).has_dtype or not any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES)):
         return
     written = written_dtype(module)
-    NOTES.get().layers[path_text(module)] = None if written is None else wider_dtype(written, policy)
+    NOTES.get().layers[path_text(module)] = None if written is None else find_wider_dtype(written, policy)
 
 
 def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
