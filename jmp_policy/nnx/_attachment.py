@@ -13,7 +13,7 @@ from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from ..explanation._written import explain_written, wider_dtype
+from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
 from ._layers import (
     WRAPPERS,
@@ -102,7 +102,7 @@ class Attachment:
 
     def explain_written_dtypes(self) -> list[str]:
         """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
-        return explain_written(self._layers, AUTOCAST_EXAMPLE)
+        return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
 
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
@@ -211,7 +211,7 @@ class Attachment:
     ) -> None:
         if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
             written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
-            self._layers["/".join(path)] = wider_dtype(written, policy)
+            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
     def _rebuild(
         self,

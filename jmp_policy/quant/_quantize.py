@@ -13,6 +13,7 @@ from .._adapter import find_adapter
 from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
 from .._messages import warn_user
+from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._trees import PyTree
@@ -150,8 +151,7 @@ class _Stacks:
     def count_axes(self, module: str) -> int:
         """How many leading axes of layers the weights of a module have: one for each pattern that covers it."""
         self._modules.append(module)
-        names = module.split("/")
-        around = ["/".join(names[:n]) for n in range(1, len(names) + 1)]
+        around = list_paths_to(module)[1:] or [module]
         covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
         for pattern in covering:
             self._unused.pop(pattern, None)
