@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from ._boundary import policy_of as policy_of, with_policy as with_policy
 from ._dtypes import half_dtype as half_dtype
 from ._explain import explain as explain
+from ._find_scale import get_loss_scale as get_loss_scale, metrics as metrics
 from ._finite import all_finite as all_finite, select_tree as select_tree
 from ._full_precision import force_full_precision as force_full_precision
 from ._get_policy import (
@@ -26,7 +27,6 @@ from ._loss_scale import (
 )
 from ._policy import Policy as Policy
 from ._policy_map import PolicyMap as PolicyMap
-from ._scaled_state import get_loss_scale as get_loss_scale, metrics as metrics
 from ._trees import cast_floating as cast_floating, cast_to_full as cast_to_full, cast_to_half as cast_to_half
 from .autocast import autocast as autocast  # the function, which has the name of its package
 

@@ -44,6 +44,9 @@ class ModuleCall:
     describe_quantization: Callable[[], str] = lambda: ""
 
 
+Method = str | Callable[..., Any] | None
+"""What to call of a module: a method or its name, or a function of the module; `None` for the module itself."""
+
 Hook = Callable[[ModuleCall, Callable[..., Any], Args, Kwargs], Any]
 """What runs in place of each method: `hook(call, next, args, kwargs)` calls `next(*args, **kwargs)`."""
 
@@ -93,7 +96,7 @@ class ModelInfo:
 
 
 class Adapter(Protocol):
-    """What the library asks of a Flax API. Models, modules and variables are those of that API.
+    """What the library asks of a Flax API. Its models, modules and variables come from that API.
 
     Attributes:
       autocast_example: for errors: how to call `autocast` with a function that calls a module.
@@ -117,7 +120,7 @@ class Adapter(Protocol):
         """Returns the policy that a module or class was given, or `None`."""
         ...
 
-    def on_call(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
+    def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         """Returns the same function, in which a hook runs in place of each method of a module that it calls.
 
         Hooks nest: the one of the outer function is the outer one. Modules that Flax calls only to try their setup do
@@ -132,7 +135,7 @@ class Adapter(Protocol):
         ...
 
     def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        """Returns the classes, by path, of the modules among some arguments that `on_call` would hook.
+        """Returns the classes, by path, of the modules among some arguments that `hook_calls` would hook.
 
         Of linen there are none: its modules show when they are called.
         """
@@ -146,7 +149,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def run(self, model: Any, inputs: Args, method: Any, kwargs: Kwargs, hook: Hook) -> Any:
+    def run(self, model: Any, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         """Calls a module that has its variables, under a hook. What the call writes to them is lost.
 
         Args:
@@ -162,8 +165,8 @@ class Adapter(Protocol):
         self,
         model: Any,
         inputs: Args,
-        method: Any,
-        rngs: Any,
+        method: Method,
+        rngs: PyTree,
         kwargs: Kwargs,
         trace: Callable[..., None],
         hook: Hook,
@@ -181,7 +184,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def weights(self, model: Any) -> dict[str, Any]:
+    def find_weights(self, model: Any) -> dict[str, Any]:
         """Returns the weights that can be quantized, or are, by the path of the module that they belong to."""
         ...
 
@@ -189,8 +192,8 @@ class Adapter(Protocol):
     def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
         """Quantizes a model that holds its weights; `None` for linen, whose weights are in its variables.
 
-        It takes the model, the policy, and `Quantizer.weight`, which quantizes one weight. It returns a model with the
-        policy, and a sentence for each rule that decides for no module.
+        It takes the model, the policy, and `Quantizer.quantize_weight`. It returns a model with the policy, and a
+        sentence for each rule that decides for no module.
         """
         ...
 

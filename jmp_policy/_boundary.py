@@ -18,42 +18,43 @@ from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._messages import describe
 from ._policy import Policy
 from ._policy_map import PolicyMap
-from ._trees import PyTree
+from ._trees import Args, Kwargs, PyTree
 
 NO_TARGET: Any = types.SimpleNamespace()
-"""Stands for the target of a decorator, which is yet to come; `None` is one that is none, and an error."""
+"""Stands for the target of a decorator, which is yet to come. `None` does not: it is a wrong target, and an error."""
 
 
 def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
-    output dtype, once, at the outermost call; Flax modules among the arguments pass through uncast, each has its own
-    policy, and so do nnx Variables, alone or in optimizers, metrics and RNG streams, and any object that is no tree of
-    arrays, with the arrays inside it. A function has no weights that the quantization of a policy could be for. A Flax
-    module, linen or nnx, does the same at its boundary, and inside it stores its parameters in the param dtype, and
-    every layer computes in the compute dtype; the parameter tree is that of the module without a policy. Nothing is
-    changed in place: the target stays as it is, only a decorated class is a new one.
+    output dtype, once, at the outermost call. Flax modules among the arguments pass through uncast, for each has its
+    own policy. So do nnx Variables, alone or in optimizers, metrics and RNG streams, and any other object that JAX
+    does not take for a tree, with the arrays inside it. The quantization of a policy is for weights, and a function has
+    none. A Flax module, linen or nnx, casts in the same way at its boundary. Inside, it stores its parameters in the
+    param dtype, and every layer computes in the compute dtype; the parameter tree stays the same as without a policy.
+    Nothing is changed in place: the target stays as it is, only a decorated class is a new one.
 
     Where several say what a layer computes in, the nearest wins:
 
     1. the `dtype` that an author wrote on the layer, a value other than the field's default;
-    2. what `with_policy` gave to the layer itself, then to the module around it, and so on outwards. Of one module the
-       last wins: a policy for an instance replaces that of its class, and a second one the first, map or not;
+    2. what `with_policy` gave to the layer itself, then to the module around it, and so on outwards. A module has the
+       policy it was given last: the policy of an instance replaces its class's, and a second one the first, map or not;
     3. in a `PolicyMap`, the first rule that covers the layer, be it by path, pattern or type, else the map's default;
        inside of a module that has a policy of its own, the rules of a map around it decide nothing;
     4. the default policy, where `with_policy` or a map was given none. It reaches nothing else.
 
-    The dtypes of parameters follow the same order, but for 1: a written `dtype` is that of a computation. A function
-    keeps the policy it has inside a second one, as with any decorator: replace it by decorating its `__wrapped__`.
+    The dtypes of parameters follow the same order without 1: a written `dtype` says what a layer computes in. A
+    function keeps the policy it has inside a second one, as with any decorator: replace it by decorating its
+    `__wrapped__`.
 
     A module's policy holds while one of its methods runs. What is called past them has the policy of its caller: a
     submodule of a bound linen module (`bound.dense(x)`, where `apply` with `method=lambda module, x: module.dense(x)`
     has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. A linen module
-    that one of them runs through `.apply`, as heads tied to a table do, stands inside of the one that makes the call,
-    under its own name where that is one of the modules which the caller holds. In a scan the
-    carry keeps one dtype: attach the policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a
-    rule for what runs inside needs the carry's dtype as its output dtype.
+    that another one runs through `.apply`, as heads tied to a table do, stands inside of the one that makes the call:
+    under its own name, if the caller holds a module of that name. In a scan the carry keeps one dtype: attach the
+    policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a rule for what runs inside needs
+    the carry's dtype as its output dtype.
 
     Args:
       target: a function, a linen or nnx class or instance. Without one, or with a policy here and none in second
@@ -71,7 +72,7 @@ def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Col
     Raises:
       TypeError: `target` is neither a function nor a Flax module; or, when it is called, what it returned would run
         later, out of reach of the policy: a generator, a coroutine, or a module that it made.
-      ValueError: `policy` is no policy, or `keep` names no argument.
+      ValueError: `get_policy` cannot read `policy`, or `keep` names something else than an argument.
 
     >>> @with_policy("mixed_bfloat16", keep=["position"])
     ... def dtypes(x, position):
@@ -143,7 +144,7 @@ class _Boundary:
         self._keep = keep
         self._recursion = Recursion()
 
-    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
         """Calls the function, with casts at its outermost call."""
         if self._recursion.is_running():
             return self._fun(*args, **kwargs)

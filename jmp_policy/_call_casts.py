@@ -1,4 +1,4 @@
-"""What a boundary casts: the arguments of a call, and its result."""
+"""What a boundary casts: the arguments of a call, its result, and the carry of a recurrent cell."""
 
 import inspect
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
@@ -10,12 +10,12 @@ import jax
 from ._flax_objects import is_flax_object
 from ._messages import quote, shorten
 from ._policy import Policy
-from ._trees import PyTree, cast_floating, floating_leaves
+from ._trees import Args, Kwargs, PyTree, cast_floating, floating_leaves, is_floating
 
 
 def cast_arguments(
-    policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: tuple, kwargs: dict[str, Any]
-) -> tuple[Policy, tuple, dict[str, Any]]:
+    policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: Args, kwargs: Kwargs
+) -> tuple[Policy, Args, Kwargs]:
     """Casts what enters a boundary to compute dtype.
 
     Args:
@@ -28,7 +28,8 @@ def cast_arguments(
     Returns:
       The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
     """
-    names = _positional_names(fun, len(args)) if keep else [""] * len(args)
+    # Without `keep` no name matters, and asking for the signature of a function is dear.
+    names = _name_positions(fun, len(args)) if keep else [""] * len(args)
     entering = (
         {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
         {name: x for name, x in kwargs.items() if name not in keep},
@@ -39,7 +40,7 @@ def cast_arguments(
 
 
 def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:
-    """A policy whose missing compute dtype is that of the first floating input of a call, Flax's objects excepted."""
+    """Fills in a missing compute dtype: the first floating input of a call has it. Flax's objects do not count."""
     return policy.resolve(floating_leaves(inputs, is_leaf=is_flax_object)) if policy.compute_dtype is None else policy
 
 
@@ -92,8 +93,8 @@ def check_keep(fun: Callable[..., Any], keep: Collection[str]) -> None:
             )
 
 
-def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first `count` positional parameters; a `*args` gives its name to all it takes."""
+def _name_positions(fun: Callable[..., Any], count: int) -> list[str]:
+    """Returns the names of the first `count` positional parameters; a `*args` gives its name to all it takes."""
     parameters = inspect.signature(fun).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
@@ -101,4 +102,29 @@ def _positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 
 def name_function(fun: Any) -> str:
+    """Names a function, or what it returned, for an error."""
     return shorten(getattr(fun, "__qualname__", repr(fun)))
+
+
+def keep_carry_dtypes(carry: Any, out: Any) -> Any:
+    """The result of a step of a cell, its new carry in the dtypes of the old one.
+
+    Cells make their first carry in param dtype. Most promote to it: the memory of an LSTM stays float32, and nothing
+    is cast here. A `SimpleCell` returns what its layers computed, in compute dtype, which a scan refuses; widening
+    that loses nothing. Making the first carry in compute dtype instead would round the memory of the others. A first
+    carry narrower than what the cell computes in is rounded at each step: it chose the dtype to keep.
+
+    Args:
+      carry: the old carry, as the caller handed it over; `None` if there is none.
+      out: `(new carry, output)`; anything else, and a new carry of another structure, is left as it is.
+    """
+    if carry is None or not isinstance(out, tuple) or len(out) != 2:
+        return out
+    new_carry, output = out
+    if jax.tree.structure(new_carry) != jax.tree.structure(carry):
+        return out
+    return jax.tree.map(_cast_like, new_carry, carry), output
+
+
+def _cast_like(new: Any, old: Any) -> Any:
+    return cast_floating(new, old.dtype) if is_floating(old) else new

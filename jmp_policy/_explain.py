@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ._adapter import find_adapter
+from ._adapter import Method, find_adapter
+from ._trees import PyTree
 
 if TYPE_CHECKING:
     from .explanation import Explanation
 
 
-def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kwargs: Any) -> "Explanation":
+def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> "Explanation":
     """Says what holds at each module of a Flax model: policy, rule, and the dtypes that are seen when it is called.
 
     The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
@@ -19,8 +20,8 @@ def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kw
 
     Args:
       model: a linen or nnx module, with a policy or without.
-      *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything that is
-        no array, such as a Python bool, is passed on as it is.
+      *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
+        such as a Python bool, is passed on as it is.
       method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
       rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
         nnx, the argument `rngs` of the method.
@@ -30,7 +31,7 @@ def explain(model: Any, *inputs: Any, method: Any = None, rngs: Any = None, **kw
       An `Explanation`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
 
     Raises:
-      TypeError: `model` is no Flax module. What the model itself raises comes through.
+      TypeError: `model` is not a Flax module. What the model itself raises comes through.
 
     >>> from flax import linen as nn
     >>> rules = jmp.PolicyMap({"layers_1": "float32", "layer_0": "float32"}, "mixed_bfloat16")

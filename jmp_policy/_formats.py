@@ -133,11 +133,6 @@ def integers_of(quantization: Quantization | None) -> Integers | None:
     return quantization if isinstance(quantization, Integers) else None
 
 
-def float8_of(quantization: Quantization | None) -> Float8 | None:
-    """A quantization, if it is one by which products are computed in 8-bit floating point."""
-    return quantization if isinstance(quantization, Float8) else None
-
-
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
     """Reads a quantization: one of the classes, a string such as `"int8"`, `"int4/64"` or `"float8"`, or `None`.
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
-from ._scaled_state import get_loss_scale
 from ._trees import PyTree
 
 

@@ -1,4 +1,4 @@
-"""Results that are look_up for as long as what they are for is alive: `functools.cache` would keep that alive."""
+"""Results that are remembered for as long as what they are for is alive: `functools.cache` would keep that alive."""
 
 import functools
 import threading

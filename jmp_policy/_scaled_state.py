@@ -1,18 +1,17 @@
-"""The state of a loss-scaled optimizer, and finding it in whatever holds it."""
+"""The state of a loss-scaled optimizer, and which transformations of optax may not stand around it."""
 
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
-from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
+from ._loss_scale import LossScale, register_with_flax
 from ._trees import PyTree
 
 T = TypeVar("T")
 
 # What goes on where a `loss_scaled` inside of it skips a step: transformations of optax by the type of their state,
 # by name because this module does without optax, and how each goes inside of `loss_scaled` instead.
-_NEVER_OUTSIDE = {
+NEVER_OUTSIDE = {
     "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # which does what loss_scaled does, and gives in
     "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
     "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
@@ -67,49 +66,9 @@ class LossScaledState(_Fields):
         return self[1]
 
 
-def get_loss_scale(state: PyTree) -> LossScale:
-    """Finds the loss scale in a state.
-
-    Args:
-      state: a `LossScale`, or any tree that holds exactly one: an optax state, a `TrainState`, an `nnx.Optimizer`.
-
-    Raises:
-      ValueError: it holds none, or several; or it is inside the state of a transformation that goes on where
-        `optim.loss_scaled` skips a step, such as `optax.MultiSteps`.
-
-    >>> get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
-    StaticLossScale(loss_scale=8.0)
-    """
-    register_with_flax()
-    _check_not_inside(_NEVER_OUTSIDE, state)
-    found = _nodes(state, LossScale)
-    if len(found) != 1:
-        raise ValueError(
-            f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
-            "Pass the loss scale itself, or the state of jmp_policy.optim.loss_scaled(tx, policy.loss_scale())."
-        )
-    return without_variables(found[0])
-
-
-def scaled_state(state: PyTree) -> LossScaledState:
-    """Finds the state of `optim.loss_scaled` in a tree that holds exactly one.
-
-    Raises:
-      ValueError: it holds none, or several.
-    """
-    found = _nodes(state, LossScaledState)
-    if len(found) != 1:
-        raise ValueError(
-            f"Expected a state that holds exactly one LossScaledState, got {type(state).__name__} with {len(found)}. "
-            "For example: jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale()).init(params)."
-        )
-    found = found[0]._replace(inner_state=None)  # which may be large, and nobody asks for
-    return without_variables(found)
-
-
 def has_scaled_state(state: PyTree) -> bool:
     """Whether a tree holds the state of `optim.loss_scaled`."""
-    return bool(_nodes(state, LossScaledState))
+    return bool(find_nodes(state, LossScaledState))
 
 
 def check_outermost(state: PyTree) -> None:
@@ -121,48 +80,10 @@ def check_outermost(state: PyTree) -> None:
     Raises:
       ValueError: it is inside.
     """
-    _check_not_inside(_NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
+    check_not_inside(NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
 
 
-def metrics(state: PyTree) -> dict[str, Any]:
-    """The figures of loss scaling as a flat dictionary of scalars, for any logger.
-
-    Args:
-      state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
-
-    Returns:
-      `loss_scale` (float32) and `steps_since_growth` (int32); of an optimizer's state also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). Nothing is read back from the device.
-
-    Raises:
-      ValueError: the tree holds no loss scale, or several.
-
-    >>> metrics(jmp.NoOpLossScale())
-    {'loss_scale': np.float32(1.0), 'steps_since_growth': np.int32(0)}
-    """
-    scale = get_loss_scale(state)
-    dynamic = isinstance(scale, DynamicLossScale)
-    figures = {
-        "loss_scale": scale.loss_scale if dynamic else np.float32(scale.loss_scale),
-        "steps_since_growth": scale.counter if dynamic else np.int32(0),
-    }
-    if has_scaled_state(state):
-        of_optimizer = scaled_state(state)
-        for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
-            figures[name] = getattr(of_optimizer, name)
-    return figures
-
-
-def without_variables(tree: T) -> T:
-    """The arrays themselves, where an nnx optimizer keeps each in a Variable; those are known by their `get_value`."""
-
-    def is_variable(node: Any) -> bool:
-        return hasattr(node, "get_value")
-
-    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
-
-
-def _check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
+def check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
     def is_outside(node: Any) -> bool:
         return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
 
@@ -180,6 +101,6 @@ def _type_name(node: Any) -> str:
     return f"{type(node).__module__.partition('.')[0]}.{type(node).__name__}"
 
 
-def _nodes(tree: PyTree, kind: type[T]) -> list[T]:
+def find_nodes(tree: PyTree, kind: type[T]) -> list[T]:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]

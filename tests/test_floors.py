@@ -15,6 +15,7 @@ FLOORS = {
     "_memory": 0,
     "_made_classes": 0,
     "_messages": 0,
+    "_paths": 0,
     "_scale_settings": 0,
     "_float8_state": 0,
     "_trees": 0,
@@ -26,16 +27,15 @@ FLOORS = {
     "_formats": 1,
     "_policy": 2,
     "_scaled_state": 2,
+    "_find_scale": 2,
     "_grammar": 3,
     "_policy_map": 3,
     "_get_policy": 4,
     "_adapter": 4,
     "_call_casts": 4,
     "_boundary": 5,
-    "_carry": 5,
     "_full_precision": 5,
     "_grad": 5,
-    "_param_casts": 5,
     "interpreter": 5,
     "optim": 6,
     "autocast": 6,
@@ -62,6 +62,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
+              ("_find_scale", "_scaled_state"),
               ("cli", "demo"), ("demo", "cli"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

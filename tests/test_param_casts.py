@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy._param_casts import of_copies
+from jmp_policy.optim._minimize import extract_half_casts
 
 HALF = jnp.float16
 W = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -30,7 +30,7 @@ FUNS = {
 @pytest.mark.parametrize("name", FUNS)
 def test_a_parameter_is_a_copy_only_where_all_of_it_is_one_cast(name):
     fun, dtype = FUNS[name]
-    copy, of_copy = of_copies(fun, W)
+    copy, of_copy = extract_half_casts(fun, W)
     assert copy.dtype == dtype
     np.testing.assert_array_equal(of_copy(copy), fun(W))
     grad = jax.grad(of_copy)(copy)
@@ -39,7 +39,7 @@ def test_a_parameter_is_a_copy_only_where_all_of_it_is_one_cast(name):
 
 
 def test_a_parameter_that_is_returned_is_no_copy():
-    copy, of_copy = of_copies(lambda w: (w.astype(HALF), w), W)
+    copy, of_copy = extract_half_casts(lambda w: (w.astype(HALF), w), W)
     assert copy.dtype == jnp.float32
     assert [x.dtype for x in of_copy(copy)] == [HALF, jnp.float32]
 
@@ -48,7 +48,7 @@ def test_trees_and_what_is_closed_over_come_through():
     @jax.jit
     def evaluate(params, x):
         fun = lambda p: {"loss": jnp.sum(p["w"].astype(HALF) @ x.astype(HALF)), "aux": (p["scale"], None)}
-        copies, of_copy = of_copies(fun, params)
+        copies, of_copy = extract_half_casts(fun, params)
         assert {name: copy.dtype for name, copy in copies.items()} == {"w": HALF, "scale": jnp.float32}
         return fun(params), of_copy(copies)
 
@@ -62,5 +62,5 @@ def test_custom_derivatives_are_kept():
         return x
 
     doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
-    copy, of_copy = of_copies(lambda w: jnp.sum(doubled(w.astype(HALF)).astype(jnp.float32)), W)
+    copy, of_copy = extract_half_casts(lambda w: jnp.sum(doubled(w.astype(HALF)).astype(jnp.float32)), W)
     np.testing.assert_array_equal(jax.grad(of_copy)(copy), jnp.full((2, 3), 2, HALF))

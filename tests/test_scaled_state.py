@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy._scaled_state import LossScaledState, has_scaled_state, scaled_state
+from jmp_policy._find_scale import find_scaled_state
+from jmp_policy._scaled_state import LossScaledState, has_scaled_state
 
 SCALE = jmp.DynamicLossScale(8.0, counter=3)
 STATE = LossScaledState({"mu": jnp.ones(2)}, SCALE, jnp.array(True), jnp.int32(4), jnp.int32(1))
@@ -65,7 +66,7 @@ def test_none_or_several_are_an_error(state, text):
     with pytest.raises(
         ValueError, match=r"^Expected a state that holds exactly one LossScaledState, got \w+ with [02]\. "
     ):
-        scaled_state(state)
+        find_scaled_state(state)
 
 
 @pytest.mark.parametrize("state", HOLDERS, ids=lambda s: type(s).__name__)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from .._adapter import Adapter, find_adapter, find_lifting_adapter
 from .._boundary import NO_TARGET, parse_target
@@ -19,6 +20,7 @@ from .._get_policy import PolicySpec
 from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import Args, Kwargs, PyTree
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule
@@ -32,7 +34,7 @@ CUSTOM_RULES = ("opaque", "inside")
 
 
 def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rules: str) -> Any:
-    """The function that stands for `fun`, or a decorator, as `autocast` says."""
+    """Makes the function that stands for `fun`, or a decorator, as `autocast` says."""
     if custom_rules not in CUSTOM_RULES:
         raise ValueError(
             f"Unknown custom_rules {custom_rules!r}. {did_you_mean(custom_rules, CUSTOM_RULES)} "
@@ -46,20 +48,20 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
     fun, captured = parse_target(fun, policy)
     check_policy(captured)
     if fun is NO_TARGET:
-        return lambda decorated: _with_autocast(decorated, captured, moved, custom_rules)
-    return _with_autocast(fun, captured, moved, custom_rules)
+        return lambda target: _wrap_function(target, captured, moved, custom_rules)
+    return _wrap_function(fun, captured, moved, custom_rules)
 
 
-def _with_autocast(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
+def _wrap_function(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
     if isinstance(fun, staticmethod | classmethod):
-        return type(fun)(_with_autocast(fun.__func__, policy, rules, custom_rules))
+        return type(fun)(_wrap_function(fun.__func__, policy, rules, custom_rules))
     adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
-        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_what_to_write(adapter)}")
-    return _Autocast(fun, policy, rules, custom_rules).function()
+        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_show_example(adapter)}")
+    return _Autocast(fun, policy, rules, custom_rules).wrap()
 
 
-def _what_to_write(adapter: Adapter | None) -> str:
+def _show_example(adapter: Adapter | None) -> str:
     if adapter is None:
         return "For example: autocast(loss_fn, 'mixed_bfloat16')."
     return f"Give it one that calls the module. For example: {adapter.autocast_example}."
@@ -76,52 +78,56 @@ class _Autocast:
         self._register = Register() if has_scopes(policy, rules) else None
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
-    def function(self) -> Callable[..., Any]:
-        """The function that stands for the one that was given."""
+    def wrap(self) -> Callable[..., Any]:
+        """Makes the function that stands for the one that was given."""
 
         @functools.wraps(self._fun)
-        def autocasted(*args: Any, **kwargs: Any) -> Any:
-            fun, args, kwargs = _opened(self._fun, args, kwargs)
+        def call_autocast(*args: Any, **kwargs: Any) -> Any:
+            # What the function may write to has to be among its arguments.
+            fun, args, kwargs = _open_partials(self._fun, args, kwargs)
             policy = resolve_policy(root_policy(self._policy), (args, kwargs))
             adapter = find_lifting_adapter((args, kwargs))
-            traceable = self._traceable(fun, policy)
+            traceable = self._make_traceable(fun, policy)
             if adapter is None:
-                return self._run(policy, traceable, args, kwargs)
+                return self._trace_and_run(policy, traceable, args, kwargs)
 
-            def run_lifted(pure: Callable[..., Any], state: Any) -> Any:
-                return self._run(policy, pure, (state,), {})
+            # Objects of nnx are written to outside of the trace, when it is over.
+            def run_lifted(pure: Callable[..., Any], state: PyTree) -> Any:
+                return self._trace_and_run(policy, pure, (state,), {})
 
             return adapter.lift(run_lifted, traceable, args, kwargs)
 
-        return autocasted
+        return call_autocast
 
-    def _traceable(self, fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-        """The function as it is traced, with its result checked and cast."""
+    def _make_traceable(self, fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+        """Makes the function that is traced: its result is checked and cast, and its modules are entered."""
 
-        def traceable(*args: Any, **kwargs: Any) -> Any:
-            with matmul_precision(policy), _writes_explained():
+        def call_and_check(*args: Any, **kwargs: Any) -> Any:
+            with matmul_precision(policy), _explain_writes():
                 out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
             return out
 
-        return traceable if self._register is None else self._register.watch(traceable)
+        return call_and_check if self._register is None else self._register.watch(call_and_check)
 
-    def _run(self, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _trace_and_run(self, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Traces, rewrites and runs."""
+        # The modules are entered while their methods are traced, so the rules by scope come after that.
         with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
         old = traced.program
+        # What enters and what leaves keeps the dtypes that the function was traced with.
         kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
-        new = Rewriter(self._rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
+        new = Rewriter(self._make_rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
             return run(traced, new)
 
-    def _rule(self, policy: Policy, program: Any) -> CastingRule:
+    def _make_rule(self, policy: Policy, program: ClosedJaxpr) -> CastingRule:
         scopes = None
         unused = explain_unused_functions(self._rules.functions, program.jaxpr)
         if self._register is not None:
-            scopes = Scopes(self._policy, self._rules.scopes, self._rules.backward, self._register.modules())
+            scopes = Scopes(self._policy, self._rules.scopes, self._rules.backward, self._register.list_modules())
             unused += scopes.explain_unused(program.jaxpr)
         for message in unused:
             warn_user(message)
@@ -135,17 +141,20 @@ class _Autocast:
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules)
 
 
-def _opened(fun: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
-    """A function, and what a partial or a method of a Flax object holds as its arguments: it may write to them."""
+def _open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
+    """Returns a function, and what a partial or a method of a Flax object holds among its arguments.
+
+    The function may write to them, and so they have to come in as arguments.
+    """
     if isinstance(fun, functools.partial):
-        return _opened(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
+        return _open_partials(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
     if isinstance(fun, types.MethodType) and is_flax_object(fun.__self__):
         return fun.__func__, (fun.__self__, *args), kwargs
     return fun, args, kwargs
 
 
 @contextlib.contextmanager
-def _writes_explained() -> Iterator[None]:
+def _explain_writes() -> Iterator[None]:
     """Adds to the error of nnx about a module that is closed over, which speaks of trace levels, what to do."""
     try:
         yield
@@ -158,7 +167,7 @@ def _writes_explained() -> Iterator[None]:
         raise
 
 
-def _check_result(fun: Callable[..., Any], out: Any) -> None:
+def _check_result(fun: Callable[..., Any], out: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_flax_object)[0]:
         if not (hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex) or is_flax_object(leaf)):
             where = jax.tree_util.keystr(path)

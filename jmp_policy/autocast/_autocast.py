@@ -1,4 +1,4 @@
-"""`autocast`: mixed precision for functions that know nothing of it."""
+"""`autocast`: mixed precision for functions that were written in float32."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,9 @@ def autocast(
         partials, jitted functions and callable objects count as functions. Write `autocast(model.apply, ...)` for a
         linen module, and `autocast(lambda model, x: model(x), ...)` for one of nnx.
       policy: anything that `get_policy` reads; `None` is the default policy, as of now. Its compute dtype is float32,
-        bfloat16 or float16; without one it is that of the first floating input. Results are cast to its output dtype;
+        bfloat16 or float16; without one, the first floating input has it. Results are cast to its output dtype;
         without one they have the dtype that `fun` gives them.
-      rules: what to move in the tables of operations and functions, and rules by scope before those of a map.
+      rules: what to move in the tables of operations and functions, and rules by scope, which come before a map's.
       custom_rules: what becomes of functions with derivatives of the user's own (`jax.custom_jvp`, `jax.custom_vjp`):
         `"opaque"` runs them as they were traced, `"inside"` casts inside of the function and its forward pass. The
         derivative is the user's in both.
@@ -51,9 +51,9 @@ def autocast(
       A function of the arguments of `fun`.
 
     Raises:
-      TypeError: `fun` is no function; or, when it is called, what it returned is no tree of arrays.
-      ValueError: `policy` is no policy, or one whose compute dtype is none of the three, or a quantized one: operations
-        do not tell which of their operands are weights.
+      TypeError: `fun` is not a function; or, when it is called, it returned something else than a tree of arrays.
+      ValueError: `get_policy` cannot read `policy`, its compute dtype is another one, or it is quantized: operations do
+        not tell which of their operands are weights.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's lists of operators; asked for in
     JAX issue 5257.

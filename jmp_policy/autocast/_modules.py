@@ -35,22 +35,22 @@ class Register:
         self._roots: set[str] = set()
         self._methods: set[tuple[str, str]] = set()
 
-    def modules(self) -> Modules:
-        """Those that were entered."""
+    def list_modules(self) -> Modules:
+        """Returns those that were entered."""
         return Modules(tuple(self._types.items()), frozenset(self._roots), frozenset(self._methods))
 
     def watch(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, which enters the modules it calls, and runs each in a scope from which its path is read.
 
         Args:
-          fun: a function whose arguments nobody else holds, as `Adapter.on_call` wants it.
+          fun: a function whose arguments nobody else holds, as `Adapter.hook_calls` wants it.
         """
         for adapter in find_loaded_adapters():
             fun = self._watch_modules_of(adapter, fun)
         return fun
 
     def _watch_modules_of(self, adapter: Adapter, fun: Callable[..., Any]) -> Callable[..., Any]:
-        hooked = adapter.on_call(fun, self._hook, setup=True)
+        hooked = adapter.hook_calls(fun, self._hook, setup=True)
 
         def call_watched(*args: Any, **kwargs: Any) -> Any:
             # A rule may be for a module that is not called, and decide for what is inside of it.

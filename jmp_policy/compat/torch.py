@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .._dtypes import did_you_mean
+from .._find_scale import get_loss_scale
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from .._messages import quote
-from .._scaled_state import get_loss_scale
 from .._trees import PyTree
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, meta
 
-from .._adapter import Adapter, Hook, ModelInfo
+from .._adapter import Adapter, Hook, Method, ModelInfo
 from .._messages import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._trees import Args, Kwargs, PyTree
-from ..quant import QuantizedArray
+from ..quant._array import is_quantized
 from ..quant._weight import WEIGHT_NAMES
 from ._calls import hook_calls
 from ._classes import make_policied_class, unpolicied_class
@@ -44,7 +44,7 @@ class _Linen:
         """Returns the policy of a linen class or instance."""
         return getattr(target, POLICY, None)
 
-    def on_call(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
+    def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         """Returns the same function, in which a hook runs in place of each method of a module, inside of its casts."""
         return hook_calls(fun, hook, setup=setup)
 
@@ -63,7 +63,7 @@ class _Linen:
             raise ValueError(f"A linen module runs with variables, {amiss}. For example: model.bind(variables).")
         return model if variables is None else model.bind(variables)
 
-    def run(self, model: nn.Module, inputs: Args, method: Any, kwargs: Kwargs, hook: Hook) -> Any:
+    def run(self, model: nn.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         """Calls a bound module under a hook; what it writes to its variables is lost."""
         unbound, variables = model.unbind()
         mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
@@ -73,8 +73,8 @@ class _Linen:
         self,
         model: nn.Module,
         inputs: Args,
-        method: Any,
-        rngs: Any,
+        method: Method,
+        rngs: PyTree,
         kwargs: Kwargs,
         trace: Callable[..., None],
         hook: Hook,
@@ -82,10 +82,10 @@ class _Linen:
         """Has a module, which is initialised abstractly, traced under a hook, and tells what holds in it."""
         return examine(model, inputs, method, rngs, kwargs, trace, hook)
 
-    def weights(self, model: nn.Module) -> dict[str, Any]:
+    def find_weights(self, model: nn.Module) -> dict[str, Any]:
         """Returns the weights of a bound module that can be quantized, or are, by the path of their module."""
         _, variables = model.unbind()
-        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=_is_quantized)
+        leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=is_quantized)
         weights = {}
         for keys, leaf in leaves:
             path, _, name = jax.tree_util.keystr(keys, simple=True, separator="/").rpartition("/")
@@ -132,7 +132,3 @@ def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:
         object.__setattr__(module, "scope", target.scope.rewound())
         object.__setattr__(module, "_state", dataclasses.replace(target._state, children={**target._state.children}))
     return module
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)

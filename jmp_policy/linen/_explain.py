@@ -10,9 +10,10 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList
 
-from .._adapter import Hook, ModelInfo, ModuleCall, ModuleInfo, describe_module
+from .._adapter import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
+from .._paths import list_paths_to
 from .._policy_map import Match, PolicyMap
-from .._trees import Args, Kwargs
+from .._trees import Args, Kwargs, PyTree
 from ..explanation._observation import eval_shapes
 from ._active_policy import CURRENT, ActivePolicy
 from ._calls import hook_calls
@@ -25,8 +26,8 @@ from ._quantized import quantization_of
 def examine(
     model: nn.Module,
     inputs: Args,
-    method: Any,
-    rngs: Any,
+    method: Method,
+    rngs: PyTree,
     kwargs: Kwargs,
     trace: Callable[..., None],
     hook: Hook,
@@ -45,10 +46,10 @@ def examine(
     called = _CalledModules()
     method = called.note_root_of(method) if inspect.isfunction(method) else method
 
-    def init(rngs: Any, inputs: Args, kwargs: Kwargs) -> Any:
+    def init(rngs: PyTree, inputs: Args, kwargs: Kwargs) -> Any:
         return model.init(_name_keys(rngs), *inputs, method=method, **kwargs)
 
-    def apply(variables: Any, rngs: Any, inputs: Args, kwargs: Kwargs) -> Any:
+    def apply(variables: Any, rngs: PyTree, inputs: Args, kwargs: Kwargs) -> Any:
         mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
         return model.apply(variables, *inputs, rngs=_name_keys(rngs), method=method, mutable=mutable, **kwargs)
 
@@ -122,6 +123,6 @@ def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list
     owned: dict[str, list[Any]] = {}
     for keys, leaf in jax.tree.leaves_with_path(params):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
-        around = ("/".join(names[:n]) for n in range(len(names), -1, -1))
-        owned.setdefault(next(path for path in around if path in modules), []).append(leaf)
+        around = list_paths_to("/".join(names))
+        owned.setdefault(next(path for path in reversed(around) if path in modules), []).append(leaf)
     return owned

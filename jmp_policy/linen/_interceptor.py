@@ -12,8 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core import freeze
 
-from .._call_casts import cast_arguments, cast_result, matmul_precision, resolve_policy
-from .._carry import keep_carry_dtypes
+from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy
 from .._policy import Policy
 from ..quant._array import Misread
 from ._active_policy import CURRENT, ActivePolicy

@@ -16,7 +16,7 @@ from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
-from ..quant._array import Misread
+from ..quant._array import Misread, is_quantized
 from ..quant._layer import Promote, WeightedLayer
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
@@ -157,8 +157,8 @@ def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except ScopeParamShapeError as error:
-        for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=_is_quantized):
-            if _is_quantized(weight):
+        for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized):
+            if is_quantized(weight):
                 error.add_note(
                     f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
                     f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
@@ -172,8 +172,8 @@ def name_misread_weight(module: nn.Module, error: Misread) -> None:
     around = path_of(module)[: len(path_of(module)) - len(module.path)]
     # All the variables that code inside may see, a transform's own among them; these are not the arrays outside.
     params = module.scope.root.variables().get("params", {})  # type: ignore[union-attr]
-    for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=_is_quantized):
-        if _is_quantized(weight) and weight.values is error.weight.values:
+    for keys, weight in jax.tree.leaves_with_path(meta.unbox(params), is_leaf=is_quantized):
+        if is_quantized(weight) and weight.values is error.weight.values:
             *names, name = (*around, *module.scope.root.path, *(key.key for key in keys))  # type: ignore[union-attr]
             error.name_weight("/".join(names), name)
 
@@ -185,8 +185,8 @@ def _check_is_rewritable(module: nn.Module) -> None:
       ValueError: one of them is quantized.
     """
     layer = module.layer_instance  # type: ignore[attr-defined]
-    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=_is_quantized):
-        if _is_quantized(weight):
+    for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=is_quantized):
+        if is_quantized(weight):
             path = "/".join(path_of(layer))
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
@@ -200,10 +200,6 @@ def _quote_path(module: nn.Module, name: str) -> str:
     return f" {'/'.join((*path_of(module), name))!r}"
 
 
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
-
-
 def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
     layer = _multiplying_layer(module)
@@ -213,7 +209,7 @@ def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
-    return {"promote_dtype": ours, layer.field: layer.multiply()}
+    return {"promote_dtype": ours, layer.field: layer.make_multiply()}
 
 
 def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:

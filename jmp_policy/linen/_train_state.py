@@ -5,10 +5,11 @@ from typing import Any
 from flax.training import train_state
 
 from .. import optim
+from .._find_scale import find_scaled_state
 from .._finite import select_tree
 from .._float8_state import OVERWRITE
-from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import overwrite_state
+from .._scaled_state import has_scaled_state
+from ..optim._unseen import overwrite_state
 
 
 class TrainState(train_state.TrainState):
@@ -44,7 +45,7 @@ class TrainState(train_state.TrainState):
             params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
         if not has_scaled_state(opt_state):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
-        finite = scaled_state(opt_state).grads_finite
+        finite = find_scaled_state(opt_state).grads_finite
         kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
         # Selected, not `step + finite`: Flax's first step is a Python int, and a step of another type would make every
         # jitted train step compile again at its second call.

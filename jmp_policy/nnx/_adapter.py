@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._adapter import Adapter, Hook, ModelInfo
+from .._adapter import Adapter, Hook, Method, ModelInfo
 from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -15,12 +15,12 @@ from .._trees import Args, Kwargs, PyTree
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
-from ._call import parse_keep
 from ._calls import find_modules, hook_calls
 from ._decorate import decorate_class, find_given_policy
 from ._explain import examine, find_method
-from ._layer_table import LayerWeight, weight_in, weight_name
+from ._layer_table import LayerWeight, find_weight, weight_name
 from ._lift import lift
+from ._methods import parse_keep
 from ._module_spec import ModuleSpec, find_spec
 from ._quantized import QuantizedParam
 
@@ -59,7 +59,7 @@ class _Nnx:
             return None
         return spec.given if spec.attached else spec.policy
 
-    def on_call(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
+    def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         """Returns the same function, in which a hook runs in place of each method of a module among its arguments."""
         return hook_calls(fun, hook)
 
@@ -77,7 +77,7 @@ class _Nnx:
             raise ValueError("variables are those of a linen module; an nnx model has its own.")
         return model
 
-    def run(self, model: nnx.Module, inputs: Args, method: Any, kwargs: Kwargs, hook: Hook) -> Any:
+    def run(self, model: nnx.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         """Calls a copy of a model under a hook."""
 
         def call(copy: nnx.Module) -> Any:  # the inputs are no arguments: modules among them are not hooked
@@ -89,8 +89,8 @@ class _Nnx:
         self,
         model: nnx.Module,
         inputs: Args,
-        method: Any,
-        rngs: Any,
+        method: Method,
+        rngs: PyTree,
         kwargs: Kwargs,
         trace: Callable[..., None],
         hook: Hook,
@@ -98,12 +98,12 @@ class _Nnx:
         """Has a copy of a model traced under a hook, and tells what holds in it."""
         return examine(model, inputs, method, rngs, kwargs, trace, hook)
 
-    def weights(self, model: nnx.Module) -> dict[str, Any]:
+    def find_weights(self, model: nnx.Module) -> dict[str, Any]:
         """Returns the weights of a model that can be quantized, or are, by the path of their module."""
         weights = {}
         for path, module in nnx.iter_modules(model):
             spec = find_spec(module)
-            found = weight_in(type(module) if spec is None else spec.base, vars(module))
+            found = find_weight(type(module) if spec is None else spec.base, vars(module))
             if found is not None:
                 weights["/".join(map(str, path))] = found.value
         return weights
@@ -119,7 +119,7 @@ class _Nnx:
         done: dict[Any, tuple[Any, nnx.Variable]] = {}
         for path, module in nnx.iter_modules(attached):
             spec = find_spec(module)
-            weight = None if spec is None else weight_in(spec.base, vars(module))
+            weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
             name, mask = weight_name(spec.base), vars(module).get("mask")

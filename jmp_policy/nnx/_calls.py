@@ -17,7 +17,7 @@ from .._adapter import Hook, ModuleCall
 from .._flax_objects import is_flax_object
 from .._memory import remember_on_class
 from .._trees import Args, Kwargs, PyTree
-from ._call import list_public_methods
+from ._methods import list_public_methods
 from ._module_spec import SPEC, find_spec
 from ._nodes import NodeKind, find_kind, list_items
 from ._quantized import describe_quantization

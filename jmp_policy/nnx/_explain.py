@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import Hook, ModelInfo, ModuleInfo, describe_module
+from .._adapter import Hook, Method, ModelInfo, ModuleInfo, describe_module
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from .._trees import Args, Kwargs
-from ..quant import QuantizedArray
+from .._trees import Args, Kwargs, PyTree
+from ..quant._array import is_quantized
 from ._calls import hook_calls
 from ._layers import has_written_dtype
 from ._module_spec import ModuleSpec, find_spec
@@ -23,8 +23,8 @@ from ._quantized import QuantizedParam, describe_quantization
 def examine(
     model: nnx.Module,
     inputs: Args,
-    method: Any,
-    rngs: Any,
+    method: Method,
+    rngs: PyTree,
     kwargs: Kwargs,
     trace: Callable[..., None],
     hook: Hook,
@@ -105,7 +105,7 @@ class _Tree:
         if kind is NodeKind.MODULE:
             self._visit_module(value, path, given)
         elif kind is NodeKind.PARAM:
-            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=_is_quantized))
+            self.params.setdefault(owner, []).extend(jax.tree.leaves(value.get_raw_value(), is_leaf=is_quantized))
         else:
             if isinstance(value, nnx.Module) and given is not None:  # nnx.List and nnx.Dict, which rules may name
                 given.types.setdefault(given.strip_path(path), type(value))
@@ -133,16 +133,12 @@ class _Tree:
         return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
 
 
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
-
-
 def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
     attributes = vars(module)
     return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 
 
-def find_method(module: nnx.Module, method: Any) -> Callable[..., Any]:
+def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
     """What to call: a method is found again by its name, for the class of the module may be another one."""
     if method is None:
         return module  # type: ignore[return-value]

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from .._find_scale import get_loss_scale
 from .._finite import all_finite, select_tree
 from .._float8_state import OVERWRITE
 from .._grad import scaled_value_and_grad, without_value
 from .._loss_scale import NoOpLossScale
-from .._scaled_state import get_loss_scale, has_scaled_state
+from .._scaled_state import has_scaled_state
 from .._trees import PyTree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 

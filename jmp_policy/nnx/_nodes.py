@@ -10,6 +10,12 @@ from flax import nnx
 from .._dtypes import is_floating_dtype
 from .._memory import remember_weakly
 
+Node = Any
+"""A value in a tree of modules: anything that an attribute may hold."""
+
+Attributes = dict[str, Any]
+"""The attributes of a module, by name."""
+
 
 class NodeKind(enum.Enum):
     """The kinds of values that the walks over module trees tell apart."""
@@ -47,7 +53,7 @@ def find_floating_dtypes(param: nnx.Param) -> set[np.dtype]:
     return {np.dtype(dtype) for dtype in dtypes if dtype is not None and is_floating_dtype(dtype)}
 
 
-def list_items(container: Any) -> list[tuple[str, Any]]:
+def list_items(container: Node) -> list[tuple[str, Node]]:
     """The names and values in a container of any kind; modules are containers too."""
     match find_kind(type(container)):
         case NodeKind.MODULE | NodeKind.PYTREE:
@@ -60,7 +66,7 @@ def list_items(container: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def replace_items(container: Any, items: list[Any]) -> Any:
+def replace_items(container: Node, items: list[Node]) -> Node:
     """A copy of a container with other values, in the order of `list_items`."""
     if isinstance(container, dict):
         return dict(zip(container, items, strict=True))
@@ -69,7 +75,7 @@ def replace_items(container: Any, items: list[Any]) -> Any:
     return make_blank(type(container), dict(zip(vars(container), items, strict=True)))
 
 
-def make_blank(kind: type, attributes: dict[str, Any]) -> Any:
+def make_blank(kind: type, attributes: Attributes) -> Any:
     """An object with these attributes, made without its constructor."""
     new = object.__new__(kind)
     vars(new).update(attributes)

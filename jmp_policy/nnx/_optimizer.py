@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
+from .._find_scale import find_scaled_state
 from .._float8_state import split_state
-from .._scaled_state import has_scaled_state, scaled_state
-from ..optim._overwriting import fill_zeros, overwrite_state
+from .._scaled_state import has_scaled_state
 from ..optim._step import ParameterUpdate
+from ..optim._unseen import fill_zeros, overwrite_state
 from ._float8 import Float8State
 
 
@@ -79,4 +80,6 @@ class Optimizer(nnx.Optimizer):
 
 
 def _steps_taken(opt_state: Any) -> Any:
-    return scaled_state(opt_state).grads_finite.astype(jnp.uint32) if has_scaled_state(opt_state) else jnp.uint32(1)
+    if not has_scaled_state(opt_state):
+        return jnp.uint32(1)
+    return find_scaled_state(opt_state).grads_finite.astype(jnp.uint32)

@@ -9,13 +9,13 @@ from flax import nnx
 
 from .._memory import remember_on_class
 from .._trees import cast_floating
-from ._nodes import NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
+from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 
 _UNWRITTEN = object()
 
 
 def call_on_shadow(
-    module: nnx.Module, base: type, attributes: dict[str, Any], dtype: np.dtype | None, call: Callable[[Any], Any]
+    module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
     """Calls a function with a shadow of a module.
 
@@ -27,20 +27,23 @@ def call_on_shadow(
     Args:
       module: the module that is called.
       base: the class whose methods run.
-      attributes: attributes that differ in the shadow.
+      changed: attributes that differ in the shadow.
       dtype: what floating Params are read in; `None` leaves them alone.
       call: what is called with the shadow.
 
     Returns:
       What `call` returns; the module, if that is the shadow.
     """
+    # Where no Param is read in another dtype, the shadow holds what the module holds.
     record = _Record(dtype)
-    before = {name: record.shadow(value) for name, value in vars(module).items()}
-    before.update(attributes)
+    attributes = vars(module)
+    if dtype is not None:
+        attributes = {name: record.shadow(value) for name, value in attributes.items()}
+    before = attributes | changed
     shadow = make_blank(base, before)
     try:
         out = call(shadow)
-    finally:
+    finally:  # what was written before an error stays written, as without a policy
         record.write_back(vars(module), before, vars(shadow))
     return module if out is shadow else out
 
@@ -48,23 +51,21 @@ def call_on_shadow(
 class _StandIn(NamedTuple):
     """A view of a Param or a copy of a container, kept alive so that its id stays its own."""
 
-    original: Any
-    stand_in: Any
+    original: Node
+    stand_in: Node
     held: dict | list | None  # what the stand-in contained before the call
 
 
 class _Record:
-    """What stands in a shadow for what."""
+    """Which value in a shadow stands for which value of the module."""
 
     def __init__(self, dtype: np.dtype | None):
         self.dtype = dtype
         self.originals: dict[int, _StandIn] = {}  # by the id of the stand-in
         self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
 
-    def shadow(self, value: Any) -> Any:
+    def shadow(self, value: Node) -> Node:
         """What stands for a value: a view of a Param, a copy of a container of Params, else the value itself."""
-        if self.dtype is None:
-            return value
         match find_kind(type(value)):
             case NodeKind.PARAM:
                 return self._view(value)
@@ -76,25 +77,25 @@ class _Record:
                 return self._remember(replace_items(value, shadows), value)
         return value
 
-    def write_back(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
+    def write_back(self, attributes: Attributes, before: Attributes, after: Attributes) -> None:
         """Hands over what a call assigned, deleted, and wrote into Params."""
         self._hand_over(attributes, before, after)
         for original, stand_in, held in self.originals.values():
             if isinstance(stand_in, nnx.Param):
                 _write_param(original, stand_in)
             elif isinstance(held, dict):
-                self._hand_over(_contents(original), held, _contents(stand_in))
+                self._hand_over(_get_contents(original), held, _get_contents(stand_in))
             elif isinstance(held, list) and not (len(stand_in) == len(held) and all(map(_is, stand_in, held))):
-                original[:] = map(self._original, stand_in)
+                original[:] = map(self._find_original, stand_in)
 
-    def _hand_over(self, attributes: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> None:
+    def _hand_over(self, attributes: Attributes, before: Attributes, after: Attributes) -> None:
         for name, value in after.items():
             if before.get(name, _UNWRITTEN) is not value:
-                attributes[name] = self._original(value)
+                attributes[name] = self._find_original(value)
         for name in before.keys() - after.keys():
             del attributes[name]
 
-    def _original(self, value: Any) -> Any:
+    def _find_original(self, value: Node) -> Node:
         return self.originals[id(value)].original if id(value) in self.originals else value
 
     def _view(self, param: nnx.Param) -> nnx.Param:
@@ -105,8 +106,8 @@ class _Record:
             self.views[id(param)] = self._remember(view, param)
         return self.views[id(param)]
 
-    def _remember(self, stand_in: Any, original: Any) -> Any:
-        self.originals[id(stand_in)] = _StandIn(original, stand_in, copy.copy(_contents(stand_in)))
+    def _remember(self, stand_in: Node, original: Node) -> Node:
+        self.originals[id(stand_in)] = _StandIn(original, stand_in, copy.copy(_get_contents(stand_in)))
         return stand_in
 
 
@@ -117,18 +118,18 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
     The value stays as stored, so that a transform which splits and merges the shadow hands on the stored dtype.
     """
 
-    def get_value(self: Any, **kwargs: Any) -> Any:
+    def get_value(self: nnx.Param, **kwargs: Any) -> Any:
         return cast_floating(kind.get_value(self, **kwargs), dtype)
 
-    def set_value(self: Any, value: Any, **kwargs: Any) -> None:
+    def set_value(self: nnx.Param, value: Any, **kwargs: Any) -> None:
         stored = getattr(self.get_raw_value(), "dtype", None)
         kind.set_value(self, cast_floating(value, stored), **kwargs)
 
-    def attribute(self: Any, name: str) -> Any:  # of the array, such as `param.T`, unless it is of the Variable
+    def get_attribute(self: nnx.Param, name: str) -> Any:  # of the array, such as `param.T`, if the Variable has none
         metadata = self.get_metadata()
         return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
-    methods = {"get_value": get_value, "set_value": set_value, "__getattr__": attribute}
+    methods = {"get_value": get_value, "set_value": set_value, "__getattr__": get_attribute}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
 
@@ -139,12 +140,12 @@ def _write_param(original: nnx.Param, view: nnx.Param) -> None:
         original.set_value(written)
 
 
-def _contents(container: Any) -> Any:
+def _get_contents(container: Node) -> Any:
     """The items or attributes of a container that code may assign to; `None` for what has none."""
     if isinstance(container, dict | list):
         return container
     return vars(container) if isinstance(container, nnx.Pytree) else None
 
 
-def _is(a: Any, b: Any) -> bool:
+def _is(a: object, b: object) -> bool:
     return a is b

@@ -11,8 +11,7 @@ import optax
 from .._dtypes import DTypeLike, parse_dtype
 from .._rounding import is_half
 from .._trees import PyTree, cast_floating
-from ._inner import check_not_outermost, check_transformation, with_dtypes_of
-from ._step import with_extra_args
+from ._step import check_not_outermost, check_transformation, with_dtypes_of, with_extra_args
 
 _MU, _NU = "mu_dtype", "nu_dtype"
 

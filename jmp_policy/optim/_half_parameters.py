@@ -11,8 +11,15 @@ from jax import lax
 
 from .._rounding import is_half
 from .._trees import PyTree
-from ._inner import check_not_loss_scaled, check_not_outermost, check_transformation, with_dtypes_of
-from ._step import ParameterUpdate, step, with_extra_args
+from ._step import (
+    ParameterUpdate,
+    check_not_loss_scaled,
+    check_not_outermost,
+    check_transformation,
+    step,
+    with_dtypes_of,
+    with_extra_args,
+)
 
 
 class Storage(abc.ABC):

@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
+from .._find_scale import find_scaled_state
 from .._finite import all_finite
 from .._float8_state import join_state, split_state
-from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
+from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_with_flax
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._float0 import unless_float0, without_float0
-from ._inner import check_transformation, with_dtypes_of
-from ._overwriting import HOLE, overwrite_state
-from ._step import ParameterUpdate, step, with_extra_args
+from ._step import ParameterUpdate, check_transformation, step, with_dtypes_of, with_extra_args
+from ._unseen import HOLE, overwrite_state, unless_float0, without_float0
 
 AxisName = Any
 
@@ -118,6 +118,42 @@ def skip_nonfinite(
     is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
+
+
+def check(state: PyTree, *, patience: int = 10) -> None:
+    """Raises when training is stuck: when it does nothing but skip steps, and no smaller loss scale can help.
+
+    Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
+
+    Args:
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
+      patience: how many skips in a row are too many for a scale that does not change; where the loop keeps dynamic
+        scales itself, beside `skip_nonfinite`, more than their way down takes, 24 from the highest. A dynamic scale is
+        stuck once it has reached its floor and the last two steps were skipped, of which at least one was taken at
+        the floor.
+
+    Raises:
+      FloatingPointError: training is stuck.
+      ValueError: `state` holds no such state, or several.
+
+    >>> check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
+    """
+    found = find_scaled_state(state)
+    scale, skips = found.loss_scale, int(found.consecutive_skips)
+    if isinstance(scale, DynamicLossScale):
+        value = float(scale.loss_scale)
+        floor = np.float32(scale.min_loss_scale)  # as the scale holds it
+        stuck, where = value <= floor and skips >= 2, f" and is at its floor {scale.min_loss_scale}"
+    else:
+        value = float(scale.loss_scale)
+        stuck, where = skips >= patience, " and does not change"
+    if stuck:
+        raise FloatingPointError(
+            f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
+            f"gradients were not finite. The loss scale is {value}{where}, so the model or its data makes the "
+            "infinities. jax.config.update('jax_debug_nans', True) finds the operation; a policy that computes in "
+            "bfloat16 has the range of float32."
+        )
 
 
 class _Operands(NamedTuple):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._find_scale import strip_variables
 from .._rounding import round_to_half
-from .._scaled_state import without_variables
 from .._trees import PyTree, cast_floating
 from ._half_parameters import check_fits, map_half, widened_alone
 from ._kahan import COMPENSATED, KahanState
@@ -42,7 +42,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     >>> params["w"].tolist(), master_params(opt_state, params)["w"].tolist()
     ([1.0, 1.0], [0.9990234375, 1.0])
     """
-    state, plain = without_variables((_only_state(opt_state), params))
+    state, plain = strip_variables((_only_state(opt_state), params))
     if isinstance(state, StochasticRoundingState):
         wide = widened_alone(plain)
     else:

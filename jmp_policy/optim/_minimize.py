@@ -2,16 +2,20 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jax import lax
+from jax.extend import core
 
+from .._find_scale import get_loss_scale
 from .._float8_state import explain_reuse
 from .._grad import value_and_grad, warn_of_half, with_scaled_loss, with_state_by_max
 from .._loss_scale import NoOpLossScale
-from .._param_casts import of_copies
-from .._scaled_state import get_loss_scale, has_scaled_state
+from .._rounding import is_half
+from .._scaled_state import has_scaled_state
 from .._trees import PyTree
 from ._loss_scaled import LossScaledUpdate
 from ._step import step
@@ -76,9 +80,76 @@ def _scaled_step(
     fun: Callable[..., Any], tx: Any, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
-    copies, fun_of_copies = of_copies(with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale), params)
+    scaled = with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale)
+    copies, fun_of_copies = extract_half_casts(scaled, params)
     with explain_reuse():
         (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     warn_of_half(out[0], scale)
     params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
+
+
+class HalfCasts(NamedTuple):
+    """A function of parameters as one of their copies, some of which are already in half precision.
+
+    Attributes:
+      copies: what to differentiate with respect to: the parameters, as their casts where there is one.
+      fun: a function of the copies.
+    """
+
+    copies: PyTree
+    fun: Callable[[PyTree], Any]
+
+
+def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCasts:
+    """Takes the casts of parameters to half precision out of a function.
+
+    Only a cast that is all that the function does with a parameter: where it is cast twice, or used uncast as well,
+    the parts of its gradient must be summed in its own dtype.
+
+    Args:
+      fun: a function of parameters that JAX can trace.
+      params: its argument, a tree of arrays.
+
+    >>> loss_fn = lambda w: jnp.sum(w["a"].astype(jnp.float16)) * w["b"]
+    >>> copies, fun = extract_half_casts(loss_fn, {"a": jnp.ones(2), "b": 3.0})
+    >>> copies["a"].dtype, copies["b"], float(fun(copies))
+    (dtype('float16'), 3.0, 6.0)
+    """
+    leaves, structure = jax.tree.flatten(params)
+    trees = []
+
+    def of_leaves(leaves: list[Any]) -> list[Any]:
+        out, tree = jax.tree.flatten(fun(structure.unflatten(leaves)))
+        trees.append(tree)
+        return out
+
+    traced = jax.make_jaxpr(of_leaves)(leaves)
+    casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
+    evaluate = core.jaxpr_as_fun(_without(traced, casts))
+    copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]
+    return HalfCasts(structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies))))
+
+
+def _only_use(jaxpr: Any, var: Any) -> Any:
+    """The cast to half precision that is the only equation to read a variable, or `None`."""
+    readers = [eqn for eqn in jaxpr.eqns for read in eqn.invars if read is var]
+    if len(readers) != 1 or any(out is var for out in jaxpr.outvars):
+        return None
+    (eqn,) = readers
+    of_float32 = np.dtype(var.aval.dtype) == np.float32 and not var.aval.weak_type
+    is_cast = eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
+    return eqn if is_cast and of_float32 else None
+
+
+def _without(traced: Any, casts: list[Any]) -> Any:
+    """The traced function that takes the results of casts in place of the variables that they cast."""
+    jaxpr = traced.jaxpr
+    invars = [var if cast is None else cast.outvars[0] for var, cast in zip(jaxpr.invars, casts, strict=True)]
+    taken = {id(cast) for cast in casts if cast is not None}
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) not in taken]
+    return traced.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))
+
+
+def _replay(cast: Any, leaf: Any) -> jax.Array:
+    return lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)

@@ -1,17 +1,22 @@
 """The operations between a layer's input and its weight, by the labels of their axes.
 
-A product is described once, by three tuples of labels: those of the left, of the right, and of the result. An axis
-whose label is not in the result is summed over; what remains says where a scale of the left or the right belongs.
+Three tuples of labels describe a product: one for the left, one for the right, one for the result. The operation
+sums over an axis whose label is not in the result. The other labels say where a scale of the left or the right belongs.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-Labels = tuple[Any, ...]
+from .._dtypes import DTypeLike
+
+Labels = tuple[str, ...]
+Sharding = NamedSharding | PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +25,8 @@ class Bilinear:
 
     Attributes:
       left: the labels of the axes of the left operand, a layer's input.
-      right: those of the right operand, its weight.
-      out: those of the result.
+      right: the labels of the right operand, its weight.
+      out: the labels of the result.
       compute: `(left, right, preferred_element_type) -> result`, by an operation of JAX's; equal if it is the same
         operation, for JAX's caches.
     """
@@ -49,12 +54,12 @@ class Bilinear:
 class Dot:
     """`lax.dot_general` with all but its operands."""
 
-    dimension_numbers: Any
-    precision: Any = None
-    preferred_element_type: Any = None
-    out_sharding: Any = None
+    dimension_numbers: lax.DotDimensionNumbers
+    precision: lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Sharding | None = None
 
-    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
         return lax.dot_general(left, right, self.dimension_numbers, **_options(self, preferred))
 
 
@@ -63,9 +68,9 @@ class Convolution:
     """`lax.conv_general_dilated` with all but its operands."""
 
     options: tuple[tuple[str, Any], ...]
-    preferred_element_type: Any = None
+    preferred_element_type: DTypeLike | None = None
 
-    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
         preferred = preferred or self.preferred_element_type
         return lax.conv_general_dilated(left, right, **dict(self.options), preferred_element_type=preferred)
 
@@ -75,15 +80,15 @@ class Einsum:
     """`jnp.einsum` of two operands with all but these."""
 
     equation: str
-    precision: Any = None
-    preferred_element_type: Any = None
-    out_sharding: Any = None
+    precision: lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Sharding | None = None
 
-    def __call__(self, left: jax.Array, right: jax.Array, preferred: Any = None) -> jax.Array:
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
         return jnp.einsum(self.equation, left, right, **_options(self, preferred))
 
 
-def _options(compute: Dot | Einsum, preferred: Any) -> dict[str, Any]:
+def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, Any]:
     sharding = {} if compute.out_sharding is None else {"out_sharding": compute.out_sharding}
     dtype = preferred or compute.preferred_element_type
     return {"precision": compute.precision, "preferred_element_type": dtype, **sharding}
@@ -96,8 +101,8 @@ def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
     ('l0', 'r1')
     """
     (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
-    left: list[Any] = [f"l{i}" for i in range(left_ndim)]
-    right: list[Any] = [f"r{i}" for i in range(right_ndim)]
+    left = [f"l{i}" for i in range(left_ndim)]
+    right = [f"r{i}" for i in range(right_ndim)]
     for kind, of_left, of_right in (("sum", left_sum, right_sum), ("b", left_batch, right_batch)):
         for n, (i, j) in enumerate(zip(of_left, of_right, strict=True)):
             left[i] = right[j] = f"{kind}{n}"
@@ -122,7 +127,7 @@ def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
     """`jnp.einsum` of two operands, written out.
 
     Raises:
-      ValueError: it is no equation of two operands and a result, or one of them has a label twice.
+      ValueError: the equation does not have two operands and a result, or one of them has a label twice.
 
     >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
     ('.0', '.1', 'n')
@@ -168,13 +173,13 @@ class Call(NamedTuple):
 def describe_dot_general(
     lhs: jax.Array,
     rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
+    out_sharding: Sharding | None = None,
 ) -> Call:
-    """A call of `lax.dot_general`, with its arguments."""
+    """Describes a call of `lax.dot_general` by its arguments."""
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
     return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
@@ -185,11 +190,11 @@ def describe_einsum(
     lhs: jax.Array,
     rhs: Any,
     *,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
 ) -> Call:
-    """A call of `jnp.einsum` of two operands, with its arguments."""
+    """Describes a call of `jnp.einsum` of two operands by its arguments."""
     return Call(
         label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
     )
@@ -198,22 +203,22 @@ def describe_einsum(
 def describe_convolution(
     lhs: jax.Array,
     rhs: Any,
-    window_strides: Any,
-    padding: Any,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
     *,
     dimension_numbers: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
     **options: Any,
 ) -> Call:
-    """A call of `lax.conv_general_dilated`, with its arguments but for the dilations by position."""
+    """Describes a call of `lax.conv_general_dilated` by its arguments; dilations are keywords."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    padding = padding if isinstance(padding, str) else tuple(tuple(p) for p in padding)
-    given = {"window_strides": tuple(window_strides), "padding": padding, "dimension_numbers": numbers, **options}
+    pads = padding if isinstance(padding, str) else tuple(map(tuple, padding))
+    given = {"window_strides": tuple(window_strides), "padding": pads, "dimension_numbers": numbers, **options}
     given |= {} if out_sharding is None else {"out_sharding": out_sharding}
     hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return Call(label_convolution(lhs.ndim, Convolution(tuple(hashable.items()), preferred_element_type)), lhs, rhs)
 
 
-def _axes(axes: Any) -> tuple[int, ...]:
+def _axes(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(axis) for axis in axes)

@@ -4,14 +4,21 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .._adapter import find_adapter
+from .._adapter import Method, find_adapter
 from .._messages import warn_user
+from .._trees import PyTree
 from ._calibration import Calibration
-from ._clip import Clip, checked
+from ._clip import Clip, check_clip
 
 
 def calibrate(
-    model: Any, batches: Iterable[Any], *, variables: Any = None, method: Any = None, clip: Clip = "mse", **kwargs: Any
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    variables: PyTree = None,
+    method: Method = None,
+    clip: Clip = "mse",
+    **kwargs: Any,
 ) -> dict[str, float]:
     """Runs a model on some data, and chooses the magnitude to clip the inputs of each layer to.
 
@@ -31,12 +38,12 @@ def calibrate(
       **kwargs: other arguments of each call; of `apply`, for linen.
 
     Returns:
-      By module path, the magnitude, for `quantize(..., input_clips=...)`. A layer whose inputs are not quantized, or
-      were all zero, has none, nor has one without a weight of its own, such as a head that is tied to a table.
+      By module path, the magnitude, for `quantize(..., input_clips=...)`. Left out are layers whose inputs are not
+      quantized or were all zero, and layers without a weight of their own, such as a head that is tied to a table.
 
     Raises:
-      TypeError: `model` is no Flax module.
-      ValueError: no layer quantizes its inputs; they are not finite; there are no batches; or `clip` is none.
+      TypeError: `model` is not a Flax module.
+      ValueError: no layer quantizes its inputs; they are not finite; `batches` is empty; or `clip` is not valid.
 
     Warns:
       Layers whose inputs have no numbers, because they run inside of `vmap` or `remat`.
@@ -50,7 +57,7 @@ def calibrate(
     >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
     ({'': 3.0}, Array(3., dtype=float32))
     """
-    checked(clip)
+    check_clip(clip)
     adapter = None if isinstance(model, type) else find_adapter(model)
     if adapter is None:
         raise TypeError(
@@ -63,7 +70,7 @@ def calibrate(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         calibration.run(functools.partial(adapter.run, bound, inputs, method, kwargs, calibration.hook))
     _check(calibration, count)
-    weights = adapter.weights(bound)
+    weights = adapter.find_weights(bound)
     clips = {path: layer.clip(clip) for path, layer in calibration.layers.items() if path in weights}
     return {path: magnitude for path, magnitude in clips.items() if magnitude > 0}
 

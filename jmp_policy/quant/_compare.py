@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._adapter import Adapter, ModuleCall, find_adapter
+from .._adapter import Adapter, Method, ModuleCall, find_adapter
 from .._dtypes import is_floating_dtype
 from .._trees import Args, Kwargs, is_array
 from ._array import QuantizedArray
 from ._comparison import Comparison, LayerComparison
 
 
-def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs: Any) -> Comparison:
+def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwargs: Any) -> Comparison:
     """Runs a model and its quantized self on the same inputs, and says what each layer lost and saved.
 
     Both run one operation after the other, so that the layers of a scan are seen as well.
@@ -33,7 +33,7 @@ def compare(before: Any, after: Any, *inputs: Any, method: Any = None, **kwargs:
       A `Comparison`: a table when printed or shown in a notebook, `.plot()`, `.rows` and `.to_dict()` for programs.
 
     Raises:
-      TypeError: one of the two is no Flax module.
+      TypeError: one of the two is not a Flax module.
       ValueError: they are not the same model, or a linen module is not bound.
 
     >>> from flax import nnx
@@ -109,7 +109,7 @@ def _find_adapter(model: Any) -> Adapter:
 
 def _weights(model: Any) -> dict[str, Any]:
     adapter = _find_adapter(model)
-    return adapter.weights(adapter.bind(model, None))
+    return adapter.find_weights(adapter.bind(model, None))
 
 
 def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         raise ValueError("There is nothing to compare: the model has no 'kernel' or 'embedding' of two or more axes.")
 
 
-def _run(model: Any, outputs: _Outputs, inputs: Args, method: Any, kwargs: Kwargs) -> Any:
+def _run(model: Any, outputs: _Outputs, inputs: Args, method: Method, kwargs: Kwargs) -> Any:
     with jax.disable_jit():
         return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
 
@@ -166,7 +166,7 @@ def _arrays(out: Any) -> list[Any]:
 
 
 def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
-    """The norm of the difference of some arrays, relative to that of the first ones; `None`, if there are none."""
+    """The norm of the difference of some arrays, relative to the norm of the first ones; `None` without arrays."""
     if not before:
         return None
     lost = kept = 0.0

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._float8_format import MULTIPLE, ODD_ROWS, CurrentScaling, DelayedScaling, Float8
+from .._float8_format import MULTIPLE, CurrentScaling, DelayedScaling, Float8
 from ._amax_history import (
     DTYPES,
     Memory,
@@ -23,7 +24,7 @@ from ._amax_history import (
     scale_by_history,
     varying_axes,
 )
-from ._bilinear import Bilinear, Convolution, Labels
+from ._bilinear import Bilinear, Convolution, Labels, Sharding
 from ._numbers import Scaled, compute_current_scale, measure_amax, saturate
 
 
@@ -32,7 +33,8 @@ def float8_product(
 ) -> jax.Array:
     """Computes `operation(left, right)` in 8 bits: both operands in e4m3, the gradient of the result in e5m2.
 
-    Products whose sizes gain nothing are left to JAX.
+    A left operand of an odd number of rows is left to JAX. The caller leaves the weights for which `why_weight_wide`
+    has a reason.
 
     Args:
       operation: what to compute.
@@ -48,24 +50,24 @@ def float8_product(
     numbers, and the result by their scales, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
     """
     right = right.astype(left.dtype)
-    if why_wide(operation, left.shape, right.shape, format) is not None:
+    if _has_odd_rows(operation, left.shape):
         return operation.compute(left, right)
-    # A derivative of our own varies over devices as its operand does, and that of a weight which they share is a sum.
+    # In `shard_map` a custom derivative varies over devices as its operand does. The cast to a varying weight makes JAX
+    # sum the gradients of a weight that devices share.
     axes = varying_axes(left, right)
     left, right = make_varying(left, axes), make_varying(right, axes)
-    return _product(
-        _ProductSpec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right)), left, right, state
-    )
+    spec = _ProductSpec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
+    return _product(spec, left, right, state)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProductSpec:
-    """What there is to know of a product before its operands are.
+    """What a product is, without its numbers.
 
     Attributes:
       operation: what to compute.
       format: how to scale.
-      dtype: that of the operands and of their gradients.
+      dtype: the dtype of the operands and of their gradients.
       left: the type of the left operand: its shape, and how it lies on devices.
       right: the type of the right operand.
     """
@@ -73,24 +75,32 @@ class _ProductSpec:
     operation: Bilinear
     format: Float8
     dtype: np.dtype
-    left: Any
-    right: Any
+    left: core.ShapedArray
+    right: core.ShapedArray
 
     @property
     def by_row(self) -> bool:
-        """Whether the slices along the axes that are summed over have a scale each, so that each product has others."""
+        """Whether each slice along the summed axes has a scale of its own; forward and backward then scale anew."""
         return self.format.recipe == CurrentScaling("row")
 
     @property
-    def sums(self) -> Any:
+    def sums(self) -> np.dtype:
         """The dtype of unscaled results: 448 times 448 is more than float16 holds."""
         return self.dtype if self.dtype == jnp.bfloat16 else np.dtype(np.float32)
 
 
 class _Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass.
+
+    Attributes:
+      left: the left operand, in 8 bits where the backward pass multiplies the same 8 bits.
+      right: the right operand, likewise.
+      memories: of input and kernel for the next step, of the gradient for this one, which the backward pass replaces.
+    """
+
     left: Scaled | jax.Array
     right: Scaled | jax.Array
-    memories: dict[str, Memory]  # of the next step, but for that of the gradient, which is of this one
+    memories: dict[str, Memory]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,33 +112,36 @@ def _forward(
     spec: _ProductSpec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
 ) -> tuple[jax.Array, _Residuals]:
     operation = spec.operation
+    # Both operands go into 8 bits, each by its own scale; with delayed scaling each also updates its memory.
     memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
     inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
     weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
+    # The product of the 8-bit numbers, times both scales, is the result.
     values = multiply(operation, inputs.values, weight.values, spec.sums)
     out = _undo_scales(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
+    # A scale per row serves one direction alone, and a weight gradient in the compute dtype wants the input as it was.
     keeps_left = spec.by_row or not spec.format.weight_grad
     return out, _Residuals(left if keeps_left else inputs, right if spec.by_row else weight, memories)
 
 
 def _backward(spec: _ProductSpec, residuals: _Residuals, grad: jax.Array) -> tuple[Any, ...]:
-    memories, to_left, to_right = (
-        dict(residuals.memories),
-        left_transpose(spec.operation),
-        right_transpose(spec.operation),
-    )
-    scaled = functools.partial(_scale_operand, spec, memories)
-    grads = scaled("output_grad", grad, to_left.summed_axes(to_left.left))
-    weight = scaled("kernel", residuals.right, to_left.summed_axes(to_left.right))
+    memories = dict(residuals.memories)
+    to_left, to_right = left_transpose(spec.operation), right_transpose(spec.operation)
+    scale = functools.partial(_scale_operand, spec, memories)
+    # The gradient of the input: the result's gradient in e5m2, times the weight, which mostly is in 8 bits already.
+    grads = scale("output_grad", grad, to_left.summed_axes(to_left.left))
+    weight = scale("kernel", residuals.right, to_left.summed_axes(to_left.right))
     values = grad_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
     left_grad = _undo_scales(values, to_left, grads, weight).astype(spec.dtype)
     if isinstance(residuals.left, Scaled) or spec.format.weight_grad:
-        inputs = scaled("input", residuals.left, to_right.summed_axes(to_right.left))
-        grads = scaled("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
+        # The gradient of the weight: the input times the result's gradient, which is scaled again by its other rows.
+        inputs = scale("input", residuals.left, to_right.summed_axes(to_right.left))
+        grads = scale("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
         values = grad_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)
         right_grad = _undo_scales(values, to_right, inputs, grads).astype(spec.dtype)
     else:
         right_grad = grad_right(spec.operation, grad.astype(spec.dtype), residuals.left, spec.right, spec.dtype)
+    # The gradient of the state is the next state.
     return left_grad, right_grad, join_memories(memories) if memories else None
 
 
@@ -144,13 +157,12 @@ def _scale_operand(
     *,
     records: bool = True,
 ) -> Scaled:
-    """An operand in 8 bits; its memory, if there is one and it `records`, becomes that of the next step."""
+    """Scales an operand into 8 bits, and with `records` replaces its memory, if it has one, by the next step's."""
     if isinstance(x, Scaled):
         return x
     if not isinstance(spec.format.recipe, DelayedScaling):
-        scale = compute_current_scale(
-            measure_amax(x, summed if spec.by_row else None), DTYPES[name], spec.format.margin
-        )
+        amax = measure_amax(x, summed if spec.by_row else None)
+        scale = compute_current_scale(amax, DTYPES[name], spec.format.margin)
         return Scaled(saturate(x, scale, DTYPES[name]), scale)
     if not records:
         return scale_by_history(x, name, memories[name], spec.format)
@@ -159,21 +171,30 @@ def _scale_operand(
 
 
 def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
+    """Multiplies a product of 8-bit numbers by the scales of both operands, in float32."""
     wide = values.astype(jnp.float32)
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
     return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
 
 
-def why_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
-    """Why a product of operands of these shapes stays in the compute dtype; `None` if it does not."""
+def _has_odd_rows(operation: Bilinear, left: tuple[int, ...]) -> bool:
+    """Whether a left operand of this shape has a number of rows that hardware does not multiply in 8 bits."""
+    if isinstance(operation.compute, Convolution):
+        return False
     rows = math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
-    is_odd = rows % MULTIPLE and not isinstance(operation.compute, Convolution)
-    return why_weight_wide(operation, left, right, format) or (ODD_ROWS if is_odd else None)
+    return rows % MULTIPLE != 0
 
 
 def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
-    """As `why_wide`, whatever the number of rows of the left operand."""
+    """Why products with a weight stay in the compute dtype, however many rows the input has; `None` if they do not.
+
+    Args:
+      operation: what to compute.
+      left: the shape of the input.
+      right: the shape of the weight.
+      format: of the policy.
+    """
     if isinstance(operation.compute, Convolution):
         return _why_convolution_wide(dict(operation.compute.options), right, format)
     lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
@@ -187,7 +208,7 @@ def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int
 
 
 def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
-    """Why products with a weight stay in the compute dtype, by its size and the lengths that matter to hardware.
+    """Why products with a weight stay in the compute dtype: the weight is small, or a length is no multiple of 16.
 
     >>> why_sizes_wide(16384, Float8(), 128, 128), why_sizes_wide(25600, Float8(), 256, 100)
     (None, 'the length 100 is no multiple of 16')
@@ -205,51 +226,55 @@ def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], forma
     return why_sizes_wide(math.prod(right), format, inputs, outputs)
 
 
-def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    """The result of the operation, summed in `dtype`. Convolutions are computed in it, for want of an 8-bit one."""
+def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Multiplies 8-bit numbers and sums them in `dtype`. Convolutions multiply in it too, for want of an 8-bit one."""
     compute = operation.compute
     if isinstance(compute, Convolution):
-        return _make_convolution(operation, dtype)(left.astype(dtype), right.astype(dtype))
+        return _without_dtype(compute)(left.astype(dtype), right.astype(dtype))
     return _contract(left, operation.left, right, operation.right, operation.out, dtype, compute.out_sharding)
 
 
-def grad_left(operation: Bilinear, grad: jax.Array, right: jax.Array, like: Any, dtype: Any) -> jax.Array:
-    """The gradient of the left operand, whose type is `like`, by that of the result."""
+def grad_left(
+    operation: Bilinear, grad: jax.Array, right: jax.Array, like: core.ShapedArray, dtype: np.dtype
+) -> jax.Array:
+    """Computes the gradient of the left operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
-        left_transpose = lambda left: _make_convolution(operation, dtype)(left, right.astype(dtype))
-        (pulled,) = jax.linear_transpose(left_transpose, like.update(dtype=dtype))(grad.astype(dtype))
-        return pulled
+        convolve = _without_dtype(operation.compute)
+        transpose = jax.linear_transpose(lambda left: convolve(left, right.astype(dtype)), like.update(dtype=dtype))
+        return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
     return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
 
 
-def grad_right(operation: Bilinear, grad: jax.Array, left: jax.Array, like: Any, dtype: Any) -> jax.Array:
-    """The gradient of the right operand, whose type is `like`, by that of the result."""
+def grad_right(
+    operation: Bilinear, grad: jax.Array, left: jax.Array, like: core.ShapedArray, dtype: np.dtype
+) -> jax.Array:
+    """Computes the gradient of the right operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
-        right_transpose = lambda right: _make_convolution(operation, dtype)(left.astype(dtype), right)
-        (pulled,) = jax.linear_transpose(right_transpose, like.update(dtype=dtype))(grad.astype(dtype))
-        return pulled
+        convolve = _without_dtype(operation.compute)
+        transpose = jax.linear_transpose(lambda right: convolve(left.astype(dtype), right), like.update(dtype=dtype))
+        return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
     return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
 
 
 def left_transpose(operation: Bilinear) -> Bilinear:
-    """The labels by which the gradient of the left operand is a product of those of the result and of the right."""
+    """The labels of `grad_left`: the result and the right operand go in, the left one comes out."""
     return dataclasses.replace(operation, left=operation.out, out=operation.left)
 
 
 def right_transpose(operation: Bilinear) -> Bilinear:
-    """The labels by which the gradient of the right operand is a product of those of the left and of the result."""
+    """The labels of `grad_right`: the left operand and the result go in, the right one comes out."""
     return dataclasses.replace(operation, right=operation.out, out=operation.right)
 
 
-def _make_convolution(operation: Bilinear, dtype: Any) -> Any:
-    assert isinstance(operation.compute, Convolution)
-    return dataclasses.replace(operation.compute, preferred_element_type=None)
+def _without_dtype(convolution: Convolution) -> Convolution:
+    """The convolution whose result has the dtype of its operands."""
+    return dataclasses.replace(convolution, preferred_element_type=None)
 
 
-def _explicit_sharding(like: Any) -> NamedSharding | None:
-    """How a gradient lies on a mesh whose axes are part of types: as its operand, which JAX cannot infer."""
+def _explicit_sharding(like: core.ShapedArray) -> NamedSharding | None:
+    """The sharding of a gradient on a mesh whose axes are part of types: its operand's, which JAX cannot infer."""
     return like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
 
 
@@ -259,22 +284,24 @@ def _contract(
     right: jax.Array,
     right_labels: Labels,
     out: Labels,
-    dtype: Any,
-    sharding: NamedSharding | PartitionSpec | None,
+    dtype: np.dtype,
+    sharding: Sharding | None,
 ) -> jax.Array:
-    """The product of two labelled arrays by one `dot_general`, its axes in the order of `out`, and sharded so."""
+    """Multiplies two labelled arrays by one `dot_general`; the result has the axes of `out`, and is sharded like it."""
+    # Labels of both operands are summed over, or, where the result has them, axes of a batch.
     shared = [label for label in left_labels if label in right_labels]
     summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
     where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
+    # `dot_general` puts the axes of the batch first, then the others of the left, then of the right.
     made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
-    options = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
+    options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
     product = lax.dot_general(left, right, (where(summed), where(batch)), preferred_element_type=dtype, **options)
     order = tuple(map(made.index, out))
     return product if order == tuple(range(len(out))) else lax.transpose(product, order)
 
 
-def _reorder_sharding(sharding: NamedSharding | PartitionSpec, labels: Labels, order: list[Any]) -> Any:
-    """The sharding of an array by those of the same array with its axes in another order."""
+def _reorder_sharding(sharding: Sharding, labels: Labels, order: Sequence[str]) -> Sharding:
+    """The sharding of an array whose axes have these labels, after its axes are put into another order."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     by_label = dict(zip(labels, spec, strict=False))  # a spec may leave the last axes out
     reordered = PartitionSpec(*map(by_label.get, order))

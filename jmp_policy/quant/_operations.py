@@ -1,7 +1,7 @@
 """The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,36 +10,36 @@ from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
-from .._formats import parse_quantization
+from .._formats import Quantization, parse_quantization
 from ._amax_history import State, needs_state, new_state
 from ._array import QuantizedArray
-from ._bilinear import Bilinear, Call, describe_convolution, describe_dot_general, describe_einsum
-from ._float8_product import float8_product
+from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum
+from ._float8_product import float8_product, why_weight_wide
 from ._layout import Layout, table_layout
-from ._product import product
-from ._weight import Unquantized, fake_quantize
+from ._product import multiply_quantized
+from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
 def dot_general(
     lhs: jax.Array,
-    rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
+    rhs: jax.Array | StoredWeight,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
-    quantization: Any = None,
+    out_sharding: Sharding | None = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` whose right operand is a quantized weight, or which is computed in 8-bit floating point.
+    """Computes `jax.lax.dot_general` with a quantized weight on the right, or in 8-bit floating point.
 
     Args:
       lhs: real floating, of any shape.
-      rhs: a `QuantizedArray`, which says how it is to be computed with; or a floating array, which is quantized as
-        `quantization` says, each of its rows or columns that are summed over by a scale of its own.
+      rhs: a `QuantizedArray`, which says how to compute with it; or a floating array. `quantization` says how to
+        quantize that, with a scale for each row or column that is summed over.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as for JAX; products in 8 bits ignore it.
-      preferred_element_type: the dtype of the result; that of `lhs`, if `None`.
+      preferred_element_type: the dtype of the result; `None` for the dtype of `lhs`.
       out_sharding: as for JAX.
       quantization: `Int8`, `Int4`, `Float8`, or their string, for a floating `rhs`; with `None` it is JAX's own
         operation. `Float8` computes the reverse-mode derivative in 8 bits as well, and leaves small products alone.
@@ -66,15 +66,15 @@ def dot_general(
 def einsum(
     equation: str,
     lhs: jax.Array,
-    rhs: Any,
+    rhs: jax.Array | StoredWeight,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Any = None,
-    quantization: Any = None,
+    out_sharding: Sharding | None = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
-    """`jax.numpy.einsum` of two operands, of which the second is a quantized weight, or which is computed in float8.
+    """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in 8-bit floating point.
 
     Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
 
@@ -87,19 +87,19 @@ def einsum(
 
 def conv_general_dilated(
     lhs: jax.Array,
-    rhs: Any,
-    window_strides: Any,
-    padding: Any,
+    rhs: jax.Array | StoredWeight,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
     *,
-    quantization: Any = None,
+    quantization: Quantization | str | None = None,
     state: State | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` whose filter is a quantized weight, or which rounds its operands to float8.
+    """Computes `jax.lax.conv_general_dilated` with a quantized filter, or with both operands rounded to float8.
 
-    With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. With
-    `Float8` the numbers of 8 bits are multiplied in bfloat16 or float32. Other arguments, result and errors are as of
-    JAX's operation and of `dot_general`.
+    With `Int8` an example of the batch has one scale, because windows overlap. With `Float8` the numbers of 8 bits are
+    multiplied in bfloat16 or float32. Other arguments, result and errors are as for JAX's operation and for
+    `dot_general`.
 
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
@@ -108,13 +108,13 @@ def conv_general_dilated(
     return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
 
 
-def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Rows of an embedding table in 8 or 4 bits, as floating numbers: only the rows that are read are dequantized.
 
     Args:
       table: a `QuantizedArray` of shape `(rows, features)` whose rows have scales of their own, or an `Unquantized`.
       indices: integers of any shape.
-      dtype: of the result; that of the table, if `None`.
+      dtype: of the result; `None` for the dtype of the table.
 
     Returns:
       Shape `(*indices.shape, features)`.
@@ -123,7 +123,7 @@ def take(table: Any, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.
     if table.layout != table_layout(table.shape):
         return jnp.take(fake_quantize(table, dtype), indices, axis=0)
     if isinstance(table, QuantizedArray):
-        rows: Any = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
+        rows: StoredWeight = jax.tree.map(lambda leaf: jnp.take(leaf, indices, axis=0) if leaf.ndim else leaf, table)
     else:
         rows = Unquantized(jnp.take(table.array, indices, axis=0), table.format, table.layout)
     return fake_quantize(rows, dtype)
@@ -152,11 +152,11 @@ OPERATIONS = {
 """By the names that the rows of the tables of layers call them by."""
 
 
-def float8_state(quantization: Any) -> State:
-    """The state of a product in 8-bit floating point that was never computed: scales of one, and empty histories.
+def float8_state(quantization: Quantization | str) -> State:
+    """Makes the state of a product in 8-bit floating point before its first step: scales of one, and empty histories.
 
-    It is a tree of float32 arrays, in no relation to any other product's. Its gradient is the next state, so that it is
-    overwritten by it where parameters are updated, and no optimizer should see it.
+    Each product has a state of its own, a tree of float32 arrays. The gradient of the state is the next state: where
+    parameters are updated the gradient overwrites it, and no optimizer should see it.
 
     `value_and_grad`, `optim` and casts know it by its names, wherever it stands in a tree of parameters, as long as all
     six stay together; under the key `_overwrite_with_gradient`, Flax's own, they know any part of it. In nnx, where a
@@ -184,24 +184,26 @@ def float8_state(quantization: Any) -> State:
     return new_state(format)
 
 
-def _multiply(call: Call, quantization: Any, state: State | None) -> jax.Array:
+def _multiply(call: Call, quantization: Quantization | str | None, state: State | None) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
         _check_format(rhs, format)
         _check_floating(lhs)
-        return product(operation, lhs, rhs)
+        return multiply_quantized(operation, lhs, rhs)
     if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
     _check_floating(lhs)
     if isinstance(format, Float8):
         _check_floating(rhs)
+        if why_weight_wide(operation, lhs.shape, rhs.shape, format) is not None:
+            return operation.compute(lhs, rhs.astype(lhs.dtype))
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
-    return product(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
+    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
 
 
-def _check_format(weight: QuantizedArray | Unquantized, format: Any) -> None:
+def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
     if format not in (None, weight.format):
         raise ValueError(
             f"The weight is quantized already, as {str(weight.format)!r}, and cannot be as {str(format)!r}. "
@@ -217,7 +219,7 @@ def _check_floating(operand: jax.Array) -> None:
         )
 
 
-def _check_state(format: Any, state: State | None) -> None:
+def _check_state(format: Quantization | None, state: State | None) -> None:
     """Checks that there is a state exactly where a recipe has one."""
     if needs_state(format) and state is None:
         raise ValueError(
@@ -229,7 +231,7 @@ def _check_state(format: Any, state: State | None) -> None:
 
 
 def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
-    """The layout of a floating weight by what the operation sums over; all but the channels, where that is spread."""
+    """Finds the layout of a floating weight: from the first axis that the operation sums over to the last."""
     summed = operation.summed_axes(operation.right)
     if not summed:
         return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,15 @@ from ._numbers import Quantized, measure_amax, quantize_symmetric
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
-def product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.Array:
+def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight.
 
-    With `Int8`, each row of `left`, which is to say all that is summed over together, is quantized by its largest
-    magnitude, the integers are multiplied into int32, and the sums by both scales in float32. That needs one scale
-    for all weights that are summed over; where a weight's are finer, and for other formats, the weight is
-    dequantized to the dtype of `left`.
+    With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
+    multiplied into int32, and the sums by both scales in float32. That needs one scale for all weights of a sum. Where
+    a weight has finer scales, and for other formats, the weight is dequantized to the dtype of `left`.
 
-    The derivative is that of the product of both operands as they were rounded; it passes straight through the
-    rounding, to an `Unquantized` weight and to `left`.
+    The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
+    to an `Unquantized` weight and to `left`.
 
     Args:
       operation: what to compute.
@@ -38,21 +36,25 @@ def product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.A
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
+    # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
+    # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not _is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _quantize_weight(weight))
-    # Rounded here, not in the function below: its derivative needs the same integers, and would round once more.
+    # The input is rounded here, not in the function below, whose derivative needs the same integers and would round
+    # again.
     rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
     return _multiply_integers(operation, left, right, rows, rounded)
 
 
 def _quantize_weight(weight: Unquantized) -> QuantizedArray:
-    return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantized()
+    return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
 
 
 def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
+    """Whether both operands of a product are integers: inputs are quantized too, and each sum has one scale of each."""
     if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
     shared = {axis % weight.ndim for axis in weight.layout.axes}
@@ -65,11 +67,13 @@ def _joins_groups(operation: Bilinear) -> bool:
 
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
+    """Quantizes the rows of an input to 8 bits, each by its largest magnitude or by what calibration clips it to."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
     amax = measure_amax(left, summed)
-    if clip is not None:  # an infinity is not clipped, for that would hide it
-        # Those of a batch of weights are the same: a stack has one for each layer, but only to be cut with the others.
+    if clip is not None:
+        # An infinity stays: clipping would hide it. A stack has one clip for each layer only to be cut with them, so
+        # that the clips of a batch of weights are the same.
         amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)
     return quantize_symmetric(left, amax)
 
@@ -81,13 +85,13 @@ def _multiply_integers(
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
     # One scale after the other: their product may underflow, or overflow where the sum is zero.
-    scaled = (
-        sums * operation.align_scale(rows.scale, operation.left) * operation.align_scale(weight.scale, operation.right)
-    )
+    scaled = sums * operation.align_scale(rows.scale, operation.left)
+    scaled = scaled * operation.align_scale(weight.scale, operation.right)
     return scaled.astype(operation.compute.preferred_element_type or left.dtype)
 
 
-def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
+def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """The sum of two products: each tangent by the numbers that the integers of the other operand stand for."""
     left, right, rows, weight = primals
     left_tangent, right_tangent, *_ = tangents
     out = _multiply_integers(operation, *primals)

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 
 from .._adapter import find_adapter
 from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
 from .._messages import warn_user
+from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray
@@ -68,7 +70,7 @@ def quantize(
     if adapter is not None and adapter.quantize is not None:
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
-        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.weight)
+        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
         quantizer.check(unused)
         for message in unused:
             warn_user(message)
@@ -91,10 +93,10 @@ def _kind(target: Any) -> str:
 
 
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
-    """The same tree, whose weights are quantized; see `quantize`.
+    """Quantizes the weights in a tree of variables; see `quantize`.
 
     Raises:
-      ValueError: a rule of the map names a type, or a pattern of `stacked` is none or matches nothing.
+      ValueError: a rule of the map names a type, or a pattern of `stacked` is not valid or matches nothing.
     """
     given = quantizer.given
     _check_keys(given)
@@ -103,18 +105,20 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     stacks = _Stacks(stacked)
     params: Any = variables.get("params", variables)
 
-    def quantized(path: tuple, value: Any) -> Any:
+    def quantize_leaf(path: KeyPath, value: Any) -> Any:
         module, _, name = _join_path(path).rpartition("/")
         array = _unbox(value)
         if name not in WEIGHT_NAMES or np.ndim(array) < 2:
             return value
-        layout = _layout(name, array, _unbox(_bias(params, path)), stacks.depth(module))
-        new = quantizer.weight(module, name, array, layout, given if isinstance(given, Policy) else given[module])
+        layout = _layout(name, array, _unbox(_find_bias(params, path)), stacks.depth(module))
+        new = quantizer.quantize_weight(
+            module, name, array, layout, given if isinstance(given, Policy) else given[module]
+        )
         if new is None:
             return value
         return value.replace_boxed(new) if _is_boxed(value) else new
 
-    new = jax.tree_util.tree_map_with_path(quantized, params, is_leaf=_is_whole)
+    new = jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=_is_whole)
     stacks.check()
     unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
     quantizer.check(unused)
@@ -144,10 +148,9 @@ class _Stacks:
         self._modules: list[str] = []
 
     def depth(self, module: str) -> int:
-        """How many leading axes the weights of a module have: one for each pattern that covers it."""
+        """How many leading axes of layers the weights of a module have: one for each pattern that covers it."""
         self._modules.append(module)
-        names = module.split("/")
-        around = ["/".join(names[:n]) for n in range(1, len(names) + 1)]
+        around = list_paths_to(module)[1:] or [module]
         covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
         for pattern in covering:
             self._unused.pop(pattern, None)
@@ -177,7 +180,7 @@ def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
     return kernel_layout(array.shape, None if bias is None else np.shape(bias), depth)
 
 
-def _bias(params: Any, path: tuple) -> Any:
+def _find_bias(params: Any, path: KeyPath) -> Any:
     for name in _join_path(path).split("/")[:-1]:
         params = params[name]
     return params.get("bias")
@@ -190,7 +193,7 @@ def _modules(params: Any) -> list[str]:
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
 
 
-def _join_path(path: tuple) -> str:
+def _join_path(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

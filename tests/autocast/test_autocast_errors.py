@@ -137,5 +137,5 @@ def test_what_holds_for_a_scope_is_a_policy_or_a_treatment():
 
 
 def test_a_bad_pattern_of_a_scope_is_refused():
-    with raises(ValueError, "The key '(', rule 0 of a PolicyMap, is no valid pattern"):
+    with raises(ValueError, "The key '(', rule 0 of a PolicyMap, is not a valid pattern"):
         AutocastRules(scopes={"(": "float32"})

@@ -55,6 +55,18 @@ def _made(name, dtype):
     return make() if LAYERS[name].drawn else nnx.eval_shape(make)
 
 
+def _filled(name):
+    """A layer with some numbers for its arrays."""
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        return jnp.asarray(np.linspace(0.1, 0.9, x.size).reshape(x.shape), x.dtype)
+
+    graphdef, state = nnx.split(_made(name, None))
+    return nnx.merge(graphdef, jax.tree.map(fill, state))
+
+
 def _uncast(x):
     return x
 
@@ -163,8 +175,7 @@ def test_variables_are_those_of_the_layer_without_a_policy(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
-    make = LAYERS[name].make
-    plain = make(None, nnx.Rngs(0))
+    plain = _filled(name)
     cast = jmp.nnx.cast_params(plain, "bfloat16")
     expected = _arrays(jmp.cast_floating(nnx.state(plain, nnx.Param), "bfloat16"))
     _identical(_arrays(nnx.state(cast, nnx.Param)), expected)

@@ -26,7 +26,7 @@ def _train(step, tx, params, badness):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["adamw", "clip_schedule"])  # every optimizer, step by step: test_law_14.py
+@pytest.mark.parametrize("name", ["adamw", "clip_schedule"])  # all of them: test_skipped_step_keeps_every_bit.py
 def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, way):
     tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
     step = _jitted_step(tx, way)

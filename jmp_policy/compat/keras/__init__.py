@@ -60,8 +60,10 @@ from ._global_policy import (
     set_global_policy as set_global_policy,
     set_policy as set_policy,
 )
-from ._int4_dtype_policy import Int4DTypePolicy as Int4DTypePolicy
 from ._legacy_policy import Policy as Policy
-from ._loss_scale_optimizer import LossScaleOptimizer as LossScaleOptimizer
-from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
-from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy
+from ._loss_scale import LossScaleOptimizer as LossScaleOptimizer
+from ._quantized_dtype_policy import (
+    Int4DTypePolicy as Int4DTypePolicy,
+    QuantizedDTypePolicy as QuantizedDTypePolicy,
+    QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
+)

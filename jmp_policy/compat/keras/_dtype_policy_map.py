@@ -8,8 +8,7 @@ from ..._get_policy import PolicySpec
 from ..._messages import quote, shorten
 from ..._policy_map import PolicyMap
 from ._dtype_policy import DTypePolicy
-from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy
-from ._serialize import serialize_policy
+from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
 
 
 class DTypePolicyMap(DTypePolicy, MutableMapping):

@@ -1,5 +1,6 @@
-"""Keras's dtype policy with a quantization mode."""
+"""Keras's dtype policies with a quantization mode: any mode, float8 with its history, 4 bits with their blocks."""
 
+import dataclasses
 from typing import Any
 
 from ..._formats import DelayedScaling, Float8, Int8, Quantization, parse_quantization
@@ -8,6 +9,8 @@ from ..._policy import FROM
 from ._dtype_policy import DTypePolicy
 
 FLOAT8 = "float8"
+INT4 = "int4"
+_PER_CHANNEL = ("none", "-1")
 KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))
 """What the bare name is in Keras, where a step applies the scale that the step before stored."""
 
@@ -75,3 +78,122 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
 def explain_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
     """What Keras says of a bad mode."""
     return f"Invalid quantization mode. Expected one of {modes}. Received: mode={shorten(str(mode))}"
+
+
+class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
+    """A dtype policy that computes the products of layers in float8, under Keras's name and with Keras's attributes.
+
+    It stands for `quant.Float8(DelayedScaling(delay=2), amax_history_length)`: as in Keras, a step applies the scale
+    that the step before stored. `jmp_policy.get_policy("float8_from_mixed_bfloat16")` acts a step sooner. Unlike
+    in Keras, layers that gain nothing stay in the compute dtype, such as layers with fewer than 16384 weights.
+
+    Args:
+      mode: `"float8"`.
+      source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
+      amax_history_length: over how many steps a scale looks back.
+
+    Raises:
+      TypeError: `source_name` is not a string, or `amax_history_length` is not an int (or is a bool).
+      ValueError: `mode` is another one; `source_name` names no policy, or a quantized one; or
+        `amax_history_length` is not positive.
+
+    Source: `keras.dtype_policies.QuantizedFloat8DTypePolicy` of Keras 3.
+
+    >>> policy = QuantizedFloat8DTypePolicy("float8", "mixed_bfloat16", amax_history_length=16)
+    >>> policy, policy.amax_history_length
+    (<QuantizedFloat8DTypePolicy "float8_from_mixed_bfloat16">, 16)
+    >>> jmp.get_policy(policy).name
+    'float8/16(recipe=delayed/2)_from_mixed_bfloat16'
+    """
+
+    default_amax_history_length = 1024
+
+    def __init__(
+        self, mode: str, source_name: str | None = None, amax_history_length: int = default_amax_history_length
+    ):
+        if mode != FLOAT8:
+            raise ValueError(explain_mode(mode, (FLOAT8,)))
+        super().__init__(mode, source_name)
+        self._amax_history_length = _check_length(amax_history_length)
+        format = dataclasses.replace(KERAS_FLOAT8, amax_history_length=amax_history_length)
+        self._policy = self._policy.replace(quantization=format)
+
+    @property
+    def amax_history_length(self) -> int:
+        """Over how many steps a scale looks back."""
+        return self._amax_history_length
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make this policy again, for JSON."""
+        return super().get_config() | {"amax_history_length": self.amax_history_length}
+
+
+def _check_length(amax_history_length: object) -> int:
+    received = f"Received: amax_history_length={quote(amax_history_length)}. For example: 1024."
+    if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
+        raise TypeError(f"`amax_history_length` must be an integer. {received}")
+    if amax_history_length < 1:
+        raise ValueError(f"`amax_history_length` must be positive. {received}")
+    return amax_history_length
+
+
+class Int4DTypePolicy(QuantizedDTypePolicy):
+    """A dtype policy that stores the weights of layers in 4 bits, under Keras's name and with Keras's attributes.
+
+    Blocks are as in `quant.Int4`: each has a scale and a zero point, also where there is one per output channel,
+    which is symmetric in Keras. Its docstring says which layers and tables are left in more bits, unlike in Keras.
+
+    Args:
+      mode: `"int4/64"`, with how many weights share a scale, or `"int4/-1"` for one block per output channel;
+        `"int4/None"`, as older files of Keras have it, is the same.
+      source_name: the name of the dtype policy to quantize, as of `DTypePolicy`; `None` for the global policy's.
+
+    Raises:
+      TypeError: `source_name` is not a string.
+      ValueError: `mode` is none of these, or `source_name` the name of no policy or of a quantized one.
+
+    Source: `keras.dtype_policies.Int4DTypePolicy` of Keras 3.
+
+    >>> policy = Int4DTypePolicy("int4/-1", "mixed_bfloat16")
+    >>> policy, policy.quantization_mode, policy.block_size
+    (<Int4DTypePolicy "int4/-1_from_mixed_bfloat16">, 'int4', -1)
+    >>> jmp.get_policy(policy) is jmp.get_policy("int4/-1_from_mixed_bfloat16")
+    True
+    """
+
+    def __init__(self, mode: str, source_name: str | None = None):
+        size = read_block_size(mode)
+        if size is None:
+            raise ValueError(f"Invalid mode for Int4DTypePolicy: {quote(mode)}. For example: 'int4/128', or 'int4/-1'.")
+        super().__init__(f"{INT4}/{size}", source_name)
+        self._block_size = size
+
+    @property
+    def block_size(self) -> int:
+        """How many weights share a scale; -1 for all of an output channel."""
+        return self._block_size
+
+    @property
+    def mode(self) -> str:
+        """`"int4"`, without the size of the blocks."""
+        return INT4
+
+    @property
+    def quantization_mode(self) -> str:
+        """As `mode`."""
+        return INT4
+
+
+def read_block_size(mode: object) -> int | None:
+    """The block size in the mode of an `Int4DTypePolicy`; `None` for any other mode.
+
+    >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
+    [64, -1, None, None, None]
+    """
+    kind, _, size = mode.partition("/") if isinstance(mode, str) else ("", "", "")
+    size = size.strip().lower()
+    if kind.strip().lower() != INT4:
+        return None
+    if size in _PER_CHANNEL:
+        return -1
+    return int(size) if size.isascii() and size.isdigit() and int(size) > 0 else None

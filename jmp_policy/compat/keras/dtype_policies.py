@@ -10,12 +10,13 @@ from typing import Any
 from ..._messages import quote
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
-from ._find_dtype_policy import find_dtype_policy
+from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize_policy
 from ._global_policy import dtype_policy
-from ._int4_dtype_policy import Int4DTypePolicy as Int4DTypePolicy
-from ._quantized_dtype_policy import QuantizedDTypePolicy as QuantizedDTypePolicy
-from ._quantized_float8_dtype_policy import QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy
-from ._serialize import deserialize_policy, serialize_policy
+from ._quantized_dtype_policy import (
+    Int4DTypePolicy as Int4DTypePolicy,
+    QuantizedDTypePolicy as QuantizedDTypePolicy,
+    QuantizedFloat8DTypePolicy as QuantizedFloat8DTypePolicy,
+)
 
 
 def get(identifier: Any) -> DTypePolicy:

@@ -1,4 +1,4 @@
-"""Updating parameters with float8 state among them: optimizers never see it, and its gradient takes its place."""
+"""Gradients that no optimizer sees: those of float8 state, which are its next value, and the `float0` of integers."""
 
 import functools
 from typing import Any
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .._find_scale import find_scaled_state
 from .._float8_state import join_state, next_state
-from .._scaled_state import has_scaled_state, scaled_state
+from .._scaled_state import has_scaled_state
 from .._trees import PyTree
 
 HOLE = optax.MaskedNode()
@@ -39,7 +40,7 @@ def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTr
     new = next_state(state, gradient, _is_first(before))
     if not has_scaled_state(after):
         return new
-    finite = scaled_state(after).grads_finite
+    finite = find_scaled_state(after).grads_finite
     return jax.tree.map(lambda new, old: lax.select(finite, new, old), new, state)
 
 
@@ -52,3 +53,24 @@ def _is_first(opt_state: PyTree) -> Any:
 
 def _is_multi_steps(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
+
+
+def has_float0(grads: PyTree) -> bool:
+    """Whether some gradients are `float0`."""
+    return any(map(_is_float0, jax.tree.leaves(grads)))
+
+
+def without_float0(grads: PyTree) -> PyTree:
+    """The gradients with integer zeros for those that are `float0`."""
+    return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.int32) if _is_float0(g) else g, grads)
+
+
+def unless_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
+    """The leaves of `tree`, and those of `otherwise` where the gradient is `float0`."""
+    if not has_float0(grads):
+        return tree
+    return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
+
+
+def _is_float0(grad: Any) -> bool:
+    return getattr(grad, "dtype", None) == jax.dtypes.float0

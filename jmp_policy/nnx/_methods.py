@@ -1,0 +1,161 @@
+"""The methods of a module that a policy is for, and what a call of one of them does."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from .._call_casts import cast_arguments, cast_result, check_keep, keep_carry_dtypes, matmul_precision, resolve_policy
+from .._policy import Policy
+from .._trees import Args, Kwargs
+from ._layers import make_linen_attributes
+from ._module_spec import DtypeSource, ModuleSpec
+from ._nodes import Attributes
+from ._shadow import call_on_shadow
+
+# The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
+# write on modules that other threads call at the same time: each thread has its own, and it is in the key of every jit
+# cache, so that a jitted function inside the call is traced for each dtype.
+_INFERRED = jax.make_user_context(None)
+
+_INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
+
+
+class Method(Protocol):
+    """A method as it stands in a class: a function or another descriptor."""
+
+    def __get__(self, instance: Any, owner: type | None = None, /) -> Callable[..., Any]: ...
+
+
+def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
+    """The methods of a class that are called from outside, by name, as they are without a policy."""
+    for name in dir(base):
+        if name in _INHERITED or (name.startswith("_") and name != "__call__"):
+            continue
+        found = inspect.getattr_static(base, name)
+        if isinstance(found, staticmethod | classmethod | property | type):
+            continue
+        if callable(found) and hasattr(found, "__get__"):
+            yield name, getattr(found, "_jmp_method", found)
+
+
+def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
+    """The names of `keep`, each an argument of one of the public methods of a class.
+
+    Raises:
+      ValueError: one of them names no such argument, or `keep` is a string.
+    """
+    methods: dict[str, Any] = dict(list_public_methods(base))
+    main = methods.get("__call__", base)
+    if isinstance(keep, str):
+        check_keep(main, keep)
+    for name in keep:
+        if not any(_takes_argument(method, name) for method in methods.values()):
+            check_keep(main, [name])
+    return tuple(sorted(keep))
+
+
+def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
+    """Runs a method of the class without a policy as the spec of the module says.
+
+    Args:
+      module: the policied module.
+      spec: its spec.
+      method: the method as it stands in the class.
+      args: positional arguments, without the module.
+      kwargs: keyword arguments.
+    """
+    runs, source = spec.runs, spec.dtype_source
+    carry = find_carry(spec.base, method, args, kwargs)
+
+    # A boundary casts its arguments, and without a compute dtype takes theirs. A linen module that is wrapped casts
+    # them itself: it knows their names.
+    casts = spec.casts and source is not DtypeSource.LINEN_MODULE
+    if casts:
+        policy, args, kwargs = cast_arguments(spec.policy, method.__get__(module), spec.keep, args, kwargs)
+    else:
+        policy = infer_policy(spec.policy, args, kwargs)
+
+    # Attaching the policy wrote the dtype where the code finds it, unless only this call could tell.
+    changed: Attributes = {}
+    if spec.policy.compute_dtype is None and source is DtypeSource.FIELD:
+        changed = {"dtype": policy.compute_dtype}
+    elif spec.policy.compute_dtype is None and source is DtypeSource.LINEN_MODULE and not spec.casts:
+        changed = make_linen_attributes(vars(module), spec, policy.compute_dtype)
+    if isinstance(module, nnx.MultiHeadAttention):
+        kwargs = give_cache_dtype(module, method, changed.get("dtype", vars(module).get("dtype")), args, kwargs)
+
+    # The method runs on a stand-in, for others may call the module at the same time.
+    params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
+    with hold_inferred(spec.policy, policy), matmul_precision(policy):
+        out = call_on_shadow(
+            module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
+        )
+
+    # A cell hands its carry to itself, in the dtypes it came in with, unless the policy says what leaves.
+    if casts and policy.output_dtype is not None:
+        return cast_result(policy, out)
+    return keep_carry_dtypes(carry, out)
+
+
+def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
+    """A policy with the compute dtype that a call around inferred for it, or else that the inputs of this call tell."""
+    if policy.compute_dtype is not None:
+        return policy
+    around = _INFERRED.value
+    if around is not None and around[0] == policy:
+        return policy.replace(compute_dtype=around[1])
+    return resolve_policy(policy, (args, kwargs))
+
+
+def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
+    """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
+    if policy.compute_dtype is not None:
+        return nullcontext()
+    return _INFERRED((policy, resolved_policy.compute_dtype))
+
+
+def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
+    """The carry that a call hands to a recurrent cell; `None` if the call is not a step of one."""
+    if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
+        return None
+    return args[0] if args else kwargs.get("carry")
+
+
+def give_cache_dtype(
+    module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype | None, args: Args, kwargs: Kwargs
+) -> Kwargs:
+    """The keyword arguments for a method of an attention layer, whose cache is made in the dtype of the layer.
+
+    Flax makes the cache in float32 unless told otherwise, and then fails to write keys of another dtype into it.
+
+    Raises:
+      ValueError: the call decodes, and there is a cache of another dtype than the layer's.
+    """
+    if dtype is None:
+        return kwargs
+    name = getattr(method, "__name__", "")
+    if name == "init_cache" and len(args) < 2:
+        return {"dtype": dtype} | kwargs
+    cache = module.cached_key
+    if name == "__call__" and _decodes(module, kwargs) and cache is not None and cache.get_value().dtype != dtype:
+        raise ValueError(
+            f"The cache of this attention layer is {cache.get_value().dtype}, but the layer computes in {dtype}. "
+            "Make it anew under the policy: layer.init_cache(input_shape). "
+            f"If the policy has no compute dtype, and only inputs tell it: layer.init_cache(input_shape, jnp.{dtype})."
+        )
+    return kwargs
+
+
+def _decodes(module: nnx.MultiHeadAttention, kwargs: Kwargs) -> bool:
+    decode = kwargs.get("decode")
+    return bool(module.decode if decode is None else decode)
+
+
+def _takes_argument(method: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
