@@ -192,8 +192,8 @@ class Adapter(Protocol):
     def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
         """Quantizes a model that holds its weights; `None` for linen, whose weights are in its variables.
 
-        It takes the model, the policy, and `Quantizer.weight`, which quantizes one weight. It returns a model with the
-        policy, and a sentence for each rule that decides for no module.
+        It takes the model, the policy, and `Quantizer.quantize_weight`. It returns a model with the policy, and a
+        sentence for each rule that decides for no module.
         """
         ...
 

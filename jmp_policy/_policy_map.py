@@ -15,6 +15,7 @@ from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import quote
+from ._paths import list_paths_to
 from ._policy import Policy, read_default
 
 Key = str | type
@@ -111,7 +112,7 @@ class PolicyMap:
         # `dict` is a quick answer; `Mapping` alone is a slow one, and each module of a model asks.
         types = module_type if isinstance(module_type, dict | Mapping) else {path: module_type}
         own = _find_rank(self, path, types.get(path))
-        rank = min([own, *(_find_rank(self, outer, types.get(outer)) for outer in _list_outer_paths(path))])
+        rank = min([own, *(_find_rank(self, outer, types.get(outer)) for outer in list_paths_to(path)[:-1])])
         if rank == len(self.rules):
             return Match(self._default_policy(path, types), None, boundary=path == "")
         return Match(self.rules[rank].policy, self.rules[rank], boundary=own == rank)
@@ -261,12 +262,6 @@ def _find_rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
 
 class _Untyped:
     """Stands for a module of which the path alone is known."""
-
-
-def _list_outer_paths(path: str) -> list[str]:
-    """The paths of the modules around `path`, the root's included, innermost first."""
-    names = path.split("/") if path else []
-    return ["/".join(names[:i]) for i in range(len(names) - 1, -1, -1)]
 
 
 def _explain_unused_rule(rule: MapRule, rules: PolicyMap, types: Mapping[str, Any]) -> str:

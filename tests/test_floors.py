@@ -15,6 +15,7 @@ FLOORS = {
     "_memory": 0,
     "_made_classes": 0,
     "_messages": 0,
+    "_paths": 0,
     "_scale_settings": 0,
     "_float8_state": 0,
     "_trees": 0,

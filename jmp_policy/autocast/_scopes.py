@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._dtypes import did_you_mean
 from .._float8_format import Float8
 from .._get_policy import PolicySpec, get_policy
+from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
 from ..interpreter import walk
@@ -131,7 +132,7 @@ class _ScopeRules:
         rule = self._map.match(path, types).rule
         if rule is None:
             return None
-        begins = next(outer for outer in _list_outer_paths(path) if rule.matches(outer, types.get(outer)))
+        begins = next(outer for outer in list_paths_to(path) if rule.matches(outer, types.get(outer)))
         return self.rows[self._map.rules.index(rule)][1]._replace(path=begins)
 
     def explain_unused(self, types: Mapping[str, type | None]) -> list[str]:
@@ -151,12 +152,6 @@ def _make_scope(rule: Policy | str, root: Policy) -> Scope:
 
 def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
     return [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
-
-
-def _list_outer_paths(path: str) -> list[str]:
-    """The paths around `path`, outermost first, and itself."""
-    names = path.split("/") if path else []
-    return ["/".join(names[:i]) for i in range(len(names) + 1)]
 
 
 def root_policy(policy: Policy | PolicyMap) -> Policy:

@@ -5,12 +5,15 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._command import UserError, make_console
 
+if TYPE_CHECKING:
+    from ._command import Commands
 
-def add_audit(commands: Any) -> None:
+
+def add_audit(commands: "Commands") -> None:
     """Adds `jmp-policy audit` to the subparsers of argparse."""
     parser = commands.add_parser(
         "audit",
@@ -33,14 +36,14 @@ def _audit(arguments: argparse.Namespace) -> int:
     """Audits, and prints the report."""
     from ..numerics import audit
 
-    fun = _loaded(arguments.function)
-    args = _loaded(arguments.args)() if arguments.args else ()
+    fun = _load_function(arguments.function)
+    args = _load_function(arguments.args)() if arguments.args else ()
     report = audit(fun)(*(args if isinstance(args, tuple) else (args,)))
     make_console().print(str(report))
     return 1 if arguments.strict and report.findings else 0
 
 
-def _loaded(name: str) -> Callable[..., Any]:
+def _load_function(name: str) -> Callable[..., Any]:
     """The function of a name like `package.module:function`, found from the current folder as Python's `-m` does."""
     module, separator, attributes = name.partition(":")
     if not (module and separator and attributes):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    Commands = argparse._SubParsersAction  # what `add_subparsers` returns
+
 
 class UserError(ValueError):
     """Says in one line what is wrong with the user's input and what would work.

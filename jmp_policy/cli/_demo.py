@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._command import make_console, positive_int, seed
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..demo import Diagnosis, MatmulRate, TrainResult, VariantResult
+    from ._command import Commands
 
 
-def add_train(commands: Any) -> None:
+def add_train(commands: "Commands") -> None:
     """Adds `jmp-policy train` to the subparsers of argparse."""
     parser = commands.add_parser(
         "train",
@@ -42,14 +43,14 @@ def _train(arguments: argparse.Namespace) -> int:
     console = make_console()
     result = train(options, console)
     if result.finished:
-        _print_result(result, console)
+        _print_train_result(result, console)
         return 0
     resume = f"jmp-policy train --resume --out {result.folder}"
     console.print(f"stopped and saved at step {result.step}; continue with: {resume}")
     return 130
 
 
-def _print_result(result: "TrainResult", console: "Console") -> None:
+def _print_train_result(result: "TrainResult", console: "Console") -> None:
     from rich.table import Table
 
     table = Table("validation loss", "bits per byte")
@@ -63,7 +64,7 @@ def _print_result(result: "TrainResult", console: "Console") -> None:
     console.print(f"The model {verdict} the bigram baseline. {result.folder}/ holds {files}")
 
 
-def add_compare(commands: Any) -> None:
+def add_compare(commands: "Commands") -> None:
     """Adds `jmp-policy compare` to the subparsers of argparse."""
     parser = commands.add_parser(
         "compare",
@@ -85,12 +86,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     console = make_console()
     options = CompareOptions(tuple(arguments.data), arguments.steps, arguments.seed, arguments.out)
     folder, rows = compare(options, console)
-    console.print(_table(rows), soft_wrap=False)
+    console.print(_make_comparison_table(rows), soft_wrap=False)
     console.print(f"{folder}/ holds table.json, loss.png")
     return 0
 
 
-def _table(rows: Sequence["VariantResult"]) -> "Table":
+def _make_comparison_table(rows: Sequence["VariantResult"]) -> "Table":
     from rich import box
     from rich.table import Table
 
@@ -101,8 +102,8 @@ def _table(rows: Sequence["VariantResult"]) -> "Table":
     for row in rows:
         table.add_row(
             row.name.replace(", ", "\n"),
-            _number(row.final_loss, ".3f"),
-            _number(row.difference, "+.4f"),
+            _format_number(row.final_loss, ".3f"),
+            _format_number(row.difference, "+.4f"),
             f"{row.zeroed_gradient_share:.2%}",
             str(row.skipped_steps),
             f"{row.parameter_bytes / 2**20:.2f}",
@@ -112,11 +113,11 @@ def _table(rows: Sequence["VariantResult"]) -> "Table":
     return table
 
 
-def _number(value: float, form: str) -> str:
+def _format_number(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "nan"
 
 
-def add_doctor(commands: Any) -> None:
+def add_doctor(commands: "Commands") -> None:
     """Adds `jmp-policy doctor` to the subparsers of argparse."""
     parser = commands.add_parser(
         "doctor",
@@ -133,32 +134,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
     del arguments
     console = make_console()
     diagnosis = diagnose()
-    console.print(_matmul_table(diagnosis), soft_wrap=False)
-    console.print(_perceptron_table(diagnosis), soft_wrap=False)
+    console.print(_make_matmul_table(diagnosis), soft_wrap=False)
+    console.print(_make_perceptron_table(diagnosis), soft_wrap=False)
     recommendation = diagnosis.recommendation
     console.print(f"Recommended policy: {recommendation.policy}")
     console.print(f"Why: {recommendation.reason}.")
     return 0
 
 
-def _matmul_table(diagnosis: "Diagnosis") -> "Table":
+def _make_matmul_table(diagnosis: "Diagnosis") -> "Table":
     from rich.table import Table
 
     table = Table("matmul", "native", title=f"Device: {diagnosis.device}")
     for column in ("TFLOP/s", "to float32"):
         table.add_column(column, justify="right")
     for rate in diagnosis.matmuls:
-        table.add_row(rate.kind.name, "yes" if rate.native else "no", *_rate(rate))
+        table.add_row(rate.kind.name, "yes" if rate.native else "no", *_format_rate(rate))
     return table
 
 
-def _rate(rate: "MatmulRate") -> tuple[str, str]:
+def _format_rate(rate: "MatmulRate") -> tuple[str, str]:
     if rate.teraflops is None:
         return "not supported", "-"
     return f"{rate.teraflops:.3g}", f"{rate.speedup:.2f}x"
 
 
-def _perceptron_table(diagnosis: "Diagnosis") -> "Table":
+def _make_perceptron_table(diagnosis: "Diagnosis") -> "Table":
     from rich.table import Table
 
     table = Table("perceptron, forward and backward")

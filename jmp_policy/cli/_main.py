@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jmp-policy`.
 
     Args:
-      argv: the arguments after the name of the program; those of the process if `None`.
+      argv: the arguments after the name of the program; if `None`, the ones that the process was started with.
 
     Returns:
       The exit status: 0, 1 if training is stuck, 2 for what the user can mend, 130 after Ctrl-C.
@@ -28,16 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _make_parser().parse_args(argv)
     except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
         return int(exit.code or 0)
     try:
-        return _run(arguments)
+        return _run_command(arguments)
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _fail(str(error), status=1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_command in COMMANDS:

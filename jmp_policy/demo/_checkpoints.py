@@ -2,11 +2,12 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from .._trees import PyTree
 from ..cli._command import UserError
 
 KEEP = 2
@@ -30,12 +31,12 @@ class Checkpoints:
         """The step of the newest complete checkpoint; `None` if there is none."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: PyTree) -> None:
         """Begins to write a checkpoint; training goes on meanwhile. One that exists already is left alone."""
         if step != self.latest_step:
             self._manager.save(step, args=ocp.args.StandardSave(_flatten(state)))
 
-    def restore(self, step: int, like: Any) -> Any:
+    def restore(self, step: int, like: PyTree) -> PyTree:
         """Reads a checkpoint.
 
         Args:
@@ -55,7 +56,7 @@ class Checkpoints:
             raise UserError(f"cannot restore step {step} of {self._manager.directory}: {reason}") from error
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in expected])
 
-    def _check_same(self, step: int, expected: dict[str, Any]) -> None:
+    def _check_same(self, step: int, expected: dict[str, jax.Array]) -> None:
         """Raises a ValueError where arrays differ; Orbax's own check leaves half-started reads behind."""
         metadata = self._manager.item_metadata(step)
         if metadata is None:
@@ -76,10 +77,10 @@ class Checkpoints:
         self._manager.close()  # waits for what is being written
 
 
-def _flatten(state: Any) -> dict[str, Any]:
+def _flatten(state: PyTree) -> dict[str, jax.Array]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _spell(array: tuple[Any, Any] | None) -> str:
+def _spell(array: tuple[tuple[int, ...], np.dtype] | None) -> str:
     return "missing" if array is None else f"{array[1]}{list(array[0])}"

@@ -14,12 +14,13 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
+from .._trees import PyTree
 from ._data import Corpus, check_size, load_corpus, sample_batch
 from ._display import TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
 from ._plot import plot_comparison
 from ._run_folder import json_value, new_folder
-from ._trainer import NATS_PER_BIT, Trainer, make_trainer, scaling_figures
+from ._trainer import NATS_PER_BIT, Trainer, make_trainer, read_scaling_figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class VariantResult:
     Attributes:
       name: the policy and its loss scaling.
       final_loss: the mean training loss of the last tenth of the steps, in bits per byte.
-      difference: its difference to that of float32.
+      difference: its difference to the loss in float32.
       zeroed_gradient_share: of the gradient's elements, how many are exactly zero although the gradient in float32,
         of the same batch and the same parameters (those that float32 training ended with), is not.
       skipped_steps: steps that overflowed.
@@ -103,7 +104,7 @@ def compare(options: CompareOptions, console: Console) -> tuple[Path, list[Varia
     check_size(corpus, options.model.context)
     folder = new_folder(options.out, prefix="compare-")
     runs = {variant.name: _train(variant, options, corpus, console) for variant in VARIANTS}
-    rows = _rows(runs, _windows(options, corpus, options.steps))
+    rows = _make_rows(runs, _draw_windows(options, corpus, options.steps))
     plot_comparison(folder / "loss.png", {name: run.losses for name, run in runs.items()})
     table = [{key: json_value(value) for key, value in dataclasses.asdict(row).items()} for row in rows]
     (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -123,24 +124,24 @@ def _train(variant: Variant, options: CompareOptions, corpus: Corpus, console: C
     with TrainDisplay(console, steps=options.steps, done=0) as display:
         display.note(variant.name)
         for step in range(options.steps):
-            windows = _windows(options, corpus, step)
+            windows = _draw_windows(options, corpus, step)
             start = time.perf_counter()
             loss = float(run.trainer.step(windows)) / NATS_PER_BIT
             run.seconds.append(time.perf_counter() - start)
             run.losses.append(loss)
-            display.update(step + 1, loss=loss, **scaling_figures(run.trainer))
+            display.update(step + 1, loss=loss, **read_scaling_figures(run.trainer))
     return run
 
 
-def _windows(options: CompareOptions, corpus: Corpus, step: int) -> np.ndarray:
+def _draw_windows(options: CompareOptions, corpus: Corpus, step: int) -> np.ndarray:
     sizes = {"batch_size": options.batch_size, "context": options.model.context}
     return sample_batch(corpus.train, seed=options.seed, step=step, **sizes)
 
 
-def _rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult]:
+def _make_rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult]:
     reference = next(iter(runs.values()))
     params = reference.trainer.params
-    gradients = {name: _compiled_gradient(run.trainer, params, windows) for name, run in runs.items()}
+    gradients = {name: _compile_gradient(run.trainer, params, windows) for name, run in runs.items()}
     grads = {name: gradient(params, windows) for name, gradient in gradients.items()}
     expected = next(iter(grads.values()))
     rows = []
@@ -148,10 +149,10 @@ def _rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult]:
         memory = gradients[name].memory_analysis()
         row = VariantResult(
             name=name,
-            final_loss=_final_loss(run.losses),
-            difference=_final_loss(run.losses) - _final_loss(reference.losses),
-            zeroed_gradient_share=_zeroed_share(grads[name], expected),
-            **scaling_figures(run.trainer),
+            final_loss=_average_last_losses(run.losses),
+            difference=_average_last_losses(run.losses) - _average_last_losses(reference.losses),
+            zeroed_gradient_share=_measure_zeroed_share(grads[name], expected),
+            **read_scaling_figures(run.trainer),
             parameter_bytes=memory.argument_size_in_bytes - windows.nbytes,
             activation_bytes=memory.temp_size_in_bytes,
             step_seconds=statistics.median(run.seconds),
@@ -160,16 +161,16 @@ def _rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult]:
     return rows
 
 
-def _compiled_gradient(trainer: Trainer, params: Any, windows: np.ndarray) -> Any:
+def _compile_gradient(trainer: Trainer, params: PyTree, windows: np.ndarray) -> Any:
     loss_scale = jmp.get_loss_scale(trainer.opt_state)
     return jax.jit(jmp.grad(trainer.loss_fn, loss_scale=loss_scale)).lower(params, windows).compile()
 
 
-def _zeroed_share(grads: Any, expected: Any) -> float:
+def _measure_zeroed_share(grads: PyTree, expected: PyTree) -> float:
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True))
     zeroed = sum(int(jnp.sum((grad == 0) & (reference != 0))) for grad, reference in pairs)
     return zeroed / sum(reference.size for _, reference in pairs)
 
 
-def _final_loss(losses: list[float]) -> float:
+def _average_last_losses(losses: list[float]) -> float:
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])

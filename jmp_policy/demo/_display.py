@@ -12,7 +12,7 @@ from rich.text import Text
 class TrainDisplay:
     """A progress bar with the loss, the step rate, the loss scale and the skipped steps.
 
-    Where the output is no terminal there is no bar, only the lines of `note`.
+    Without a terminal only the lines of `note` appear.
     """
 
     def __init__(self, console: Console, *, steps: int, done: int):

@@ -4,11 +4,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from .._trees import PyTree
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -172,7 +174,7 @@ def describe_device() -> str:
     return f"{device.platform}{kind}" + (f", {count} devices" if count > 1 else "")
 
 
-def _prepare_matmul(kind: MatmulKind, size: int) -> Callable[[], Any] | None:
+def _prepare_matmul(kind: MatmulKind, size: int) -> Callable[[], PyTree] | None:
     """The compiled product, run once; `None` if the device has no such product."""
 
     @jax.jit
@@ -190,7 +192,7 @@ def _prepare_matmul(kind: MatmulKind, size: int) -> Callable[[], Any] | None:
     return lambda: product(left, right)
 
 
-def _prepare_perceptron(dtype: str, width: int, rows: int) -> Callable[[], Any]:
+def _prepare_perceptron(dtype: str, width: int, rows: int) -> Callable[[], PyTree]:
     """The compiled gradient of a perceptron of two layers, run once."""
 
     def loss_fn(params: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
@@ -205,7 +207,7 @@ def _prepare_perceptron(dtype: str, width: int, rows: int) -> Callable[[], Any]:
     return lambda: gradient(params, x)
 
 
-def _best_seconds(calls: Mapping[Key, Callable[[], Any]], rounds: int = 25) -> dict[Key, float]:
+def _best_seconds(calls: Mapping[Key, Callable[[], PyTree]], rounds: int = 25) -> dict[Key, float]:
     """The shortest time of each call: what the device can do, not what else it was busy with meanwhile.
 
     The calls take turns, so that a busy machine slows all of them alike.

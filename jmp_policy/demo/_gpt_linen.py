@@ -1,7 +1,7 @@
 """The byte-level GPT in Flax linen, as free of dtypes as the one in nnx, and its training: what a user writes."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import linen as nn
 
 import jmp_policy as jmp
 
+from .._trees import PyTree
 from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 
 
@@ -75,28 +76,32 @@ class LinenTrainer:
         self.state, loss = _train_step(self.state, windows)
         return loss
 
-    def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+    def loss_fn(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
         return _loss_fn({**self.state.params, "params": params}, self.state.apply_fn, windows)
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """The parameters."""
         return self.state.params["params"]
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> PyTree:
         """The state of the optimizer."""
         return self.state.opt_state
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _loss_fn(variables: Any, apply_fn: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+def _loss_fn(
+    variables: PyTree, apply_fn: Callable[..., jax.Array], windows: jax.typing.ArrayLike
+) -> jax.Array:
     inputs, targets = split_windows(windows)
     return cross_entropy(apply_fn(variables, inputs), targets)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _train_step(state: Any, windows: jax.typing.ArrayLike) -> tuple[Any, jax.Array]:
+def _train_step(
+    state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike
+) -> tuple["jmp.linen.TrainState", jax.Array]:
     loss, grads = jmp.value_and_grad(_loss_fn, loss_scale=state)(state.params, state.apply_fn, windows)
     return state.apply_gradients(grads=grads), loss

@@ -1,7 +1,6 @@
 """The byte-level GPT in Flax nnx, written without a thought about dtypes, and its training: what a user writes."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from flax import nnx
 
 import jmp_policy as jmp
 
+from .._trees import PyTree
 from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 
 
@@ -74,28 +74,28 @@ class NnxTrainer:
         """Trains on one batch; returns its loss."""
         return _train_step(self.model, self.optimizer, windows)
 
-    def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+    def loss_fn(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
         graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
         return _pure_loss_fn(graphdef, params, others, windows)
 
     @property
-    def params(self) -> Any:
+    def params(self) -> nnx.State:
         """The parameters."""
         return nnx.state(self.model, nnx.Param)
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> PyTree:
         """The state of the optimizer."""
         return self.optimizer.opt_state
 
     @property
-    def state(self) -> Any:
+    def state(self) -> tuple[nnx.State, nnx.State]:
         """The variables of the model and the optimizer."""
         return nnx.state(self.model), nnx.state(self.optimizer)
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: tuple[nnx.State, nnx.State]) -> None:
         model, optimizer = state
         nnx.update(self.model, model)
         nnx.update(self.optimizer, optimizer)
@@ -107,7 +107,9 @@ def _loss_fn(model: GPT, windows: jax.typing.ArrayLike) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pure_loss_fn(graphdef: nnx.GraphDef, params: Any, others: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+def _pure_loss_fn(
+    graphdef: nnx.GraphDef, params: PyTree, others: nnx.State, windows: jax.typing.ArrayLike
+) -> jax.Array:
     return _loss_fn(nnx.merge(graphdef, params, others), windows)
 
 

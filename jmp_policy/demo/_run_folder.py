@@ -80,7 +80,7 @@ class RunFolder:
         """Finds the run to resume, by default the newest in `runs/`.
 
         Raises:
-          UserError: there is no run.
+          UserError: no run is found.
         """
         if path is None:
             configs = sorted(RUNS.glob("[0-9]*/config.json"), key=lambda file: int(file.parent.name))
@@ -127,13 +127,13 @@ class MetricsLog:
     def __init__(self, path: Path):
         self.path = path
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: dict[str, float]) -> None:
         """Writes one record; a number that is not finite becomes null."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({key: json_value(value) for key, value in record.items()}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All records, without a broken last line; none if there is no file."""
+        """All records, without a broken last line; an empty list without a file."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -153,7 +153,7 @@ class MetricsLog:
         os.replace(temporary, self.path)
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> object:
     """The value itself, or `None` for a number that JSON does not have.
 
     >>> json_value(float("nan")), json_value(1.5), json_value("a name")

@@ -27,7 +27,7 @@ from ._doctor import diagnose
 from ._gpt import GPTConfig, TrainerConfig
 from ._plot import plot_run
 from ._run_folder import RunConfig, RunFolder
-from ._trainer import NATS_PER_BIT, make_trainer, mean_bits_per_byte, scaling_figures
+from ._trainer import NATS_PER_BIT, make_trainer, measure_bits_per_byte, read_scaling_figures
 
 DEFAULT_STEPS = 1500
 EVALUATE_EVERY = 250
@@ -169,14 +169,14 @@ class TrainingRun:
         start = time.perf_counter()
         windows = sample_batch(self.corpus.train, seed=self.config.seed, step=step, **self._sizes)
         loss = float(self.trainer.step(windows)) / NATS_PER_BIT
-        figures = scaling_figures(self.trainer)
+        figures = read_scaling_figures(self.trainer)
         seconds = round(time.perf_counter() - start, 6)
         self.folder.metrics.append({"step": step + 1, "loss": loss, **figures, "step_seconds": seconds})
         display.update(step + 1, loss=loss, **figures)
 
     def _evaluate(self, step: int, display: TrainDisplay) -> None:
         jmp.optim.check(self.trainer.opt_state)
-        loss = mean_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._windows)
+        loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._windows)
         self.folder.metrics.append({"step": step, "validation_loss": loss})
         display.note(f"step {step}: validation loss {loss:.3f} bits per byte")
 
@@ -188,7 +188,7 @@ def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfi
     check_size(corpus, model.context)
     config = RunConfig(
         api=options.api or "nnx",
-        policy=policy or _recommended_policy(console),
+        policy=policy or _choose_policy(console),
         seed=options.seed or 0,
         data=options.data,
         data_sha256=corpus.sha256,
@@ -249,7 +249,7 @@ def _parse_policy(spec: str) -> jmp.Policy:
     return policy
 
 
-def _recommended_policy(console: Console) -> jmp.Policy:
+def _choose_policy(console: Console) -> jmp.Policy:
     recommendation = diagnose(half_only=True).recommendation
     console.print(f"The doctor recommends {recommendation.policy}: {recommendation.reason}.")
     return _parse_policy(recommendation.policy)

@@ -8,11 +8,12 @@ import numpy as np
 
 import jmp_policy as jmp
 
+from .._trees import PyTree
 from ._gpt import TrainerConfig
 
 NATS_PER_BIT = float(np.log(2))
 
-LossFn = Callable[[Any, np.ndarray], jax.Array]
+LossFn = Callable[[PyTree, np.ndarray], jax.Array]
 
 
 class Trainer(Protocol):
@@ -24,15 +25,15 @@ class Trainer(Protocol):
       opt_state: the state of the optimizer, which holds the loss scale.
     """
 
-    state: Any
+    state: PyTree
 
     @property
-    def params(self) -> Any:
+    def params(self) -> PyTree:
         """The parameters."""
         ...
 
     @property
-    def opt_state(self) -> Any:
+    def opt_state(self) -> PyTree:
         """The state of the optimizer."""
         ...
 
@@ -40,7 +41,7 @@ class Trainer(Protocol):
         """Trains on uint8 windows `(batch, context + 1)`; returns the loss, a float32 scalar in nats per byte."""
         ...
 
-    def loss_fn(self, params: Any, windows: jax.typing.ArrayLike) -> jax.Array:
+    def loss_fn(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters: a pure and compiled function, to differentiate and look into."""
         ...
 
@@ -56,16 +57,16 @@ def make_trainer(api: str, config: TrainerConfig) -> Trainer:
     return NnxTrainer(config)
 
 
-def scaling_figures(trainer: Trainer) -> dict[str, Any]:
+def read_scaling_figures(trainer: Trainer) -> dict[str, Any]:
     """The `loss_scale` and the `skipped_steps` of a trainer, read back from the device."""
     figures = jax.device_get(jmp.metrics(trainer.opt_state))
     return {"loss_scale": float(figures["loss_scale"]), "skipped_steps": int(figures["skipped_steps"])}
 
 
-def mean_bits_per_byte(loss_fn: LossFn, params: Any, batches: np.ndarray) -> float:
+def measure_bits_per_byte(loss_fn: LossFn, params: PyTree, batches: np.ndarray) -> float:
     """The loss in bits per byte, over uint8 batches of windows `(batches, batch, context + 1)`.
 
-    >>> round(mean_bits_per_byte(lambda params, windows: jnp.log(params), 256.0, np.zeros((2, 1, 5), np.uint8)), 3)
+    >>> round(measure_bits_per_byte(lambda params, windows: jnp.log(params), 256.0, np.zeros((2, 1, 5), np.uint8)), 3)
     8.0
     """
     losses = [loss_fn(params, windows) for windows in batches]

@@ -9,9 +9,17 @@ import numpy as np
 
 from .._adapter import ModelInfo, ModuleInfo
 from .._dtypes import is_floating_dtype
+from .._paths import list_paths_to
 from ._explanation import Explanation, Row
 from ._observation import Observation
-from ._operations import compute_dtypes, half_sums, leaks, made_dtypes, operations, what_was_multiplied
+from ._operations import (
+    collect_compute_dtypes,
+    collect_half_sums,
+    collect_made_dtypes,
+    describe_weight,
+    find_leaks,
+    walk_operations,
+)
 
 
 def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
@@ -22,9 +30,9 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
       observation: what was seen while it was traced.
     """
     assert observation.program is not None
-    program = list(operations(observation.program))
-    computed, made, summed = compute_dtypes(program), made_dtypes(program), half_sums(program)
-    modules, leaking = model.modules, leaks(program, model.modules)
+    program = list(walk_operations(observation.program))
+    computed, made, summed = collect_compute_dtypes(program), collect_made_dtypes(program), collect_half_sums(program)
+    modules, leaking = model.modules, find_leaks(program, model.modules)
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]
@@ -41,7 +49,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             param_bytes=_sum_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
             float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
-            quantization=what_was_multiplied(module, computed.get(path, ()), made.get(path, ())),
+            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
             half_sums=summed.get(path, ()),
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
@@ -52,9 +60,7 @@ def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) ->
     position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
 
     def key(path: str) -> list[int]:
-        names = path.split("/") if path else []
-        around = ("/".join(names[:n]) for n in range(len(names) + 1))
-        return [position[outer] for outer in around if outer in modules]
+        return [position[outer] for outer in list_paths_to(path) if outer in modules]
 
     return sorted(modules, key=key)
 

@@ -5,11 +5,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._paths import list_paths_to
 from .._policy import Policy
 from ..report import (
     Column,
     Report,
     Table,
+    find_row,
     format_bytes,
     list_places,
     name_place,
@@ -17,7 +19,6 @@ from ..report import (
     shorten_policy,
 )
 from ._half_sums import REMEDY
-from ._lookup import row_at
 
 _WIDE, _WIDER = 100, 150
 """Terminals of so many columns show each row with its policy, and with its quantization; narrower ones have tables
@@ -32,19 +33,19 @@ class Row:
       path: the module names joined by `/`; the root's is the empty string.
       type: the name of its class.
       policy: the policy that holds for it, or `None`.
-      rule: where that came from: the key of a map's rule, `"default"` where none covers the module, `"its own
+      rule: where the policy came from: the key of a map's rule, `"default"` where no rule covers the module, `"its own
         policy"`, `"inherited"` from the module around it, `"author's dtype"`, or the empty string without a policy.
-      param_dtypes: the dtypes of its own parameters, without those of the modules inside.
+      param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own.
       input_dtypes: the dtypes of the arrays it was called with, before any cast.
-      compute_dtypes: the dtypes that the operations in its own code read, conversions excepted.
+      compute_dtypes: the dtypes that the operations in its own code read; conversions do not count.
       output_dtypes: the dtypes of the arrays it returned, after any cast.
       param_bytes: the size of its own parameters.
       float32_bytes: their size if they were float32.
-      leaks_into: the paths of the modules whose own code computes in a wider dtype than is meant there, because of
-        what this one, which a rule or its author names, returned.
+      leaks_into: the paths of the modules whose own code computes in a wider dtype than is meant there, because this
+        module, which a rule or its author names, returned it.
       quantization: the format of its weight under a quantized policy, such as `"int8"`, or why the weight is left as
         it is: `"left: 64 elements are fewer than min_size=4096"`; the empty string without such a policy or weight.
-        Of float8 it says what the products of this very call were computed in.
+        For float8 it says what this very call computed its products in.
       half_sums: the sums and products of many numbers that its own code takes in half precision, such as
         `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
     """
@@ -77,8 +78,24 @@ class Explanation(Report):
     Attributes:
       rows: one for each module, the root first.
       unused: a sentence for each rule of a map that decided for no module.
-      unknown: a sentence for each module of which it is not known where it stands: one that its caller runs through
-        linen's `.apply`, and does not hold.
+      unknown: a sentence for each module whose place in the model is not known: its caller runs it through linen's
+        `.apply`, and does not hold it.
+
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
+    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))
+    >>> explanation[""].compute_dtypes, explanation.total_bytes
+    (('bfloat16',), 32)
+    >>> print(explanation)
+    module type  rule           param in  compute out  bytes
+    ────────────────────────────────────────────────────────
+    Dense  Dense its own policy f32   f32 bf16    bf16  32 B
+    <BLANKLINE>
+    rule            policy          modules
+    ───────────────────────────────────────
+    its own policy  mixed_bfloat16        1
+    <BLANKLINE>
+    parameters: 32 B, 100% of what they would take in float32
     """
 
     rows: tuple[Row, ...]
@@ -99,9 +116,9 @@ class Explanation(Report):
         """The row of the module at a path.
 
         Raises:
-          KeyError: there is no such row.
+          KeyError: no row has this path.
         """
-        return row_at(self.rows, path, "module", "explained")
+        return find_row(self.rows, path, "module", "explained")
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
@@ -178,9 +195,8 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
 
 def _indent(row: Row, paths: set[str]) -> str:
     """The path of a module, without what the row of the module around it says already; marked if it has a note."""
-    names = row.path.split("/")
-    around = [n for n in range(1, len(names)) if "/".join(names[:n]) in paths]
-    name = "/".join(names[around[-1] if around else 0 :]) or row.type
+    around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
+    name = row.path.removeprefix(f"{around[-1]}/") if around else row.path or row.type
     return "  " * len(around) + name + (" (!)" if row.leaks_into or row.half_sums else "")
 
 

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from .._adapter import ModuleInfo
 from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
+from .._paths import list_paths_to
 from ..interpreter import walk
 from ._half_sums import HalfSum, find_half_sum
 from ._observation import path_of
@@ -61,7 +62,7 @@ class Operation:
         return self.name not in STRUCTURAL
 
 
-def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
+def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
     """The operations of a program in order, also in the bodies of jit, scan, cond, remat and custom rules.
 
     A body stands for itself once, where it is called, and `link`s join its values to the ones around it. A value that
@@ -72,7 +73,7 @@ def operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
       scope: the scopes around the program.
 
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
-    >>> [operation.name for operation in operations(program.jaxpr) if operation.computes]
+    >>> [operation.name for operation in walk_operations(program.jaxpr) if operation.computes]
     ['sin', 'mul']
     """
     for step in walk(jaxpr, scope):
@@ -94,7 +95,7 @@ def _floating_dtype(aval: Any) -> np.dtype | None:
     return np.dtype(dtype) if dtype is not None and is_floating_dtype(dtype) else None
 
 
-def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
     """The dtypes that the operations in each module's own code read, by path; conversions do not count."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
@@ -104,7 +105,7 @@ def compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
     return {path: tuple(dtypes) for path, dtypes in found.items()}
 
 
-def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
+def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
     """The dtypes that the operations in each module's own code make, by path; conversions count."""
     found: dict[str, set[str]] = defaultdict(set)
     for operation in program:
@@ -114,7 +115,7 @@ def made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
     return found
 
 
-def half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
     """The sums and products of many numbers that each module's own code takes in half precision, by path."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
@@ -124,7 +125,7 @@ def half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
     return {path: tuple(sums) for path, sums in found.items()}
 
 
-def what_was_multiplied(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
+def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
     """What became of the weight of a module, as `Row.quantization` says it.
 
     A layer whose weight fits 8 bits need not have multiplied in them: that depends on its inputs, and on the code of
@@ -152,14 +153,14 @@ Marks = dict[int | None, frozenset[str]]
 """By value: the named modules whose wide results it is made of."""
 
 
-def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
-    """The modules into whose code others leak a dtype wider than the one meant there, by the path of the leaking one.
+def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
+    """Finds, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
 
     A rule such as `"norm": "float32"` makes a module return float32. A layer of Flax's that takes it narrows it, but
-    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So a mark goes
-    with what a module that a rule names returns, through every operation that keeps its dtype, and a marked operand
-    of arithmetic in the code of a module that is meant to compute in a narrower dtype is a leak. A conversion that
-    the author wrote takes the mark away.
+    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So what a named
+    module returns gets its mark. The mark passes through every operation that keeps the dtype; a conversion that the
+    author wrote takes it away. Arithmetic with a marked operand is a leak, where it stands in the code of a module
+    that is meant to compute in a narrower dtype.
 
     Args:
       program: the operations in order.
@@ -169,23 +170,25 @@ def leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> di
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
         path = path_of(operation.scope)
+        # Does it compute with what another module marked?
         if operation.computes and path is not None:
             for value in operation.operands:
-                for source in _find_leaks(marks.get(value.key, frozenset()), path, value, modules[path]):
+                for source in _find_leaking_modules(marks.get(value.key, frozenset()), path, value, modules[path]):
                     found[source][path] = None
+        # Its results keep the marks of its operands, and get those of the named modules that it stands in.
         sources = _find_named_around(path, modules)
         for value in operation.results:
             marks[value.key] = _pass_on(operation, value, marks) | sources
     return {source: tuple(paths) for source, paths in found.items()}
 
 
-def _find_leaks(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
-    """The modules whose wide result is arithmetic's operand in the code of a module that they are not around."""
+def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
+    """The modules whose wide result the code at a path computes with, other than those that it is part of."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:
         return ()
     if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
         return ()
-    return sorted(source for source in marks if not _is_inside(path, source))
+    return sorted(source for source in marks if source not in list_paths_to(path))
 
 
 def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
@@ -195,12 +198,5 @@ def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozens
 
 def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
     """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
-    if not path:
-        return frozenset()
-    names = path.split("/")
-    around = ("/".join(names[: n + 1]) for n in range(len(names)))
+    around = list_paths_to(path or "")[1:]
     return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(outer + "/")

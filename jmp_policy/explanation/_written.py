@@ -11,7 +11,7 @@ _FEWEST = 3
 """Of a model with fewer such layers it may well be meant."""
 
 
-def wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
+def find_wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
     """The dtype that an author wrote on a layer, if it is wider than the policy's; `None` otherwise."""
     if written is None or policy.compute_dtype is None:
         return None
@@ -22,7 +22,7 @@ def wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
     return dtype if dtype.itemsize > policy.compute_dtype.itemsize else None
 
 
-def explain_written(layers: Mapping[str, np.dtype | None], example: str) -> list[str]:
+def describe_written_dtypes(layers: Mapping[str, np.dtype | None], example: str) -> list[str]:
     """A sentence, if an author's dtypes keep most layers out of the dtype of their policy.
 
     Args:

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from .._adapter import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
+from .._paths import list_paths_to
 from .._policy_map import Match, PolicyMap
 from .._trees import Args, Kwargs, PyTree
 from ..explanation._observation import eval_shapes
@@ -122,6 +123,6 @@ def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list
     owned: dict[str, list[Any]] = {}
     for keys, leaf in jax.tree.leaves_with_path(params):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]
-        around = ("/".join(names[:n]) for n in range(len(names), -1, -1))
-        owned.setdefault(next(path for path in around if path in modules), []).append(leaf)
+        around = list_paths_to("/".join(names))
+        owned.setdefault(next(path for path in reversed(around) if path in modules), []).append(leaf)
     return owned

@@ -15,7 +15,7 @@ from flax.core import Scope
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
 from .._policy import Policy
-from ..explanation._written import explain_written, wider_dtype
+from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
 from ._place import path_of
 
@@ -136,12 +136,12 @@ def note_layer(module: nn.Module, policy: Policy) -> None:
     """Notes what is written on a module inside, if it is a layer with a weight."""
     scope: Any = module.scope
     if has_dtype_field(type(module)) and any(scope.has_variable("params", name) for name in WEIGHT_NAMES):
-        _LAYERS.get()["/".join(path_of(module))] = wider_dtype(written_dtype(module), policy)
+        _LAYERS.get()["/".join(path_of(module))] = find_wider_dtype(written_dtype(module), policy)
 
 
 def explain_written_dtypes() -> list[str]:
     """A sentence, if what is written on the layers that were called keeps most of them out of their policy's dtype."""
-    return explain_written(_LAYERS.get(), AUTOCAST_EXAMPLE)
+    return describe_written_dtypes(_LAYERS.get(), AUTOCAST_EXAMPLE)
 
 
 _NO_FIELD = object()

@@ -122,7 +122,7 @@ def _make_fields(module: nn.Module, format: Float8) -> dict[str, Any]:
     layer = open_layer(module)
     if layer is None or layer.field is None:
         return {}
-    return {layer.field: layer.float8_multiply(format, functools.partial(_find_state, module, format))}
+    return {layer.field: layer.make_float8_multiply(format, functools.partial(_find_state, module, format))}
 
 
 def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def _call_einsum(
     if equation is None:
         return own(inputs, einsum_str)
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-    multiply = LAYERS[nn.Einsum].float8_multiply(format, functools.partial(_find_state, module, format))
+    multiply = LAYERS[nn.Einsum].make_float8_multiply(format, functools.partial(_find_state, module, format))
     return compute_einsum(module, equation, inputs, kernel, module.promote_dtype, multiply)
 
 

@@ -18,7 +18,7 @@ from .._policy import Policy
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread, is_quantized
 from ..quant._layer import Promote, WeightedLayer
-from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
+from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_too_small
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import is_parameter_wrapper, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
@@ -209,7 +209,7 @@ def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
-    return {"promote_dtype": ours, layer.field: layer.multiply()}
+    return {"promote_dtype": ours, layer.field: layer.make_multiply()}
 
 
 def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
@@ -233,10 +233,8 @@ def _make_like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: An
 
 
 def _find_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
-    if name == "embedding":
-        return table_layout(shape)
     bias = _find_stored(module, "bias")
-    return kernel_layout(shape, None if bias is None else jnp.shape(bias))
+    return weight_layout(name, shape, None if bias is None else jnp.shape(bias))
 
 
 def _is_flax_embedding(module: nn.Module) -> bool:

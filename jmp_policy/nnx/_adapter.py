@@ -18,7 +18,7 @@ from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._calls import find_modules, hook_calls
 from ._decorate import decorate_class, find_given_policy
 from ._explain import examine, find_method
-from ._layer_table import LayerWeight, weight_in, weight_name
+from ._layer_table import LayerWeight, find_weight, weight_name
 from ._lift import lift
 from ._methods import parse_keep
 from ._module_spec import ModuleSpec, find_spec
@@ -103,7 +103,7 @@ class _Nnx:
         weights = {}
         for path, module in nnx.iter_modules(model):
             spec = find_spec(module)
-            found = weight_in(type(module) if spec is None else spec.base, vars(module))
+            found = find_weight(type(module) if spec is None else spec.base, vars(module))
             if found is not None:
                 weights["/".join(map(str, path))] = found.value
         return weights
@@ -119,7 +119,7 @@ class _Nnx:
         done: dict[Any, tuple[Any, nnx.Variable]] = {}
         for path, module in nnx.iter_modules(attached):
             spec = find_spec(module)
-            weight = None if spec is None else weight_in(spec.base, vars(module))
+            weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
             name, mask = weight_name(spec.base), vars(module).get("mask")

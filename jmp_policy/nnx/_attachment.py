@@ -2,20 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 
 from .._float8_state import OVERWRITE
 from .._formats import integers_of
-from .._get_policy import PolicySpec, get_policy
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import Match, PolicyMap
-from .._trees import cast_floating
-from ..explanation._written import explain_written, wider_dtype
+from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
 from ._layers import (
     WRAPPERS,
@@ -29,15 +27,16 @@ from ._layers import (
     make_linen_attributes,
 )
 from ._methods import list_public_methods, run_method
-from ._module_spec import SPEC, CallEffect, ModuleSpec, Product, find_spec
-from ._nodes import Attributes, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
+from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
+from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 from ._quantized import check_weight, choose_product, make_float8_attributes
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
 _MAY_HOLD_MODULES = (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN)
 
-M = TypeVar("M", bound=nnx.Module)
+Path = tuple[str, ...]
+"""The names that lead to a value in a tree."""
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
 """What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
@@ -47,7 +46,7 @@ class _Around(NamedTuple):
     """What holds around a value in the tree.
 
     Attributes:
-      policy: that of the module around it.
+      policy: the policy of the module around it.
       handed_on: an open dtype that this module may have handed on.
       rewritten: whether a module around it rewrites the weights of what is inside, which therefore stay floats.
     """
@@ -87,8 +86,8 @@ class Attachment:
         self.types = dict(lineage)
         self._on_mismatch = on_mismatch
         self._owned = owned
-        self._layers: dict[str, np.dtype | None] = {}
-        self._done: dict[int, tuple[Any, Any]] = {}  # what became of what, by id; the keys are kept alive
+        self._layers: dict[str, np.dtype | None] = {}  # the dtypes that authors wrote on layers, by path
+        self._done: dict[int, tuple[Node, Any]] = {}  # each value met and what became of it, by its id, which it keeps
 
     def attach(self, module: nnx.Module) -> nnx.Module:
         """Gives the policy to a module, as the root of a tree, and to the modules inside."""
@@ -103,14 +102,16 @@ class Attachment:
 
     def explain_written_dtypes(self) -> list[str]:
         """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
-        return explain_written(self._layers, AUTOCAST_EXAMPLE)
+        return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
 
-    def include(self, value: Any, path: tuple[str, ...], policy: Policy) -> Any:
+    def include(self, value: Node, path: Path, policy: Policy) -> Node:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
-        rewritten = policy is not self._find_match("/".join(path[:-1])).policy  # it was taken its quantization
+        # The policy of the module around it lacks its quantization where that one rewrites the weights inside.
+        rewritten = policy is not self._find_match("/".join(path[:-1])).policy
         return self._attach_value(value, path, _Around(policy, rewritten=rewritten))
 
-    def _attach_value(self, value: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+    def _attach_value(self, value: Node, path: Path, around: _Around | None) -> Node:
+        """What becomes of a value; `around` is `None` inside of a module that keeps a policy of its own."""
         match find_kind(type(value)):
             case NodeKind.MODULE:
                 return self._attach_module(value, path, around)
@@ -123,12 +124,13 @@ class Attachment:
                 return self._attach_container(value, path, around)
         return value
 
-    def _attach_container(self, container: Any, path: tuple[str, ...], around: _Around | None) -> Any:
+    def _attach_container(self, container: Node, path: Path, around: _Around | None) -> Node:
         if id(container) in self._done:
             return self._done[id(container)][1]
         if isinstance(container, nnx.Module):  # nnx.List and nnx.Dict have paths, and rules may name them
             self.types.setdefault("/".join(path), type(container))
             around = around and around._replace(policy=self._find_match("/".join(path)).policy)
+        # A container that holds no module stays the same object: the code that holds it may compare.
         self._done[id(container)] = container, container
         items = list_items(container)
         new = [self._attach_value(item, (*path, name), around) for name, item in items]
@@ -136,53 +138,57 @@ class Attachment:
             self._done[id(container)] = container, replace_items(container, new)
         return self._done[id(container)][1]
 
-    def _attach_module(
-        self, module: nnx.Module, path: tuple[str, ...], around: _Around | None, is_root: bool = False
-    ) -> Any:
-        if id(module) in self._done:
+    def _attach_module(self, module: nnx.Module, path: Path, around: _Around | None, is_root: bool = False) -> Any:
+        if id(module) in self._done:  # a shared module stays one, with what holds at the first path that leads to it
             return self._done[id(module)][1]
         spec = find_spec(module)
         base = type(module) if spec is None else spec.base
         self.types.setdefault("/".join(path), base)
+
+        # A module with a policy of its own keeps it, and so does what is inside of it.
         if not is_root and (around is None or (spec is not None and spec.attached)):
             return self._rebuild(module, type(module), path, None, vars(module), {})
+
+        # The policy sees the module as its author left it: what an earlier policy replaced comes back first.
         attributes = vars(module) | dict(spec.authored if spec else ())
         state = attributes.pop(OVERWRITE, None)
-        open_dtype = is_dtype_open(base, attributes, around.handed_on if around else None)
+        is_open = is_dtype_open(base, attributes, around.handed_on if around else None)
         rewritten = issubclass(base, WRAPPERS) or (around is not None and around.rewritten)
         hands_on = has_open_linen_module(base, attributes, spec)
-        new_spec = self._make_spec(base, attributes, path, is_root, open_dtype, rewritten, hands_on)
+        source = find_dtype_source(base, attributes, is_open, hands_on)
+        new_spec = self._make_spec(base, attributes, path, is_root, source, rewritten)
         policy = new_spec.policy
         check_weight("/".join(path), base, attributes, policy)
-        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
-            written = attributes["dtype"] if has_written_dtype(base, attributes, open_dtype) else None
-            self._layers["/".join(path)] = wider_dtype(written, policy)
-        new_attributes = make_attributes(base, attributes, policy, open_dtype)
+        self._note_written_dtype(base, attributes, path, is_open, policy)
+
+        # The attributes that an expert would write for this policy, and float8 state, which outlives policies.
+        new_attributes = make_attributes(base, attributes, policy, is_open)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= make_float8_attributes(base, known, policy.quantization)
         if hands_on:
             new_attributes |= make_linen_attributes(attributes, new_spec)
-        inside = _Around(policy, attributes["dtype"] if open_dtype else None, rewritten)
+
+        inside = _Around(policy, attributes["dtype"] if is_open else None, rewritten)
         return self._rebuild(module, make_policied_class(new_spec), path, inside, attributes, new_attributes)
 
     def _make_spec(
         self,
         base: type,
         attributes: Attributes,
-        path: tuple[str, ...],
+        path: Path,
         is_root: bool,
-        open_dtype: bool,
+        source: DtypeSource,
         rewritten: bool,
-        hands_on: bool,
     ) -> ModuleSpec:
-        match = self._find_match("/".join(path))
-        rewritten_integers = rewritten and integers_of(match.policy.quantization) is not None
-        policy = match.policy.replace(quantization=None) if rewritten_integers else match.policy
+        match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
+        policy = match.policy
+        if rewritten and integers_of(policy.quantization) is not None:
+            policy = policy.replace(quantization=None)
         product = choose_product(base, attributes, policy.quantization)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
         if is_root:
             effect = CallEffect.CASTS_AT_ROOT
-        elif match.boundary and not has_written_dtype(base, attributes, open_dtype):
+        elif match.boundary and not has_written_dtype(base, attributes, is_open):
             effect = CallEffect.CASTS
         elif policy.compute_dtype is None or product is Product.FLOAT8 or not is_plain_layer(base, attributes):
             effect = CallEffect.COMPUTES
@@ -195,35 +201,44 @@ class Attachment:
             lineage=self._find_lineage(path),
             effect=effect,
             keep=self.keep if is_root else (),
-            dtype_source=find_dtype_source(base, attributes, open_dtype, hands_on),
+            dtype_source=source,
             product=product,
-            authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, open_dtype)),
+            authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
         )
+
+    def _note_written_dtype(
+        self, base: type, attributes: Attributes, path: Path, is_open: bool, policy: Policy
+    ) -> None:
+        if "dtype" in attributes and any(name in attributes for name in WEIGHT_NAMES):
+            written = attributes["dtype"] if has_written_dtype(base, attributes, is_open) else None
+            self._layers["/".join(path)] = find_wider_dtype(written, policy)
 
     def _rebuild(
         self,
         module: nnx.Module,
         kind: type,
-        path: tuple[str, ...],
+        path: Path,
         inside: _Around | None,
         attributes: Attributes,
         new_attributes: Attributes,
     ) -> Any:
+        """Makes the module again, as one of another class, after what is inside of it."""
         new = module if self._owned(module) else make_blank(type(module), {})
-        self._done[id(module)] = module, new
+        self._done[id(module)] = module, new  # first, for what is inside may refer to it
         values = {name: self._attach_value(value, (*path, name), inside) for name, value in attributes.items()}
-        written = values | new_attributes
-        state = written.pop(OVERWRITE, None)
-        vars(new).update(written)
+        values |= new_attributes
+        state = values.pop(OVERWRITE, None)
+        vars(new).update(values)
         object.__setattr__(new, "__class__", kind)
+        # State comes and goes past vars: nnx keeps account of the attributes that hold arrays.
         if state is not None:
-            setattr(new, OVERWRITE, nnx.data(state))  # past vars: nnx keeps account of the attributes there are
+            setattr(new, OVERWRITE, nnx.data(state))
         elif OVERWRITE in vars(module):
-            vars(new)[OVERWRITE] = None  # to be deleted, and so taken off that account
+            vars(new)[OVERWRITE] = None
             delattr(new, OVERWRITE)
         return new
 
-    def _check_param(self, param: nnx.Param, path: tuple[str, ...], around: _Around | None) -> None:
+    def _check_param(self, param: nnx.Param, path: Path, around: _Around | None) -> None:
         if around is None or around.policy.param_dtype is None:
             return
         here, dtype = "/".join(path), around.policy.param_dtype
@@ -231,6 +246,7 @@ class Attachment:
             self._done[id(param)] = param, (here, dtype)
             if not find_floating_dtypes(param) <= {dtype}:
                 self._on_mismatch(here, param, around.policy)
+        # A Param that two modules share has one dtype: the first module decides, and the second has to agree.
         first, stored = self._done[id(param)][1]
         if stored != dtype:
             raise ValueError(
@@ -243,7 +259,7 @@ class Attachment:
             return self.given.match(path, self.types)
         return Match(self.given, None, boundary=False)
 
-    def _find_lineage(self, path: tuple[str, ...]) -> tuple[tuple[str, type], ...]:
+    def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
         if not isinstance(self.given, PolicyMap):
             return ()
         paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
@@ -264,11 +280,12 @@ def _make_policied_class(_: type, spec: ModuleSpec) -> type:
     }
     if spec.effect is not CallEffect.NOTHING and not issubclass(base, nnx.List | nnx.Dict):
         namespace |= wrap_methods(base)
-    options: Attributes = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
     return make_subclass(base, namespace, (make_policied_class, (spec,)), **options)
 
 
-def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> Any:
+def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> nnx.Module:
+    """Makes a module out of what a pickle holds of it."""
     return make_blank(make_policied_class(spec), attributes)
 
 
@@ -279,7 +296,7 @@ def wrap_methods(base: type) -> dict[str, Callable[..., Any]]:
 
 def _wrap_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call_with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         if spec is None:  # a shadow, or an instance of a decorated class that is still being made
             return method.__get__(self, type(self))(*args, **kwargs)
@@ -311,7 +328,7 @@ def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
             vars(module)[name] = attachment.include(value, path, spec.policy)
 
 
-def _has_new_module(value: Any, spec: ModuleSpec) -> bool:
+def _has_new_module(value: Node, spec: ModuleSpec) -> bool:
     match find_kind(type(value)):
         case NodeKind.MODULE:
             other = find_spec(value)
@@ -322,7 +339,7 @@ def _has_new_module(value: Any, spec: ModuleSpec) -> bool:
 
 
 def reject_param(path: str, param: nnx.Param, policy: Policy) -> None:
-    """Refuses it: a policied module shares its Variables with the original, which no cast may change.
+    """Refuses a Param that a policied module shares with the original, because no cast may change that one.
 
     Raises:
       ValueError: always.
@@ -332,34 +349,3 @@ def reject_param(path: str, param: nnx.Param, policy: Policy) -> None:
         f"parameters in {policy.param_dtype}. Cast a copy first: "
         "with_policy(jmp_policy.nnx.cast_params(model, policy), policy)."
     )
-
-
-def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
-    """Rounds it, where it was just drawn in the dtype that the author of the module chose."""
-    param.set_value(cast_floating(param.get_value(), policy.param_dtype))
-
-
-def cast_params(model: M, policy: PolicySpec) -> M:
-    """Copies a model, with its Params in the param dtype of a policy.
-
-    `with_policy` shares the Variables of an instance, and so refuses one whose Params have another dtype; it takes
-    this copy. Batch statistics, caches, RNG states and other Variables keep their dtypes. The model itself stays as
-    it is, and shares nothing with the copy.
-
-    Args:
-      model: an nnx module.
-      policy: anything that `get_policy` reads; of a map, each Param gets the dtype of the policy that covers it.
-
-    Returns:
-      A model of the same structure. It has no policy yet.
-
-    >>> from flax import nnx
-    >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    >>> half = jmp.nnx.cast_params(model, "bfloat16")
-    >>> half.scale.dtype, half.mean.dtype, model.scale.dtype
-    (dtype(bfloat16), dtype('float32'), dtype('float32'))
-    """
-    copy = nnx.clone(model)
-    # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
-    Attachment(get_policy(policy), cast_param).attach(copy)
-    return copy

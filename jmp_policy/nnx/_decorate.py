@@ -1,25 +1,30 @@
-"""Decorated classes, whose instances get the policy when their constructor ends."""
+"""Models that nobody else holds, whose Params a policy may cast: instances of decorated classes, and copies."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 
+from .._get_policy import PolicySpec, get_policy
 from .._made_classes import make_subclass, pickle_by_recipe
 from .._memory import remember_on_class
 from .._messages import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._attachment import Attachment, cast_param, reject_param, wrap_methods
-from ._nodes import NodeKind, find_kind, list_items
+from .._trees import PyTree, cast_floating
+from ._attachment import Attachment, reject_param, wrap_methods
+from ._nodes import Node, NodeKind, find_kind, list_items
 
 _GIVEN = "__jmp_given__"
+"""The attribute of a decorated class that holds its policy and the arguments to keep."""
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 @remember_on_class
 def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
-    """The subclass of an nnx class whose instances, and those of its own subclasses, get a policy.
+    """The subclass of an nnx class that gives a policy to its instances, and to those of its own subclasses.
 
-    Its methods are wrapped as well as those of the instances, so that `Net.encode(net, x)` has the policy too.
+    Its methods are wrapped, as the methods of the instances are, so that `Net.encode(net, x)` has the policy too.
     """
     forget_warnings(given)
     namespace = {
@@ -36,6 +41,32 @@ def find_given_policy(kind: type) -> Policy | PolicyMap | None:
     return getattr(kind, _GIVEN, (None, ()))[0]
 
 
+def cast_params(model: M, policy: PolicySpec) -> M:
+    """Copies a model, with its Params in the param dtype of a policy.
+
+    `with_policy` shares the Variables of an instance, and so refuses one whose Params have another dtype; it takes
+    this copy. Batch statistics, caches, RNG states and other Variables keep their dtypes. The model itself stays as
+    it is, and shares nothing with the copy.
+
+    Args:
+      model: an nnx module.
+      policy: anything that `get_policy` reads; of a map, each Param gets the dtype of the policy that covers it.
+
+    Returns:
+      A model of the same structure. It has no policy yet.
+
+    >>> from flax import nnx
+    >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    >>> half = jmp.nnx.cast_params(model, "bfloat16")
+    >>> half.scale.dtype, half.mean.dtype, model.scale.dtype
+    (dtype(bfloat16), dtype('float32'), dtype('float32'))
+    """
+    copy = nnx.clone(model)
+    # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
+    Attachment(get_policy(policy), cast_param).attach(copy)
+    return copy
+
+
 @remember_on_class
 def _make_metaclass(parent: type[type]) -> type[type]:
     """A metaclass whose classes attach the policy where a call of the class ends: after the outermost `__init__`."""
@@ -50,8 +81,8 @@ def _make_metaclass(parent: type[type]) -> type[type]:
     return pickle_by_recipe(type(parent.__name__, (parent,), {"__call__": construct, "attaches_policy": True}))
 
 
-def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: Any) -> Any:
-    """Attaches the policy to a new module, in place, for it is nobody else's; what came as an argument is copied."""
+def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Any:
+    """Attaches the policy to a new module, in place, because nobody else holds it; copies what came as an argument."""
     passed_in: set[int] = set()
     _collect_ids(arguments, passed_in)
 
@@ -67,7 +98,12 @@ def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[st
     return module
 
 
-def _collect_ids(value: Any, ids: set[int]) -> None:
+def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
+    """Rounds a Param that nobody else holds, such as one that was just drawn in the dtype its author chose."""
+    param.set_value(cast_floating(param.get_value(), policy.param_dtype))
+
+
+def _collect_ids(value: Node, ids: set[int]) -> None:
     """Collects the ids of the modules, Params and containers in a value."""
     if id(value) not in ids and find_kind(type(value)) is not NodeKind.OTHER:
         ids.add(id(value))

@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.typing import ArrayLike
 
 from .._float8_format import Float8
 from .._float8_state import OVERWRITE, name_state, prepare_leaf
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
+from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import Float8Multiply, why_layer_wide
 from ..quant._layout import Layout, stack_shape
-from ._layer_table import layer_of, open_field
+from ._layer_table import find_layer, find_open_field
 from ._nodes import Attributes
 
 
@@ -22,14 +24,14 @@ from ._nodes import Attributes
 class Float8State(nnx.Variable):
     """The Variables of a layer that scales by what it saw before: of each operand a scale, and a history.
 
-    A dictionary of them is an attribute of the layer, `_overwrite_with_gradient`. They are no `nnx.Param`s:
-    `jmp_policy.nnx.value_and_grad` differentiates with respect to them beside the parameters, their gradients are
-    their next values, and `jmp_policy.nnx.Optimizer` writes those into the model. `flax.nnx.value_and_grad` and
-    `flax.nnx.Optimizer` leave them as they are, so that nothing is learned of how large numbers are, and take them for
-    parameters where a `wrt` says so.
+    A dictionary of them is an attribute of the layer, `_overwrite_with_gradient`. They are not `nnx.Param`s.
+    `jmp_policy.nnx.value_and_grad` differentiates with respect to them beside the parameters: their gradients are their
+    next values, which `jmp_policy.nnx.Optimizer` writes into the model. `flax.nnx.value_and_grad` and
+    `flax.nnx.Optimizer` leave them as they are, and then the layer never learns how large its numbers are; they take
+    them for parameters where a `wrt` names them.
 
-    A policy that is attached again finds them there; one whose histories have another length makes new ones, and one
-    that keeps no state takes them away. In the bridges to linen they are the collection of the same name.
+    A policy that is attached again finds them there. A policy whose histories have another length makes new ones, and
+    one that keeps no state takes them away. In the bridges to linen they are the collection of the same name.
 
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")
@@ -41,8 +43,8 @@ class Float8State(nnx.Variable):
 
 def why_wide(base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8) -> str | None:
     """Why a layer with a weight computes in the compute dtype, whatever its inputs; `None` if it does not."""
-    layer = layer_of(base)
-    if layer is None or open_field(base, attributes) is None:
+    layer = find_layer(base)
+    if layer is None or find_open_field(base, attributes) is None:
         return "it multiplies by a function of its own, or by none that could be another"
     is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
     return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
@@ -65,26 +67,26 @@ def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module
     The function is a property of the class, which comes before the attribute, because it has to find the state of the
     layer that is called.
     """
-    layer = layer_of(base)
+    layer = find_layer(base)
     assert layer is not None
     assert layer.field is not None
     name = layer.field
 
-    def multiply(self: Any) -> Float8Multiply:
-        return layer.float8_multiply(format, lambda: _read_state(self))
+    def multiply(self: nnx.Module) -> Float8Multiply:
+        return layer.make_float8_multiply(format, lambda: _read_state(self))
 
-    def keep(self: Any, function: Any) -> None:  # when nnx makes the layer again out of its parts
+    def keep(self: nnx.Module, function: Callable[..., Any]) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function
 
     return make_subclass(base, {name: property(multiply, keep)}, (make_float8_layer, (base, format)))
 
 
-def _read_state(layer: Any) -> State:
+def _read_state(layer: nnx.Module) -> State:
     return {name: variable.get_value() for name, variable in vars(layer)[OVERWRITE].items()}
 
 
-def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: Any) -> Callable[..., Any]:
-    """The function of models whose float8 state autodiff combines by max, and is that of true gradients."""
+def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale: ArrayLike) -> Callable[..., Any]:
+    """The same function, for which autodiff combines float8 state by max, and returns the state of true gradients."""
 
     @functools.wraps(fun)
     def call_prepared(*args: Any, **kwargs: Any) -> Any:
@@ -101,12 +103,12 @@ def prepare_states(fun: Callable[..., Any], positions: Iterable[int], loss_scale
     return call_prepared
 
 
-def find_states(model: Any) -> dict[Any, Float8State]:
+def find_states(model: PyTree) -> dict[Any, Float8State]:
     """The float8 state of the layers in a model, or in any tree of models, by path."""
     return {path: node for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, Float8State)}
 
 
-def check_state_types(model: Any, wrt: Any) -> None:
+def check_state_types(model: PyTree, wrt: nnx.filterlib.Filter) -> None:
     """Checks that the float8 state among what is differentiated of a model, or of a tree of models, is `Float8State`.
 
     Args:

@@ -26,9 +26,9 @@ class LayerWeight(NamedTuple):
     layout: Layout
 
 
-def weight_in(base: type, attributes: Attributes) -> LayerWeight | None:
+def find_weight(base: type, attributes: Attributes) -> LayerWeight | None:
     """The weight of two or more axes of a layer of Flax's; `None` if there is none."""
-    layer = layer_of(base)
+    layer = find_layer(base)
     variable = attributes.get(layer.weight) if layer else None
     value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
     shape = getattr(value, "shape", ())
@@ -39,14 +39,14 @@ def weight_in(base: type, attributes: Attributes) -> LayerWeight | None:
 
 def weight_name(base: type) -> str:
     """The attribute that holds the weight of a layer of Flax's."""
-    layer = layer_of(base)
+    layer = find_layer(base)
     assert layer is not None
     return layer.weight
 
 
-def open_field(base: type, attributes: Attributes) -> str | None:
+def find_open_field(base: type, attributes: Attributes) -> str | None:
     """The attribute that holds the function a layer multiplies with, if its author left that at its default."""
-    layer = layer_of(base)
+    layer = find_layer(base)
     if layer is None or layer.field not in attributes or attributes.get("dot_general_cls") is not None:
         return None
     function = attributes[layer.field]
@@ -94,6 +94,6 @@ LAYERS: dict[type, WeightedLayer] = {
 
 
 @remember_weakly
-def layer_of(base: type) -> WeightedLayer | None:
+def find_layer(base: type) -> WeightedLayer | None:
     """The row of a class of layers; `None` if it is neither in the table nor derived from one that is."""
     return find_row(LAYERS, base)

@@ -1,4 +1,4 @@
-"""The dtype fields of layers: which ones their author left open, and what a policy writes there."""
+"""What the author of a module left open, and what a policy writes there: dtypes, functions, linen modules."""
 
 import inspect
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from .._boundary import policy_of
 from .._dtypes import at_least_float32
@@ -16,12 +17,12 @@ from ._nodes import Attributes, NodeKind, find_kind
 from ._quantized import make_quantized_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
-"""Layers whose `dtype` is that of the weight they rewrite: what is stored, not what is computed in."""
+"""Layers that rewrite a weight. Their `dtype` is the one it is stored in, and not the one they compute in."""
 
 _WRAPPED = "to_nnx__module"
 
 
-def is_dtype_open(base: type, attributes: Attributes, handed_on: Any) -> bool:
+def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
     """Whether a layer has a `dtype` that its author left open: at the default of its constructor.
 
     Args:
@@ -50,9 +51,8 @@ def is_plain_layer(base: type, attributes: Attributes) -> bool:
     """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
     kinds = {find_kind(type(value)) for value in attributes.values()}
     own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
-    return (
-        base.__module__.startswith("flax.nnx.nn.") and not own_params and not kinds & {NodeKind.MODULE, NodeKind.PYTREE}
-    )
+    has_inside = NodeKind.MODULE in kinds or NodeKind.PYTREE in kinds
+    return base.__module__.startswith("flax.nnx.nn.") and not own_params and not has_inside
 
 
 def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_on: bool) -> DtypeSource:
@@ -100,36 +100,35 @@ def _find_default_dtype(base: type) -> Any:
     return None
 
 
-def _is_same_dtype(dtype: Any, default: Any) -> bool:
+def _is_same_dtype(dtype: DTypeLike, default: DTypeLike | None) -> bool:
     if default is None:
         return False
     try:
         return jnp.dtype(dtype) == jnp.dtype(default)
-    except TypeError:  # a `dtype` that is no dtype
+    except TypeError:  # another thing that goes by the name of `dtype`
         return False
 
 
 def is_bridge(base: type) -> bool:
-    """Whether a module's Params are the variables of a linen module, which reads them itself."""
+    """Whether a module wraps a linen one, whose variables are its Params, and who reads them itself."""
     return issubclass(base, nnx.bridge.ToNNX)
 
 
 def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec | None) -> bool:
-    """Whether a module wraps a linen one without a policy of its own; one that came from outside does not count."""
+    """Whether a module wraps a linen one that has no policy but the one a module around it handed on."""
     if not is_bridge(base):
         return False
-    return policy_of(attributes[_WRAPPED]) is None or (
-        spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
-    )
+    was_handed_on = spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
+    return was_handed_on or policy_of(attributes[_WRAPPED]) is None
 
 
 def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
-    """The attribute that holds the linen module, with what the model was given; the linen module casts, if any does.
+    """The attribute that holds the linen module, which gets what the model was given, and does all the casting.
 
     Args:
       attributes: the attributes of the module that wraps it.
-      spec: the spec of that one.
-      inferred: what stands for a compute dtype that the policy leaves open.
+      spec: the spec of the wrapping module.
+      inferred: the compute dtype, where the policy leaves it open and a call told.
     """
     module = attributes[_WRAPPED]
     from ..linen._adapter import attach_inside  # not before: most models wrap no linen module

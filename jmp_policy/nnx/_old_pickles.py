@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._attachment import adopt, make_policied_class, rebuild_module
-from ._decorate import decorate_class
+from ._decorate import cast_params, decorate_class
 from ._methods import run_method
 from ._module_spec import CallEffect, DtypeSource, ModuleSpec, Product, find_spec
 from ._quantized_embed import make_quantized_embed
@@ -58,6 +58,7 @@ def _provide(file: str, **names: Any) -> None:
 _provide("_roles", Role=_Role, role_of=find_spec)
 _provide("_adopt", adopt=adopt)
 _provide("_call", call_method=_call_method)
+_provide("_cast_params", cast_params=cast_params)
 _provide("_classes", policied_class=_make_policied_class, _remade=_rebuild_module)
 _provide("_decorate", decorated=decorate_class)
 _provide("_quantized_embed", quantized_embed=make_quantized_embed)

@@ -15,13 +15,13 @@ from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
 from ..quant._layout import choose_format, why_too_small
 from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
-from ._layer_table import layer_of, weight_in, weight_name
+from ._layer_table import find_layer, find_weight, weight_name
 from ._module_spec import Product
 from ._nodes import Attributes
 
 
 class QuantizedParam(nnx.Variable):
-    """The Variable of a quantized weight: it holds a `QuantizedArray`, and is no `nnx.Param`, for nothing trains it.
+    """The Variable of a quantized weight: it holds a `QuantizedArray`. Nothing trains it, so it is not an `nnx.Param`.
 
     Optimizers and gradients of `nnx.Param` pass it by. Its arrays are part of `nnx.state` as any others.
 
@@ -32,7 +32,7 @@ class QuantizedParam(nnx.Variable):
     """
 
     def get_value(self, **options: Any) -> Any:
-        """The quantized weight, of which `param[...]` is the whole and no other part can be had."""
+        """The quantized weight, whole: `param[...]` is the only index it takes."""
         return super().get_value(**{} if options.get("index") is Ellipsis else options)
 
 
@@ -41,13 +41,13 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
 
     None, where its weight is too small, or its author wrote the functions that it computes with.
     """
-    layer, weight, format = layer_of(base), weight_in(base, attributes), integers_of(quantization)
+    layer, weight, format = find_layer(base), find_weight(base, attributes), integers_of(quantization)
     if format is None or layer is None or weight is None or _has_written_function(layer, attributes):
         return {}
     if not isinstance(weight.value, QuantizedArray) and why_too_small(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
-    return {"promote_dtype": promote} | ({layer.field: layer.multiply()} if layer.field else {})
+    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply()} if layer.field else {})
 
 
 def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
@@ -61,7 +61,7 @@ def choose_product(base: type, attributes: Attributes, quantization: Quantizatio
 
 def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:
     """What becomes of the weight of a layer under a policy, as `Row.quantization` says it."""
-    format, weight = policy.quantization, weight_in(base, attributes)
+    format, weight = policy.quantization, find_weight(base, attributes)
     if isinstance(format, Float8) and weight is not None:
         is_table = issubclass(base, nnx.Embed)
         left = WHY_TABLES_WIDE if is_table else why_wide(base, attributes, weight.value.shape, weight.layout, format)
@@ -77,7 +77,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
 
 def make_float8_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
     """The attributes that a float8 policy gives a layer: its state, if it has some."""
-    weight = weight_in(base, attributes)
+    weight = find_weight(base, attributes)
     if not is_float8(base, attributes, quantization) or weight is None or not isinstance(quantization, Float8):
         return {}
     return make_state(attributes, weight.value.shape, weight.layout, quantization)
@@ -85,7 +85,7 @@ def make_float8_attributes(base: type, attributes: Attributes, quantization: Qua
 
 def is_float8(base: type, attributes: Attributes, quantization: Quantization | None) -> bool:
     """Whether a layer multiplies in 8-bit floating point."""
-    weight = weight_in(base, attributes)
+    weight = find_weight(base, attributes)
     if not isinstance(quantization, Float8) or weight is None or isinstance(weight.value, QuantizedArray):
         return False
     return why_wide(base, attributes, weight.value.shape, weight.layout, quantization) is None
@@ -97,7 +97,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
     Raises:
       ValueError: the weight is quantized already and the policy has another format or none, or blocks do not divide it.
     """
-    weight = weight_in(base, attributes)
+    weight = find_weight(base, attributes)
     if weight is None:
         return
     where = f" {f'{path}/{weight_name(base)}'.lstrip('/')!r}"

@@ -1,4 +1,4 @@
-"""An embedding with a quantized table: its functions are no attributes, so that its methods run in a subclass."""
+"""An embedding with a quantized table: its methods run in a subclass, for it has no attributes to multiply with."""
 
 import functools
 from typing import Any
@@ -6,32 +6,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
-from ..quant import dot_general, take
+from .._trees import Args
+from ..quant import QuantizedArray, dot_general, take
 from ..quant._layer import Promote
 from ..quant._layout import table_layout
 from ..quant._weight import fake_quantize, prepare_weight
+
+StoredTable = jax.Array | QuantizedArray
+"""A table as a Param holds it, or a `QuantizedParam`."""
+
+OutSharding = NamedSharding | PartitionSpec | None
 
 
 class PromoteTable(Promote):
     """The `promote_dtype` of an embedding: the table, last of the arrays, becomes the numbers its integers stand for.
 
-    That is for methods which a subclass wrote itself, or calls by `super()`: those of Flax read the table by `rows`
-    and `operands`.
+    Methods call it that an author wrote in a subclass, or runs by `super()`. The methods of Flax read the table by
+    `read_rows` and `prepare_operands` instead.
     """
 
-    def __call__(self, arrays: Any, *, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
+    def __call__(self, arrays: Args, *, dtype: DTypeLike | None = None, **options: Any) -> tuple[Any, ...]:
         *others, table = arrays
         numbers = fake_quantize(prepare_weight(table, self.format, table_layout(table.shape)), dtype)
         return self.promote((*others, numbers), dtype=dtype, **options)
 
-    def rows(self, table: Any, indices: jax.Array, dtype: Any) -> jax.Array:
+    def read_rows(self, table: StoredTable, indices: jax.Array, dtype: DTypeLike | None) -> jax.Array:
         """Rows of the table, and no others, as floating numbers."""
         return take(prepare_weight(table, self.format, table_layout(table.shape)), indices, dtype)
 
-    def operands(self, query: jax.Array, table: Any, dtype: Any) -> tuple[Any, ...]:
+    def prepare_operands(self, query: jax.Array, table: StoredTable, dtype: DTypeLike | None) -> tuple[Any, ...]:
         """The operands of the product with the whole table: the query in the dtype to compute in, and the weight."""
         return super().__call__((query, table, None), dtype=dtype)[:2]
 
@@ -47,8 +55,8 @@ def make_quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
     return make_subclass(base, methods, (make_quantized_embed, (base,)))
 
 
-def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-    table, read = self.embedding[...], self.promote_dtype.rows
+def _call(self: Any, inputs: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
+    table, read = self.embedding[...], self.promote_dtype.read_rows
     if self.num_embeddings == 1 or not jnp.issubdtype(inputs.dtype, jnp.integer):
         return nnx.Embed.__call__(self, inputs, out_sharding=out_sharding)
     if out_sharding is None:
@@ -57,6 +65,6 @@ def _call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
     return jax.sharding.auto_axes(out_sharding=out_sharding)(read)(table, inputs)
 
 
-def _attend(self: Any, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-    query, table = self.promote_dtype.operands(query, self.embedding[...], self.dtype)
+def _attend(self: Any, query: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
+    query, table = self.promote_dtype.prepare_operands(query, self.embedding[...], self.dtype)
     return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), out_sharding=out_sharding)

@@ -61,7 +61,15 @@ class AuditRow:
       backward: whether they belong to a backward pass.
       count: how many there are; in a loop, for all its turns.
       flops: additions and multiplications, of all turns and devices.
-      bytes: of what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
+      bytes: what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
+
+    >>> product = AuditRow("head", "dot_general", "bfloat16", backward=False, count=2, flops=768, bytes=272)
+    >>> print(AuditReport((product,), (), ()))
+    module  operation    dtype  pass     count  flops  bytes
+    ────────────────────────────────────────────────────────
+    head    dot_general  bf16   forward      2    768  272 B
+    <BLANKLINE>
+    no findings
     """
 
     path: str
@@ -75,17 +83,23 @@ class AuditRow:
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The matrix products, outer ones excepted, or convolutions of one line of the source, in one dtype and place.
+    """The matrix products or convolutions of one line of the source, in one dtype and place; without outer products.
 
     Attributes:
       operation: the name of the primitive.
       dtypes: the dtypes that it reads.
       dtype: the widest of them, which is what it runs in.
       source: the user's line that it comes from.
-      path: as that of a row.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
       backward: whether it belongs to a backward pass.
-      count: as that of a row: a line in a loop, or in a function that is called again, has many.
-      flops: as those of a row.
+      count: how many there are; a line in a loop, or in a function that is called again, has many.
+      flops: additions and multiplications of all of them.
+
+    >>> product = Matmul("dot_general", ("float32", "bfloat16"), "float32", "train.py:12 (loss)", "head", False, 2, 768)
+    >>> AuditReport((), (), (product,)).assert_matmuls_in("bfloat16")
+    Traceback (most recent call last):
+    AssertionError: 2 of 2 matmuls are not in bfloat16:
+      train.py:12 (loss): dot_general in head reads float32 and bfloat16, 2 times
     """
 
     operation: str
@@ -103,13 +117,18 @@ class Finding:
     """Something that is likely to lose numbers, or time.
 
     Attributes:
-      id: its name, one of those of `numerics.FINDINGS`.
+      id: its name, a key of `numerics.FINDINGS`.
       message: what was met, and what would mend it.
       source: the user's line that it comes from, `"file.py:12 (function)"`.
       path: the module names and `jax.named_scope`s around it, joined by `/`.
       dtypes: the dtypes that take part.
       backward: whether it was met in a backward pass.
       count: how many equations of that line have it.
+
+    >>> message = "an exponential in float16, which overflows at 11.1 (exp); cast to float32 first"
+    >>> print(Finding("float16-exp", message, "train.py:12 (loss)", "head", ("float16",), backward=False, count=1))
+    train.py:12 (loss): float16-exp in head: an exponential in float16, which overflows at 11.1 (exp); cast to float32
+    first
     """
 
     id: str
@@ -134,6 +153,13 @@ class AuditReport(Report):
       findings: what is likely to lose numbers or time, in the order of the program.
       matmuls: the matrix products and convolutions.
       uncounted_loops: the lines of `while` loops, whose operations are counted for one turn.
+
+    >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
+    >>> [finding.id for finding in report.findings], report.flops, report.bytes
+    (['float16-exp'], 144, 160)
+    >>> report
+    <AuditReport: 2 rows, 1 matmuls, 1 findings; print it for the table>
+    >>> report.assert_no("float16-softmax")
     """
 
     rows: tuple[AuditRow, ...]
@@ -143,12 +169,12 @@ class AuditReport(Report):
 
     @property
     def flops(self) -> int:
-        """Those of all rows."""
+        """The additions and multiplications of all rows."""
         return sum(row.flops for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Those of all rows."""
+        """The bytes of all rows."""
         return sum(row.bytes for row in self.rows)
 
     def assert_matmuls_in(self, dtype: DTypeLike) -> None:
@@ -158,8 +184,8 @@ class AuditReport(Report):
           dtype: anything that `get_policy` reads as a dtype.
 
         Raises:
-          AssertionError: one runs in another dtype, or there is none; the message has the lines.
-          ValueError: `dtype` is no floating dtype.
+          AssertionError: one runs in another dtype, and the message has its line; or the program has none.
+          ValueError: `dtype` is not a floating dtype.
         """
         wanted = str(parse_dtype(dtype))
         if not self.matmuls:
@@ -171,11 +197,11 @@ class AuditReport(Report):
             raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
     def assert_no(self, *ids: str) -> None:
-        """Checks that there are no findings of the given names; without a name, that there are none at all.
+        """Checks that the audit found nothing of the given names; without a name, that it found nothing at all.
 
         Raises:
-          AssertionError: there are; the message has the lines.
-          ValueError: there is no finding of such a name.
+          AssertionError: it did; the message has the lines.
+          ValueError: `numerics.FINDINGS` lacks a name.
         """
         for name in ids:
             if name not in FINDINGS:

@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend import core
 
 from .._find_scale import get_loss_scale
-from .._float8_state import explain_reuse
-from .._grad import value_and_grad, warn_of_half, with_scaled_loss, with_state_by_max
+from .._float8_state import explain_reuse, prepare_state
+from .._grad import scale_loss, value_and_grad, warn_of_half
 from .._loss_scale import NoOpLossScale
 from .._rounding import is_half
 from .._scaled_state import has_scaled_state
@@ -80,8 +80,11 @@ def _scaled_step(
     fun: Callable[..., Any], tx: Any, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
-    scaled = with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale)
-    copies, fun_of_copies = extract_half_casts(scaled, params)
+
+    def call_scaled(params: PyTree) -> Any:
+        return scale_loss(fun(prepare_state(params, scale.loss_scale)), has_aux, scale)
+
+    copies, fun_of_copies = extract_half_casts(call_scaled, params)
     with explain_reuse():
         (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     warn_of_half(out[0], scale)

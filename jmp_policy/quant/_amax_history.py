@@ -1,4 +1,4 @@
-"""The memory of delayed scaling: the largest magnitudes of earlier steps, and the scale they make."""
+"""The memory of delayed scaling: the largest magnitudes of earlier steps, and the scale that they make."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple, TypeGuard
@@ -14,7 +14,7 @@ from .._formats import Quantization
 from ._numbers import E4M3, E5M2, Scaled, compute_scale, measure_amax, saturate, select
 
 DTYPES = {"input": E4M3, "kernel": E4M3, "output_grad": E5M2}
-"""What there is a memory of, and the format that it is cast to."""
+"""The operands that have a memory, and the format that each is cast to."""
 
 State = dict[str, jax.Array]
 """`{name}_scale` of shape `(1,)` and `{name}_amax_history` of shape `(amax_history_length,)` for each name, float32,
@@ -57,12 +57,12 @@ class Memory(NamedTuple):
 
 
 def read_memory(state: State, name: str) -> Memory:
-    """The part of a state that one operand has."""
+    """Reads the memory of one operand out of a state."""
     return Memory(state[f"{name}_scale"], state[f"{name}_amax_history"])
 
 
 def join_memories(memories: dict[str, Memory]) -> State:
-    """The state that consists of these parts."""
+    """Puts the memories of all operands together to a state."""
     state = {}
     for name, memory in memories.items():
         state[f"{name}_scale"], state[f"{name}_amax_history"] = memory
@@ -70,23 +70,23 @@ def join_memories(memories: dict[str, Memory]) -> State:
 
 
 def scale_by_history(x: jax.Array, name: str, memory: Memory, format: Float8) -> Scaled:
-    """An array in 8 bits by the scale that its history makes.
+    """Casts an array to 8 bits by the scale that its history makes.
 
     Args:
       x: floating.
       name: what it is, a key of `DTYPES`.
-      memory: of the same, before.
+      memory: the memory of this operand before the step.
       format: with `DelayedScaling`.
 
     Source: `DelayedScaling` of NVIDIA's Transformer Engine; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
     used, _ = _compute_scales(name, memory, format)
-    seen = select(jnp.isfinite(x), x, jnp.nan)  # as clipping would hide an infinity, and its amax is not needed
+    seen = select(jnp.isfinite(x), x, jnp.nan)  # clipping would hide an infinity
     return Scaled(saturate(seen, used, DTYPES[name]), used)
 
 
 def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) -> tuple[Scaled, Memory]:
-    """As `scale_by_history`, and the memory of the next step, with this array in it."""
+    """As `scale_by_history`; also returns the memory of the next step, with this array in it."""
     used, made = _compute_scales(name, memory, format)
     history = jnp.maximum(read_leaf(memory.amax_history), 0.0)
     history, is_finite = _record_amax(lax.stop_gradient(x), lax.stop_gradient(history))
@@ -95,10 +95,10 @@ def scale_and_record(x: jax.Array, name: str, memory: Memory, format: Float8) ->
 
 
 def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Array, jax.Array]:
-    """The scale of this step, and that to be stored.
+    """The scale of this step, and the scale to store.
 
-    State is zero of a layer that did not run, if its gradient was not kept out, and the least number there is where
-    autodiff combined the gradients of a branch that was not taken by max.
+    The state of a layer that did not run is zero, if its gradient was not kept out. It is the least float where
+    autodiff combined by max the gradients of a branch that was not taken.
     """
     recipe = format.recipe
     assert isinstance(recipe, DelayedScaling)
@@ -111,10 +111,11 @@ def _compute_scales(name: str, memory: Memory, format: Float8) -> tuple[jax.Arra
 
 @custom_vmap
 def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The history with the largest magnitude of an array, and whether that is finite; one that is not leaves no trace,
-    for it would set the scale until it is forgotten.
+    """Puts the largest magnitude of an array into its history, and says whether it is finite.
 
-    The axes of the history before its last are those of an ensemble, and lead in the array as well.
+    One that is not finite is left out: it would set the scale until the history forgets it.
+
+    A history of more axes than one belongs to an ensemble, whose axes lead in the array as well.
     """
     members = history.shape[:-1]
     of_each = measure_amax(x, tuple(range(len(members), x.ndim))).reshape(members) if members else measure_amax(x)
@@ -128,7 +129,7 @@ def _record_amax(x: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array
 
 @_record_amax.def_vmap
 def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Array) -> Any:
-    """Examples that share a history are one array; the members of an ensemble have one each."""
+    """Takes examples that share a history for one array; each member of an ensemble has a history of its own."""
     of_x, of_history = batched
     if of_history:
         return _record_amax(x if of_x else jnp.broadcast_to(x, (size, *x.shape)), history), (True, True)
@@ -136,16 +137,16 @@ def _record_batch(size: int, batched: list[bool], x: jax.Array, history: jax.Arr
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
-    """The mapped axes on which one of these arrays differs; none outside of `shard_map`."""
+    """The mapped axes along which one of these arrays differs; outside of `shard_map` it is empty."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
 def make_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    """An array that counts as different on these axes; its derivative, if it was the same on them, is a sum."""
+    """Marks an array as different along these axes; its derivative becomes a sum, if it was the same along them."""
     missing = frozenset(axes) - varying_axes(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    """The largest of an array's values over the devices of some axes."""
+    """Takes the largest of an array's values over the devices of some axes."""
     return lax.pmax(x, tuple(axes)) if axes else x

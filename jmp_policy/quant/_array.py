@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
-from .._formats import Int4, Int8, Integers, integers_of, parse_quantization
+from .._formats import Int4, Int8, Integers, Quantization, integers_of, parse_quantization
 from .._rounding import round_to_half
 from .._trees import Uncast, is_array
 from ._clip import Clip, choose_bounds, choose_peak
@@ -21,7 +22,7 @@ from ._numbers import Quantized, pack, quantize_asymmetric, quantize_symmetric, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedArray(Uncast):
-    """A weight in 8 or 4 bits: integers, the scales they are multiples of, and what they stand for.
+    """A weight in 8 or 4 bits: integers, the scales that they are multiples of, and the dtype that they stand for.
 
     A pytree of arrays whose other fields are static; no policy casts it. Made by `quant.quantize` from a model, and by
     `quantize_array` from an array. A stack of weights may be cut along its leading axes, as `scan` and `vmap` do.
@@ -81,7 +82,7 @@ class QuantizedArray(Uncast):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> jax.sharding.Sharding:
         """The sharding of the values."""
         return self.values.sharding
 
@@ -105,11 +106,11 @@ class QuantizedArray(Uncast):
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
     def shard(self, sharding: NamedSharding) -> "QuantizedArray":
-        """The same on devices: the values as told, and the scales beside the values they belong to.
+        """Puts the weight on devices: the values as told, and the scales beside the values they belong to.
 
         Args:
-          sharding: that of the weight, an axis of the mesh for each of its axes. Of the axes that 4 bits sum over,
-            the first is that of the blocks.
+          sharding: of the weight, with an axis of the mesh for each of its axes. For 4 bits, the first of the axes
+            that are summed over stands for the blocks.
         """
         spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
         if isinstance(self.format, Int4):
@@ -155,11 +156,11 @@ def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
 
 def quantize_array(
     array: Any,
-    quantization: Any,
+    quantization: Quantization | str,
     layout: Layout | None = None,
     *,
     clip: Clip = "absmax",
-    input_clip: Any = None,
+    input_clip: ArrayLike | None = None,
     where: str = "",
 ) -> QuantizedArray:
     """Quantizes one weight.
@@ -175,7 +176,7 @@ def quantize_array(
       where: what the error message says of the place the weight stands in.
 
     Raises:
-      TypeError: `array` is no floating array, or has no axes or elements.
+      TypeError: `array` is not a floating array, or has no axes or elements.
       ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind.
 
     >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
@@ -213,15 +214,17 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
-def _repeat_input_clip(array: jax.Array, layout: Layout, format: Integers, input_clip: Any) -> jax.Array | None:
-    """The magnitude to clip inputs to, once for each weight of a stack, so that it is cut into layers as the others."""
+def _repeat_input_clip(
+    array: jax.Array, layout: Layout, format: Integers, input_clip: ArrayLike | None
+) -> jax.Array | None:
+    """Repeats the magnitude to clip inputs to for each weight of a stack, so that both are cut into layers."""
     if input_clip is None or not getattr(format, "activations", False):
         return None
     return jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
 
 
 def _default_layout(shape: tuple[int, ...]) -> Layout:
-    """All axes but the last are summed over; of a vector, its only one."""
+    """The layout that sums over all axes but the last; of a vector, over its only one."""
     return Layout(shape[:-1], 1) if len(shape) > 1 else Layout(shape, 0)
 
 
@@ -240,7 +243,7 @@ class Misread(Exception):
     """A quantized weight was read by code that knows nothing of it.
 
     Attributes:
-      weight: that which was read.
+      weight: the weight that was read.
     """
 
     def __init__(self, weight: Any, amiss: str):

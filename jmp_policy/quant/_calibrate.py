@@ -38,12 +38,12 @@ def calibrate(
       **kwargs: other arguments of each call; of `apply`, for linen.
 
     Returns:
-      By module path, the magnitude, for `quantize(..., input_clips=...)`. A layer whose inputs are not quantized, or
-      were all zero, has none, nor has one without a weight of its own, such as a head that is tied to a table.
+      By module path, the magnitude, for `quantize(..., input_clips=...)`. Left out are layers whose inputs are not
+      quantized or were all zero, and layers without a weight of their own, such as a head that is tied to a table.
 
     Raises:
-      TypeError: `model` is no Flax module.
-      ValueError: no layer quantizes its inputs; they are not finite; there are no batches; or `clip` is none.
+      TypeError: `model` is not a Flax module.
+      ValueError: no layer quantizes its inputs; they are not finite; `batches` is empty; or `clip` is not valid.
 
     Warns:
       Layers whose inputs have no numbers, because they run inside of `vmap` or `remat`.

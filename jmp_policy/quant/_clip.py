@@ -16,7 +16,7 @@ _FRACTIONS = tuple(1 - 0.02 * i for i in range(26))
 
 
 def choose_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
-    """The magnitude that becomes the largest integer, over some axes.
+    """Chooses the magnitude that becomes the largest integer, over some axes.
 
     Args:
       x: floating.
@@ -38,7 +38,7 @@ def choose_peak(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> jax.Array:
 
 
 def choose_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """The numbers that become the least and the greatest integer, over some axes; arguments as of `choose_peak`."""
+    """Chooses the numbers that become the least and the greatest integer; arguments as for `choose_peak`."""
     low, high = measure_bounds(x, axes)
     match check_clip(clip):
         case "absmax":
@@ -54,10 +54,10 @@ def choose_bounds(x: jax.Array, axes: tuple[int, ...], clip: Clip) -> tuple[jax.
 
 
 def check_clip(clip: Clip) -> Clip:
-    """A valid way to choose a range.
+    """Checks a way to choose a range, and returns it.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is not valid.
     """
     is_percentile = isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip <= 100
     if clip in ("absmax", "mse") or is_percentile:
@@ -66,7 +66,7 @@ def check_clip(clip: Clip) -> Clip:
 
 
 def _find_best_fraction(x: jax.Array, axes: tuple[int, ...], quantized: Callable[[jax.Array], Quantized]) -> jax.Array:
-    """The fraction of the range with the least mean square error, for each that shares one."""
+    """Finds the fraction of the range with the least mean square error, for all numbers that share one."""
     wide = x.astype(jnp.float32)
 
     def error(fraction: jax.Array) -> jax.Array:

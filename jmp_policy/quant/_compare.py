@@ -33,7 +33,7 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
       A `Comparison`: a table when printed or shown in a notebook, `.plot()`, `.rows` and `.to_dict()` for programs.
 
     Raises:
-      TypeError: one of the two is no Flax module.
+      TypeError: one of the two is not a Flax module.
       ValueError: they are not the same model, or a linen module is not bound.
 
     >>> from flax import nnx
@@ -166,7 +166,7 @@ def _arrays(out: Any) -> list[Any]:
 
 
 def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
-    """The norm of the difference of some arrays, relative to that of the first ones; `None`, if there are none."""
+    """The norm of the difference of some arrays, relative to the norm of the first ones; `None` without arrays."""
     if not before:
         return None
     lost = kept = 0.0

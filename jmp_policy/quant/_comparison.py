@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..explanation._lookup import row_at
-from ..report import BEFORE, CHANGED, KEPT, BarChart, Bars, Column, Panel, Report, Table, format_bytes
+from ..report import BEFORE, CHANGED, KEPT, BarChart, Bars, Column, Panel, Report, Table, find_row, format_bytes
 
 _WIDE = 100
-"""A terminal of so many columns has room between those of the table."""
+"""A terminal of so many columns has room for wider gaps between the columns of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +22,13 @@ class LayerComparison:
       bytes_before: the size of the weight.
       bytes_after: its size afterwards, with its scales.
       weight_error: the norm of what the weight lost, relative to its own.
-      output_error: the norm of the difference of what the layer returned in the two models, over all of its calls,
-        relative to that of what it returned before. It has the errors of the layers before it in it. `None`, where the
-        layer was not called, or returned no numbers, as inside of `vmap` and `remat`.
+      output_error: how far apart the outputs of the layer are in the two models, over all of its calls: the norm of
+        their difference, relative to the norm of the first. The errors of earlier layers are part of it. `None` where
+        the layer was not called, or returned no numbers, as inside of `vmap` and `remat`.
+
+    >>> row = LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
+    >>> row.is_quantized, row.sqnr
+    (True, 40.0)
     """
 
     path: str
@@ -57,7 +60,20 @@ class Comparison(Report):
 
     Attributes:
       rows: one for each layer with a weight, in the order of their first calls.
-      output_error: the norm of the difference of what the two models returned, relative to that of the first.
+      output_error: how far apart the outputs of the two models are: the norm of their difference, relative to the
+        norm of the first.
+
+    >>> head = LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
+    >>> comparison = Comparison((head,), output_error=0.02)
+    >>> comparison["head"].bytes_after, comparison.bytes_before
+    (4352, 16384)
+    >>> print(comparison)
+    layer type  format  before   after weight error    SQNR output error
+    ────────────────────────────────────────────────────────────────────
+    head  Dense int8   16.4 kB 4.35 kB          1 % 40.0 dB          2 %
+    <BLANKLINE>
+    weights: 16.4 kB, now 4.35 kB: 26.6%
+    output of the model: 2 % off
     """
 
     rows: tuple[LayerComparison, ...]
@@ -82,9 +98,9 @@ class Comparison(Report):
         """The row of the layer at a path.
 
         Raises:
-          KeyError: there is no such row.
+          KeyError: no row has this path.
         """
-        return row_at(self.rows, path, "layer", "compared")
+        return find_row(self.rows, path, "layer", "compared")
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as plain dictionaries, lists, strings and numbers, for tests and for JSON."""

@@ -102,6 +102,7 @@ class Float8Multiply:
     state: Callable[[], State] = dataclasses.field(compare=False)  # like layers share what JAX compiles
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        # The layer's own function computes what is not fit for 8 bits, so that its program is as without a policy.
         operation, lhs, rhs = OPERATIONS[self.operation].describe(*operands, **options)
         if why_weight_wide(operation, lhs.shape, rhs.shape, self.format) is not None:
             return self.own(*operands, **options)
@@ -117,8 +118,8 @@ def why_layer_wide(
       shape: of its weight.
       layout: of its weight.
       format: of the policy.
-      is_convolution: whether it is one, whose window is no matter.
-      groups: the number of groups of features, of a convolution.
+      is_convolution: whether the layer is a convolution; the size of its window does not matter.
+      groups: the number of groups of features of a convolution.
 
     >>> why_layer_wide((3, 3, 3, 64), Layout((3, 3, 3), 1), Float8(min_size=0), is_convolution=True)
     'the length 3 is no multiple of 16'
@@ -155,13 +156,13 @@ class WeightedLayer:
         """The function that the layer multiplies with if its author gave it no other."""
         return None if self.operation is None else OPERATIONS[self.operation].default
 
-    def multiply(self) -> Multiply:
-        """What takes the place of that function where the weight is quantized."""
+    def make_multiply(self) -> Multiply:
+        """Makes what takes the place of that function where the weight is quantized."""
         assert self.operation is not None
         return Multiply(OPERATIONS[self.operation].default, self.operation)
 
-    def float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
-        """What takes the place of that function under a float8 policy.
+    def make_float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
+        """Makes what takes the place of that function under a float8 policy.
 
         Args:
           format: of the policy.

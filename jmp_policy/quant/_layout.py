@@ -8,11 +8,11 @@ from .._formats import PER_CHANNEL, Int4, Integers
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The axes of a weight: those of a stack, those that are summed over, and those of the output channels.
+    """What the axes of a weight are for: a stack or a batch first, then the sums, then the output channels.
 
     Attributes:
       contracted: the lengths of the axes that are summed over, which share a scale. They stand together.
-      channels: the number of axes after them, of output channels; the axes before them are of a stack or a batch.
+      channels: the number of axes after these, for output channels. The axes before them make a stack or a batch.
     """
 
     contracted: tuple[int, ...]
@@ -29,7 +29,7 @@ class Layout:
         return math.prod(self.contracted)
 
     def of(self, shape: tuple[int, ...]) -> "Layout":
-        """The same of a weight of another shape: of the part that one device has in `shard_map`.
+        """The layout of a weight of another shape: of the part that one device has in `shard_map`.
 
         >>> Layout((64,), 1).of((16, 8))
         Layout(contracted=(16,), channels=1)
@@ -46,8 +46,8 @@ def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = N
     Args:
       shape: of the kernel.
       bias_shape: of the bias beside it, if there is one.
-      stacked: how many leading axes are those of a stack of layers (`nn.scan`, `nn.vmap`). A stack whose layers have
-        biases is known by these, but for one as deep as its layers are wide.
+      stacked: how many leading axes make a stack of layers (`nn.scan`, `nn.vmap`). The biases of a stack tell this,
+        except where it is as deep as its layers are wide.
 
     >>> kernel_layout((64, 4, 16), (4, 16)), kernel_layout((4, 16, 64), (64,))
     (Layout(contracted=(64,), channels=2), Layout(contracted=(4, 16), channels=1))
@@ -58,7 +58,7 @@ def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = N
     bias = () if bias_shape is None else bias_shape[stacked:]
     fitting = (n for n in range(min(len(shape) - 1, len(bias)), 0, -1) if shape[-n:] == bias[-n:])
     channels = next(fitting, 1)
-    before = len(bias) - channels  # a batch of kernels, or a stack, has the same axes before those of both
+    before = len(bias) - channels  # a batch or a stack of layers: kernel and bias begin with the same axes
     if before < 0 or len(shape) - channels <= before or shape[:before] != bias[:before]:
         before = 0
     return Layout(shape[before : len(shape) - channels], channels)
@@ -73,8 +73,19 @@ def table_layout(shape: tuple[int, ...]) -> Layout:
     return Layout(shape[-1:], 0)
 
 
+def weight_layout(
+    name: str, shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = None, stacked: int = 0
+) -> Layout:
+    """The layout of a weight by its name in Flax's layers: `embedding` is a table, anything else a kernel.
+
+    >>> weight_layout("embedding", (256, 64)) == table_layout((256, 64))
+    True
+    """
+    return table_layout(shape) if name == "embedding" else kernel_layout(shape, bias_shape, stacked)
+
+
 def layer_size(shape: tuple[int, ...], layout: Layout) -> int:
-    """The number of elements of a weight, of one layer if it is a stack.
+    """The number of elements of a weight; of a stack, the number in one layer.
 
     >>> layer_size((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
     16384
@@ -83,7 +94,7 @@ def layer_size(shape: tuple[int, ...], layout: Layout) -> int:
 
 
 def stack_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """The leading axes of a weight that are those of a stack or a batch; the rows of a table are none.
+    """The lengths of the leading axes that make a stack or a batch; the rows of a table do not.
 
     >>> stack_shape((12, 64, 256), kernel_layout((12, 64, 256), stacked=1))
     (12,)
@@ -95,7 +106,7 @@ def stack_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
 
 
 def choose_format(quantization: Integers, layout: Layout) -> Integers:
-    """The format of a weight under a quantized policy, which may have another for tables than for kernels.
+    """Chooses the format of a weight under a quantized policy, which may say another for tables than for kernels.
 
     >>> str(choose_format(Int4(), table_layout((256, 64)))), str(choose_format(Int4(), kernel_layout((256, 64))))
     ('int8(activations=false)', 'int4/128')
@@ -104,7 +115,7 @@ def choose_format(quantization: Integers, layout: Layout) -> Integers:
 
 
 def why_too_small(shape: tuple[int, ...], layout: Layout, quantization: Integers) -> str | None:
-    """Why a weight stays in the compute dtype: `None` if it does not.
+    """Why a weight stays in the compute dtype: it is too small. `None` if it is quantized.
 
     >>> why_too_small((8, 8), kernel_layout((8, 8)), Int4())
     '64 elements are fewer than min_size=4096'

@@ -10,11 +10,11 @@ from jax import lax
 
 
 def measure_amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """The largest magnitude, and infinity where a number is not finite; zero of an empty array.
+    """Measures the largest magnitude: infinity where a number is not finite, and zero for an empty array.
 
     Args:
       x: floating, any shape.
-      axes: those to reduce, which stay with length 1; by default all of them, to a scalar.
+      axes: the axes to reduce, which stay with length 1; by default all axes, to a scalar.
 
     Returns:
       float32.
@@ -45,7 +45,7 @@ class Quantized(NamedTuple):
 
 
 def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
-    """The nearest of 255 multiples of `amax / 127`, ties to even.
+    """Rounds to the nearest of 255 multiples of `amax / 127`, ties to even.
 
     Args:
       x: floating, any shape.
@@ -68,7 +68,7 @@ def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
 
 
 def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest number over some axes, and zero; float32, infinite where a number is not finite."""
+    """Measures the least and the greatest number over some axes and zero; float32, infinite where one is not finite."""
     x = x.astype(jnp.float32)
     is_nan = jnp.isnan(x)  # on CPUs a float32 `min` or `max` of some thousand numbers loses a nan, but no infinity
     low = jnp.min(lax.select(is_nan, lax.full_like(x, -jnp.inf), x), axis=axes, keepdims=True)
@@ -77,7 +77,7 @@ def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.
 
 
 def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
-    """The nearest of 16 numbers from `low` to `high`, one of which is zero.
+    """Rounds to the nearest of 16 numbers from `low` to `high`; one of the 16 is zero.
 
     Args:
       x: floating, any shape.
@@ -102,7 +102,7 @@ def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quanti
 
 
 def pack(values: jax.Array, axis: int) -> jax.Array:
-    """Numbers of 4 bits two to a byte, the first in the low half; an odd axis ends with a half that is empty.
+    """Packs numbers of 4 bits two to a byte, the first in the low half; an odd axis ends with an empty half.
 
     >>> pack(jnp.array([1, 2, 3], jnp.uint8), 0).tolist()
     [33, 3]
@@ -116,7 +116,7 @@ def pack(values: jax.Array, axis: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, axis: int, length: int) -> jax.Array:
-    """The numbers of 4 bits that `pack` put two to a byte.
+    """Unpacks the numbers of 4 bits that `pack` put two to a byte.
 
     >>> unpack(jnp.array([33, 3], jnp.uint8), 0, 3).tolist()
     [1, 2, 3]
@@ -151,9 +151,10 @@ class Scaled(NamedTuple):
 
 
 def compute_current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.Array:
-    """The scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
+    """Computes the scale by which `amax` becomes the largest number of a format, or `2**margin` below it.
 
-    Of zeros it is tiny, by which they stay zeros. Where `amax` is not finite it is not either, and the product is nan.
+    For zeros the scale is tiny, so that they stay zeros. Where `amax` is not finite, neither is the scale, and the
+    product is nan.
 
     Args:
       amax: float32 of any shape, of the numbers that are scaled.
@@ -164,7 +165,7 @@ def compute_current_scale(amax: jax.Array, dtype: np.dtype, margin: int) -> jax.
 
 
 def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype, margin: int) -> jax.Array:
-    """As `compute_current_scale`, of earlier numbers.
+    """Computes the scale that the largest magnitude of earlier steps makes, as `compute_current_scale` does.
 
     Args:
       amax: float32 of any shape.
@@ -172,8 +173,8 @@ def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype
       dtype: e4m3 or e5m2.
       margin: the room to leave.
 
-    Source: `compute_scale` of NVIDIA's Transformer Engine, of whose scales this is the reciprocal. The order of the
-    operations is that of Flax and Keras too, so that the scales agree in every bit.
+    Source: `compute_scale` of NVIDIA's Transformer Engine, whose scales are the reciprocals of these. Flax and Keras
+    order the operations in the same way, so that the scales agree in every bit.
     """
     usable = (amax > 0) & jnp.isfinite(amax)
     return jnp.maximum(1 / select(usable, _largest_number(dtype, margin) / amax, 1 / otherwise), _TINY)
@@ -181,7 +182,7 @@ def compute_scale(amax: jax.Array, otherwise: jax.Array | float, dtype: np.dtype
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`x / scale` in an 8-bit format, clipped to its largest number: beyond 448 a cast to e4m3 is nan.
+    """Casts `x / scale` to an 8-bit format, clipped to its largest number: beyond 448 a cast to e4m3 gives nan.
 
     Args:
       x: floating.
@@ -189,7 +190,7 @@ def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
       dtype: e4m3 or e5m2.
 
     Raises:
-      TypeError: it is differentiated, as a product is whose derivative is differentiated once more.
+      TypeError: it is differentiated, which happens where the derivative of a product is differentiated once more.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3.1 (saturation).
     """
@@ -199,7 +200,7 @@ def saturate(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @saturate.defjvp
 def _refuse_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
-    """JAX would cast the tangents too, to 8 bits and without a scale: they would be nan, or a third of them lost."""
+    """Raises an error: JAX would cast the tangents to 8 bits without a scale, and make nan of them or lose a third."""
     raise TypeError(
         "A product in 8-bit floating point has a first derivative, and no second one. For example, give layers that "
         "are differentiated twice the policy 'mixed_bfloat16'."

@@ -31,15 +31,15 @@ def dot_general(
     quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` whose right operand is a quantized weight, or which is computed in 8-bit floating point.
+    """Computes `jax.lax.dot_general` with a quantized weight on the right, or in 8-bit floating point.
 
     Args:
       lhs: real floating, of any shape.
-      rhs: a `QuantizedArray`, which says how it is to be computed with; or a floating array, which is quantized as
-        `quantization` says, each of its rows or columns that are summed over by a scale of its own.
+      rhs: a `QuantizedArray`, which says how to compute with it; or a floating array. `quantization` says how to
+        quantize that, with a scale for each row or column that is summed over.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as for JAX; products in 8 bits ignore it.
-      preferred_element_type: the dtype of the result; that of `lhs`, if `None`.
+      preferred_element_type: the dtype of the result; `None` for the dtype of `lhs`.
       out_sharding: as for JAX.
       quantization: `Int8`, `Int4`, `Float8`, or their string, for a floating `rhs`; with `None` it is JAX's own
         operation. `Float8` computes the reverse-mode derivative in 8 bits as well, and leaves small products alone.
@@ -74,7 +74,7 @@ def einsum(
     quantization: Quantization | str | None = None,
     state: State | None = None,
 ) -> jax.Array:
-    """`jax.numpy.einsum` of two operands, of which the second is a quantized weight, or which is computed in float8.
+    """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in 8-bit floating point.
 
     Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
 
@@ -95,11 +95,11 @@ def conv_general_dilated(
     state: State | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` whose filter is a quantized weight, or which rounds its operands to float8.
+    """Computes `jax.lax.conv_general_dilated` with a quantized filter, or with both operands rounded to float8.
 
-    With `Int8` an example of the batch has one scale: windows overlap, so that no place could have its own. With
-    `Float8` the numbers of 8 bits are multiplied in bfloat16 or float32. Other arguments, result and errors are as of
-    JAX's operation and of `dot_general`.
+    With `Int8` an example of the batch has one scale, because windows overlap. With `Float8` the numbers of 8 bits are
+    multiplied in bfloat16 or float32. Other arguments, result and errors are as for JAX's operation and for
+    `dot_general`.
 
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
     >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
@@ -114,7 +114,7 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
     Args:
       table: a `QuantizedArray` of shape `(rows, features)` whose rows have scales of their own, or an `Unquantized`.
       indices: integers of any shape.
-      dtype: of the result; that of the table, if `None`.
+      dtype: of the result; `None` for the dtype of the table.
 
     Returns:
       Shape `(*indices.shape, features)`.
@@ -153,10 +153,10 @@ OPERATIONS = {
 
 
 def float8_state(quantization: Quantization | str) -> State:
-    """The state of a product in 8-bit floating point that was never computed: scales of one, and empty histories.
+    """Makes the state of a product in 8-bit floating point before its first step: scales of one, and empty histories.
 
-    It is a tree of float32 arrays, in no relation to any other product's. Its gradient is the next state, so that it is
-    overwritten by it where parameters are updated, and no optimizer should see it.
+    Each product has a state of its own, a tree of float32 arrays. The gradient of the state is the next state: where
+    parameters are updated the gradient overwrites it, and no optimizer should see it.
 
     `value_and_grad`, `optim` and casts know it by its names, wherever it stands in a tree of parameters, as long as all
     six stay together; under the key `_overwrite_with_gradient`, Flax's own, they know any part of it. In nnx, where a
@@ -231,7 +231,7 @@ def _check_state(format: Quantization | None, state: State | None) -> None:
 
 
 def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
-    """The layout of a floating weight by what the operation sums over; all but the channels, where that is spread."""
+    """Finds the layout of a floating weight: from the first axis that the operation sums over to the last."""
     summed = operation.summed_axes(operation.right)
     if not summed:
         return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)

@@ -39,7 +39,7 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    # Without a scale for each sum there is no product of integers: the weight becomes floating numbers.
+    # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not _is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _quantize_weight(weight))

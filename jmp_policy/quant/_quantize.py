@@ -7,16 +7,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 
 from .._adapter import find_adapter
 from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec, get_policy
 from .._messages import warn_user
+from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import PyTree
 from ._array import QuantizedArray
 from ._clip import Clip
-from ._layout import Layout, kernel_layout, table_layout
+from ._layout import weight_layout
 from ._quantizer import Quantizer
 from ._weight import WEIGHT_NAMES
 
@@ -68,7 +71,7 @@ def quantize(
     if adapter is not None and adapter.quantize is not None:
         if stacked:
             raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
-        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.weight)
+        quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
         quantizer.check(unused)
         for message in unused:
             warn_user(message)
@@ -76,47 +79,49 @@ def quantize(
     if isinstance(target, Mapping) and not _has_flax_objects(target):
         return quantize_variables(target, quantizer, stacked)
     raise TypeError(
-        f"quantize takes linen variables or an nnx model, got {_kind(target)}. "
+        f"quantize takes linen variables or an nnx model, got {_name_kind(target)}. "
         "For example: quantize(model.init(key, x), 'int8_from_mixed_bfloat16')."
     )
 
 
-def _has_flax_objects(tree: Any) -> bool:
+def _has_flax_objects(tree: PyTree) -> bool:
     """Whether a mapping is the state of an nnx model, or has such a model in it."""
     return any(is_flax_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object))
 
 
-def _kind(target: Any) -> str:
+def _name_kind(target: Any) -> str:
     return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
-    """The same tree, whose weights are quantized; see `quantize`.
+    """Quantizes the weights in a tree of variables; see `quantize`.
 
     Raises:
-      ValueError: a rule of the map names a type, or a pattern of `stacked` is none or matches nothing.
+      ValueError: a rule of the map names a type, or a pattern of `stacked` is not valid or matches nothing.
     """
     given = quantizer.given
     _check_keys(given)
     if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
         from . import _serialization as _serialization
     stacks = _Stacks(stacked)
-    params: Any = variables.get("params", variables)
+    params: PyTree = variables.get("params", variables)
 
-    def quantized(path: tuple, value: Any) -> Any:
+    def quantize_leaf(path: KeyPath, value: Any) -> Any:
         module, _, name = _join_path(path).rpartition("/")
         array = _unbox(value)
         if name not in WEIGHT_NAMES or np.ndim(array) < 2:
             return value
-        layout = _layout(name, array, _unbox(_bias(params, path)), stacks.depth(module))
-        new = quantizer.weight(module, name, array, layout, given if isinstance(given, Policy) else given[module])
+        bias, depth = _unbox(_find_bias(params, path)), stacks.count_axes(module)
+        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depth)
+        policy = given if isinstance(given, Policy) else given[module]
+        new = quantizer.quantize_weight(module, name, array, layout, policy)
         if new is None:
             return value
         return value.replace_boxed(new) if _is_boxed(value) else new
 
-    new = jax.tree_util.tree_map_with_path(quantized, params, is_leaf=_is_whole)
+    new = jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=_is_whole)
     stacks.check()
-    unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
+    unused = [] if isinstance(given, Policy) else given.explain_unused(_list_modules(params))
     quantizer.check(unused)
     for message in unused:
         warn_user(message)
@@ -143,11 +148,10 @@ class _Stacks:
         self._patterns = tuple(self._unused)
         self._modules: list[str] = []
 
-    def depth(self, module: str) -> int:
-        """How many leading axes the weights of a module have: one for each pattern that covers it."""
+    def count_axes(self, module: str) -> int:
+        """How many leading axes of layers the weights of a module have: one for each pattern that covers it."""
         self._modules.append(module)
-        names = module.split("/")
-        around = ["/".join(names[:n]) for n in range(1, len(names) + 1)]
+        around = list_paths_to(module)[1:] or [module]
         covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
         for pattern in covering:
             self._unused.pop(pattern, None)
@@ -171,26 +175,20 @@ def _check_keys(given: Policy | PolicyMap) -> None:
         )
 
 
-def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
-    if name == "embedding":
-        return table_layout(array.shape)
-    return kernel_layout(array.shape, None if bias is None else np.shape(bias), depth)
-
-
-def _bias(params: Any, path: tuple) -> Any:
+def _find_bias(params: PyTree, path: KeyPath) -> PyTree:
     for name in _join_path(path).split("/")[:-1]:
         params = params[name]
     return params.get("bias")
 
 
-def _modules(params: Any) -> list[str]:
-    """The paths of all modules with parameters, and of those around them."""
+def _list_modules(params: PyTree) -> list[str]:
+    """Lists the paths of all modules with parameters, and of the modules around them."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})
 
 
-def _join_path(path: tuple) -> str:
+def _join_path(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

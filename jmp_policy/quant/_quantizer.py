@@ -26,7 +26,7 @@ class Quantizer:
       input_clips: by module path, the magnitude to clip a layer's inputs to.
 
     Raises:
-      ValueError: the policy has no quantization, or an option is not of its kind.
+      ValueError: the policy has no quantization, or an option is not valid.
     """
 
     def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
@@ -42,10 +42,10 @@ class Quantizer:
         self._left: dict[str, str] = {}
         self._quantized = 0
 
-    def weight(
+    def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
     ) -> QuantizedArray | None:
-        """A quantized weight; `None`, and noted, if it stays as it is.
+        """Quantizes a weight; returns `None`, and notes why, if it stays as it is.
 
         Args:
           module: the path of the module that it belongs to.
@@ -80,15 +80,14 @@ class Quantizer:
           ValueError: nothing was quantized, or `input_clips` names a module without a weight.
         """
         if not self._quantized:
-            raise ValueError(
-                f"Nothing to quantize under {_describe_policy(self.given)}: {self._reasons()}.{_sentences(unused)}"
-            )
+            under = _describe_policy(self.given)
+            raise ValueError(f"Nothing to quantize under {under}: {self._list_reasons()}.{_write_sentences(unused)}")
         for path in self._input_clips:
             if path not in self._modules:
                 known = did_you_mean(path, sorted(self._modules))
                 raise ValueError(f"input_clips names {path!r}, which is no module with a weight. {known}")
 
-    def _reasons(self) -> str:
+    def _list_reasons(self) -> str:
         if not self._left:
             return "there is no 'kernel' or 'embedding' of two or more axes"
         shown = [f"{path!r}: {why}" for path, why in list(self._left.items())[:_SHOWN]]
@@ -139,5 +138,5 @@ def _join_path(module: str, name: str) -> str:
     return f"{module}/{name}" if module else name
 
 
-def _sentences(messages: Collection[str]) -> str:
+def _write_sentences(messages: Collection[str]) -> str:
     return "".join(f" The {message}." for message in messages)

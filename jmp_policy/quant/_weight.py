@@ -10,12 +10,12 @@ from ._array import QuantizedArray, quantize_array
 from ._layout import Layout, block_length, choose_format, why_too_small
 
 WEIGHT_NAMES = ("kernel", "embedding")
-"""What Flax's layers call the weights that are quantized: those of two or more axes."""
+"""What Flax's layers call the weights that are quantized, if they have two or more axes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unquantized:
-    """A floating weight that computes as if it were quantized: in training, and before `quant.quantize`.
+    """A floating weight that computes like a quantized one: in training, and before `quant.quantize`.
 
     Attributes:
       array: as it is stored.
@@ -51,11 +51,11 @@ StoredWeight = QuantizedArray | Unquantized
 
 
 def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
-    """A weight rounded to what its integers stand for; the gradient passes straight through to the one stored.
+    """Rounds a weight to what its integers stand for; the gradient passes straight through to the stored weight.
 
     Args:
       weight: a weight.
-      dtype: of the result; `None` for that of the weight.
+      dtype: of the result; `None` for the dtype of the weight.
 
     Source: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013 (straight-through);
     Jacob et al., CVPR 2018, section 3 (fake quantization).
@@ -86,7 +86,7 @@ def _straight_through(spec: _FakeQuantization, primals: tuple, tangents: tuple) 
 
 
 def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
-    """An array on its way into a product: quantized, yet to be, or itself where it is too small.
+    """Prepares an array for a product: quantized, `Unquantized`, or unchanged where it is too small.
 
     Raises:
       ValueError: it is stored in another quantized format than the policy's, or blocks do not divide it.
@@ -103,10 +103,10 @@ def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = ""
 
 
 def match_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
-    """A quantized weight that computes as a policy says, if its integers are those of the policy.
+    """Gives a quantized weight the format of a policy, which may compute otherwise and stores the same integers.
 
     Raises:
-      ValueError: they are not.
+      ValueError: the policy stores other integers.
     """
     format = choose_format(format, array.layout)
     same_kind = type(array.format) is type(format)

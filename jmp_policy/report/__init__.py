@@ -8,7 +8,7 @@ from ._chart import (
     Bars as Bars,
     Panel as Panel,
 )
-from ._report import Column as Column, Report as Report, Table as Table
+from ._report import Column as Column, Report as Report, Table as Table, find_row as find_row
 from ._wording import (
     format_bytes as format_bytes,
     format_count as format_count,

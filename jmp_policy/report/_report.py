@@ -4,10 +4,12 @@ import dataclasses
 import io
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+
+Row = TypeVar("Row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,24 @@ class Report:
     def _repr_html_(self) -> str:
         notes = (f"<p>{escape(note)}</p>" for note in self._list_notes())
         return "".join([*map(_draw_html, self._list_tables(None)), *notes])
+
+
+def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:
+    """Finds the row at a path.
+
+    Args:
+      rows: objects with a `path`.
+      path: module names joined by `/`.
+      kind: what the error calls a thing that has a row.
+      listed: what was done to all of them, for the error.
+
+    Raises:
+      KeyError: no row has this path.
+    """
+    by_path: dict[str, Any] = {row.path: row for row in rows}  # type: ignore[attr-defined]
+    if path in by_path:
+        return by_path[path]
+    raise KeyError(f"No {kind} at {path!r}. Those {listed} are {', '.join(map(repr, by_path))}.")
 
 
 def _make_rich_table(table: Table) -> "RichTable":

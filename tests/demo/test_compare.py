@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jmp_policy.demo import CompareOptions, UserError, compare
-from jmp_policy.demo._compare import _zeroed_share
+from jmp_policy.demo._compare import _measure_zeroed_share
 
 
 @pytest.mark.slow
@@ -37,8 +37,8 @@ def test_the_zeroed_share_counts_what_float16_loses_and_scaling_keeps():
     reference = {"w": jnp.array([1.0, 1e-9, 2e-9, 0.0])}
     lost = {"w": reference["w"].astype(jnp.float16).astype(jnp.float32)}
     kept = {"w": (reference["w"] * 2**15).astype(jnp.float16).astype(jnp.float32) / 2**15}
-    assert _zeroed_share(lost, reference) == 0.5
-    assert _zeroed_share(kept, reference) == 0.0
+    assert _measure_zeroed_share(lost, reference) == 0.5
+    assert _measure_zeroed_share(kept, reference) == 0.0
 
 
 def test_an_occupied_folder_is_refused(folder):

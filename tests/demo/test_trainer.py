@@ -7,7 +7,7 @@ from tiny import MODEL
 
 import jmp_policy as jmp
 from jmp_policy.demo._gpt import TrainerConfig
-from jmp_policy.demo._trainer import make_trainer, scaling_figures
+from jmp_policy.demo._trainer import make_trainer, read_scaling_figures
 
 WINDOWS = np.random.default_rng(0).integers(97, 101, (4, MODEL.context + 1)).astype(np.uint8)
 
@@ -33,7 +33,7 @@ def test_a_few_steps_lower_the_loss(api, policy):
     assert losses[-1] < losses[0] - 0.05
     assert after < losses[0]
     expected_scale = 2.0**15 if policy == "mixed_float16" else 1.0
-    assert scaling_figures(trainer) == {"loss_scale": expected_scale, "skipped_steps": 0}
+    assert read_scaling_figures(trainer) == {"loss_scale": expected_scale, "skipped_steps": 0}
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
@@ -54,7 +54,7 @@ def test_a_step_that_overflows_is_counted_and_changes_no_parameter(api):
     trainer = make(api, "mixed_float16", loss_scale=jmp.DynamicLossScale(2.0**100, max_loss_scale=2.0**110))
     before = jax.tree.map(np.array, trainer.params)
     trainer.step(WINDOWS)
-    assert scaling_figures(trainer) == {"loss_scale": 2.0**99, "skipped_steps": 1}
+    assert read_scaling_figures(trainer) == {"loss_scale": 2.0**99, "skipped_steps": 1}
     jax.tree.map(np.testing.assert_array_equal, before, trainer.params)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.explanation._operations import operations
+from jmp_policy.explanation._operations import walk_operations
 
 X = jnp.ones(3)
 
@@ -32,7 +32,7 @@ BODIES = {
 
 def flat(fun, *args):
     program = jax.make_jaxpr(fun)(*args)
-    return program, list(operations(program.jaxpr))
+    return program, list(walk_operations(program.jaxpr))
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -1,0 +1,43 @@
+"""Pickles of 0.1.0, whose specs had other names and fields, hold the classes of today."""
+
+import base64
+import pickle
+
+import pytest
+from flax import nnx
+
+import jmp_policy as jmp
+
+
+def float8_layer():
+    return jmp.with_policy(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), "float8_from_mixed_bfloat16")
+
+
+def batch_norm_inside():
+    return jmp.with_policy(nnx.Sequential(nnx.BatchNorm(4, rngs=nnx.Rngs(0))), "mixed_bfloat16").layers[0]
+
+
+FLOAT8_LAYER = """
+gASVPwIAAAAAAACMF2ptcF9wb2xpY3kubm54Ll9jbGFzc2VzlIwOcG9saWNpZWRfY2xhc3OUk5SMFWptcF9wb2xpY3kubm54Ll9yb2xlc5SMBFJvbGWU
+k5QpgZR9lCiMBGJhc2WUjBJmbGF4Lm5ueC5ubi5saW5lYXKUjAZMaW5lYXKUk5SMBnBvbGljeZSMCGJ1aWx0aW5zlIwHZ2V0YXR0cpSTlIwSam1wX3Bv
+bGljeS5fcG9saWN5lIwGUG9saWN5lJOUjAtmcm9tX2NvbmZpZ5SGlFKUfZQojAtwYXJhbV9kdHlwZZSMB2Zsb2F0MzKUjA1jb21wdXRlX2R0eXBllIwI
+YmZsb2F0MTaUjAxvdXRwdXRfZHR5cGWUaBqMCXByZWNpc2lvbpROjAxxdWFudGl6YXRpb26UjAZmbG9hdDiUdYWUUpSMBWdpdmVulGggjAdsaW5lYWdl
+lCmMCGF0dGFjaGVklIiMCGJvdW5kYXJ5lIiMBWNhbGxzlIiMBGtlZXCUKYwMY2FzdHNfcGFyYW1zlImMCm9wZW5fZHR5cGWUiIwHYnJpZGdlc5SJjAhh
+dXRob3JlZJSMBWR0eXBllE6GlGgXjAlqYXgubnVtcHmUjAdmbG9hdDMylJOUhpSGlIwUcmVhZHNfcXVhbnRpemVkX3Jvd3OUiYwUbXVsdGlwbGllc19p
+bl9mbG9hdDiUjAtkb3RfZ2VuZXJhbJR1YowVam1wX3BvbGljeS5ubnguX2Fkb3B0lIwFYWRvcHSUk5SGlFKULg==
+"""
+
+BATCH_NORM_INSIDE = """
+gASVNAIAAAAAAACMF2ptcF9wb2xpY3kubm54Ll9jbGFzc2VzlIwOcG9saWNpZWRfY2xhc3OUk5SMFWptcF9wb2xpY3kubm54Ll9yb2xlc5SMBFJvbGWU
+k5QpgZR9lCiMBGJhc2WUjBlmbGF4Lm5ueC5ubi5ub3JtYWxpemF0aW9ulIwJQmF0Y2hOb3JtlJOUjAZwb2xpY3mUjAhidWlsdGluc5SMB2dldGF0dHKU
+k5SMEmptcF9wb2xpY3kuX3BvbGljeZSMBlBvbGljeZSTlIwLZnJvbV9jb25maWeUhpRSlH2UKIwLcGFyYW1fZHR5cGWUjAdmbG9hdDMylIwNY29tcHV0
+ZV9kdHlwZZSMCGJmbG9hdDE2lIwMb3V0cHV0X2R0eXBllGgajAlwcmVjaXNpb26UTowMcXVhbnRpemF0aW9ulE51hZRSlIwFZ2l2ZW6UaB+MB2xpbmVh
+Z2WUKYwIYXR0YWNoZWSUiYwIYm91bmRhcnmUiYwFY2FsbHOUiYwEa2VlcJQpjAxjYXN0c19wYXJhbXOUiYwKb3Blbl9kdHlwZZSIjAdicmlkZ2VzlImM
+CGF1dGhvcmVklIwFZHR5cGWUToaUaBeMCWpheC5udW1weZSMB2Zsb2F0MzKUk5SGlIaUjBRyZWFkc19xdWFudGl6ZWRfcm93c5SJjBRtdWx0aXBsaWVz
+X2luX2Zsb2F0OJROdWKMFWptcF9wb2xpY3kubm54Ll9hZG9wdJSMBWFkb3B0lJOUhpRSlC4=
+"""
+
+
+@pytest.mark.parametrize(("make", "stored"), [(float8_layer, FLOAT8_LAYER), (batch_norm_inside, BATCH_NORM_INSIDE)])
+def test_an_old_pickle_holds_the_class_of_today(make, stored):
+    assert pickle.loads(base64.b64decode(stored)) is type(make())
