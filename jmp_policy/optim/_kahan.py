@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._rounding import round_to_half, rounded
+from .._rounding import round_as_float32, round_to_half
 from .._trees import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen
 
@@ -79,7 +79,7 @@ class _Compensated(Storage):
 
 
 def _compensation(param: jax.Array, wide: jax.Array) -> jax.Array:
-    lost = wide - rounded(wide, param.dtype)
+    lost = wide - round_as_float32(wide, param.dtype)
     return jnp.where(jnp.isfinite(lost), lost, 0.0).astype(param.dtype)
 
 

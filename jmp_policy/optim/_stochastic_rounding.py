@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._rounding import stochastically_rounded
+from .._rounding import round_stochastically
 from .._trees import PyTree
 from ._half_parameters import Storage, half_parameters, map_half, widen_half
 
@@ -95,7 +95,7 @@ def _rounded(param: jax.Array, wide: jax.Array, key: jax.Array) -> jax.Array:
     # Inside shard_map, JAX knows along which axes of the mesh a parameter varies: its shards there are different.
     for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
         key = jax.random.fold_in(key, lax.axis_index(axis))
-    return stochastically_rounded(wide, param.dtype, jax.random.bits(key, wide.shape, jnp.uint16))
+    return round_stochastically(wide, param.dtype, jax.random.bits(key, wide.shape, jnp.uint16))
 
 
 def _check_key(key: Any) -> jax.Array:
