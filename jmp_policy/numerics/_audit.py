@@ -15,6 +15,7 @@ from .._trees import is_array
 from ..autocast._modules import TRACING, Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
 from ..interpreter._module_paths import ModulePaths
+from ..interpreter._program import is_backward
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
@@ -204,7 +205,7 @@ class _Inspector:
 
     def _find_place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
-            self._places[scope] = self._paths.read_stack(scope), "transpose(" in scope
+            self._places[scope] = self._paths.read_stack(scope), is_backward(scope)
         return self._places[scope]
 
 
