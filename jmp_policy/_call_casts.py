@@ -1,5 +1,6 @@
 """What a boundary casts: the arguments of a call, its result, and the carry of a recurrent cell."""
 
+import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -29,14 +30,15 @@ def cast_arguments(
       The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
     """
     # Without `keep` no name matters, and asking for the signature of a function is dear.
-    names = _name_positions(fun, len(args)) if keep else [""] * len(args)
-    entering = (
-        {i: x for i, (name, x) in enumerate(zip(names, args, strict=True)) if name not in keep},
-        {name: x for name, x in kwargs.items() if name not in keep},
-    )
-    policy = resolve_policy(policy, entering)
-    by_position, by_name = cast_floating(entering, policy.compute_dtype, is_leaf=is_flax_object)
-    return policy, tuple(by_position.get(i, x) for i, x in enumerate(args)), kwargs | by_name
+    kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in keep] if keep else []
+    named = {name: x for name, x in kwargs.items() if name not in keep} if kwargs else {}
+    if policy.compute_dtype is None:
+        policy = resolve_policy(policy, ([x for i, x in enumerate(args) if i not in kept], named))
+
+    # One argument at a time: most are arrays, which are cast without walking a tree.
+    cast = functools.partial(cast_floating, dtype=policy.compute_dtype, is_leaf=is_flax_object)
+    entering = [x if i in kept else cast(x) for i, x in enumerate(args)] if kept else map(cast, args)
+    return policy, tuple(entering), kwargs | cast(named) if named else kwargs
 
 
 def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:

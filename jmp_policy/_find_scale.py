@@ -26,6 +26,8 @@ def get_loss_scale(state: PyTree) -> LossScale:
     StaticLossScale(loss_scale=8.0)
     """
     register_with_flax()
+    if isinstance(state, LossScale):
+        return strip_variables(state)
     check_not_inside(NEVER_OUTSIDE, state)
     found = find_nodes(state, LossScale)
     if len(found) != 1:
@@ -82,9 +84,9 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
 
 def strip_variables(tree: T) -> T:
-    """The arrays themselves, where an nnx optimizer keeps each in a Variable; those are known by their `get_value`."""
-
-    def is_variable(node: Any) -> bool:
-        return hasattr(node, "get_value")
-
-    return jax.tree.map(lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable)
+    """Takes arrays out of the Variables in which an nnx optimizer keeps each; those are known by their `get_value`."""
+    is_variable = lambda node: hasattr(node, "get_value")
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+    if not any(map(is_variable, leaves)):
+        return tree
+    return structure.unflatten([leaf.get_value() if is_variable(leaf) else leaf for leaf in leaves])

@@ -11,7 +11,7 @@ from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
-from ._trees import PyTree
+from ._trees import Args, PyTree
 
 
 def value_and_grad(
@@ -57,9 +57,10 @@ def value_and_grad(
     >>> float(loss), grads.dtype, grads.tolist()
     (2.0, dtype('float32'), [2.0, 2.0])
     """
+    scale = get_loss_scale(loss_scale)
     differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
-    fun = with_state_by_max(fun, argnums, get_loss_scale(loss_scale))
-    return scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+    prepare = functools.partial(_prepare_arguments, argnums, scale)
+    return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
 
 
 def grad(
@@ -75,67 +76,64 @@ def grad(
     >>> grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
     Array(6., dtype=float32)
     """
-    return without_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
+    return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
 
 
-def scaled_value_and_grad(
+def differentiate_scaled(
     differentiate: Callable[..., Any],
     fun: Callable[..., Any],
-    argnums: Any,
+    argnums: object,
     has_aux: bool,
-    loss_scale: PyTree,
+    scale: LossScale,
+    *,
+    prepare: Callable[[Args], Args] = tuple,
+    unscale: Callable[[PyTree, LossScale], PyTree] | None = None,
 ) -> Callable[..., Any]:
-    """`value_and_grad` on top of any function of the form of `jax.value_and_grad`."""
-    scale = get_loss_scale(loss_scale)
-    if isinstance(scale, NoOpLossScale):
-        plain = differentiate(fun, argnums=argnums, has_aux=has_aux)
+    """Makes `value_and_grad` of any function of the form of `jax.value_and_grad`.
 
-        @functools.wraps(fun)
-        def plain_value_and_grad(*args: Any, **kwargs: Any) -> Any:
-            with explain_reuse():
-                out, grads = plain(*args, **kwargs)
-            warn_of_half(out[0] if has_aux else out, scale)
-            return out, _true(grads, scale)
-
-        return plain_value_and_grad
-
-    scaled_grad = differentiate(with_scaled_loss(fun, has_aux, scale), argnums=argnums, has_aux=True)
+    Args:
+      differentiate: that function.
+      fun: what it differentiates.
+      argnums: with respect to what, in the words of `differentiate`.
+      has_aux: whether `fun` returns auxiliary data.
+      scale: the loss scale.
+      prepare: makes of the arguments what is to be differentiated; nothing else, if not given.
+      unscale: makes true gradients; `unscale_grads`, if not given.
+    """
+    unscale = unscale_grads if unscale is None else unscale
+    is_plain = isinstance(scale, NoOpLossScale)  # which is to be `differentiate` itself, to the last bit
 
     @functools.wraps(fun)
-    def true_value_and_grad(*args: Any, **kwargs: Any) -> Any:
+    def call_scaled(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*prepare(args), **kwargs)
+        return out if is_plain else scale_loss(out, has_aux, scale)
+
+    differentiated = differentiate(call_scaled, argnums=argnums, has_aux=has_aux or not is_plain)
+
+    @functools.wraps(fun)
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
         with explain_reuse():
-            (_, (loss, *aux)), grads = scaled_grad(*args, **kwargs)
-        warn_of_half(loss, scale)
-        return (loss, *aux) if has_aux else loss, _true(grads, scale)
+            out, grads = differentiated(*args, **kwargs)
+        if not is_plain:  # the auxiliary data have what the user's function returned
+            out = out[1] if has_aux else out[1][0]
+        warn_of_half(out[0] if has_aux else out, scale)
+        return out, unscale(grads, scale)
 
-    return true_value_and_grad
-
-
-def with_state_by_max(fun: Callable[..., Any], argnums: int | Sequence[int], scale: LossScale) -> Callable[..., Any]:
-    """The function of arguments whose float8 state autodiff combines by max, and is that of true gradients."""
-
-    @functools.wraps(fun)
-    def of_state(*args: Any, **kwargs: Any) -> Any:
-        positions = (argnums,) if isinstance(argnums, int) else argnums
-        differentiated = {position % len(args) for position in positions} if args else set()
-        prepared = [prepare_state(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)]
-        return fun(*prepared, **kwargs)
-
-    return of_state
+    return value_and_true_grad
 
 
-def with_scaled_loss(fun: Callable[..., Any], has_aux: bool, scale: LossScale) -> Callable[..., Any]:
-    """The function that returns the scaled loss, and as its auxiliary data the true loss and that of `fun`."""
+def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:
+    """Makes of what a loss function returned the scaled loss, and as its auxiliary data the true loss and its own."""
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # JAX takes both
+        return out  # and JAX says what is wrong
+    loss, *aux = out if has_aux else (out,)
+    return scale.scale(loss), (loss, *aux)
 
-    @functools.wraps(fun)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        out = fun(*args, **kwargs)
-        if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # of which JAX takes both
-            return out  # and JAX says what is wrong
-        loss, *aux = out if has_aux else (out,)
-        return scale.scale(loss), (loss, *aux)
 
-    return scaled
+def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
+    """Makes true gradients of scaled ones; float8 state, which is its own next value, has no scale."""
+    rest, state = split_state(grads)
+    return join_state(scale.unscale(rest), zero_unused(state))
 
 
 def warn_of_half(loss: Any, scale: LossScale) -> None:
@@ -152,18 +150,19 @@ def warn_of_half(loss: Any, scale: LossScale) -> None:
     )
 
 
-def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """The function that returns only the gradients, and the auxiliary data if there is any."""
+def drop_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Makes the function that returns only the gradients, and the auxiliary data if there is any."""
 
     @functools.wraps(value_and_grad_fun)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
+    def compute_grad(*args: Any, **kwargs: Any) -> Any:
         out, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, out[1]) if has_aux else grads
 
-    return gradient
+    return compute_grad
 
 
-def _true(grads: PyTree, scale: LossScale) -> PyTree:
-    """Gradients without their scale; float8 state, which is its own next value, has none."""
-    rest, state = split_state(grads)
-    return join_state(scale.unscale(rest), zero_unused(state))
+def _prepare_arguments(argnums: int | Sequence[int], scale: LossScale, args: Args) -> Args:
+    """Prepares float8 state in the arguments that are differentiated, so that autodiff combines it by max."""
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    differentiated = {position % len(args) for position in positions} if args else set()
+    return tuple([prepare_state(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)])

@@ -1,7 +1,7 @@
 """Rounding float32 to half precision by hand: to nearest, at random, and with the remainder kept.
 
-XLA may drop a conversion to half precision that is converted back at once (`xla_allow_excess_precision`), and keeps
-`reduce_precision`, so that what must be rounded inside a program is rounded by it.
+XLA may drop a conversion to half precision that is converted back at once (`xla_allow_excess_precision`). It keeps
+`reduce_precision`, which therefore rounds what a program must round.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ def is_half(leaf: Any) -> bool:
     return dtype is not None and is_floating_dtype(dtype) and np.dtype(dtype).itemsize == 2
 
 
-def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The nearest numbers of a half-precision dtype, ties to even, as float32.
+def round_as_float32(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds to the nearest numbers of a half-precision dtype, ties to even, and keeps them in float32.
 
     Args:
       x: a float32 array.
       dtype: bfloat16 or float16.
 
-    >>> rounded(jnp.float32([1.001, 1e-8]), "float16").tolist()
+    >>> round_as_float32(jnp.float32([1.001, 1e-8]), "float16").tolist()
     [1.0009765625, 0.0]
     """
     if np.dtype(dtype) == jnp.bfloat16:
@@ -46,16 +46,16 @@ def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_to_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`rounded` as an array of the half-precision dtype.
+    """Rounds as `round_as_float32` does, to an array of the half-precision dtype.
 
     >>> round_to_half(jnp.float32([1.001]), "bfloat16")
     Array([1], dtype=bfloat16)
     """
-    return rounded(x, dtype).astype(dtype)
+    return round_as_float32(x, dtype).astype(dtype)
 
 
-def stochastically_rounded(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """One of the two neighbours in a half-precision dtype, the nearer the likelier: right on average.
+def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
+    """Rounds to one of the two neighbours in a half-precision dtype, the nearer the likelier: right on average.
 
     Args:
       x: a float32 array.
@@ -69,7 +69,7 @@ def stochastically_rounded(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> j
     BFloat16 Training, 2020.
 
     >>> bits = jnp.array([0, 2**15, 2**16 - 1], jnp.uint16)
-    >>> stochastically_rounded(jnp.full(3, 1.004, jnp.float32), "bfloat16", bits).tolist()
+    >>> round_stochastically(jnp.full(3, 1.004, jnp.float32), "bfloat16", bits).tolist()
     [1.0, 1.0078125, 1.0078125]
     """
     if np.dtype(dtype) == jnp.bfloat16:
@@ -101,7 +101,7 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def join_float32(high: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 numbers that `split_float32` split into `high`, bfloat16, and `low`, uint16.
+    """Joins the float32 numbers that `split_float32` split into `high`, bfloat16, and `low`, uint16.
 
     >>> join_float32(*split_float32(jnp.float32([1.0, 1.00390625, -1.001]))).tolist()
     [1.0, 1.00390625, -1.0010000467300415]

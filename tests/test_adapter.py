@@ -50,7 +50,7 @@ def nnx_model(policy=None):
 CASES = {"linen": (LINEN, linen_model), "nnx": (NNX, nnx_model)}
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
 def case(request):
     return request.param
 

@@ -30,7 +30,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
         assert any(long in cell.source for cell in notebook.cells), long
         for cell in notebook.cells:
             cell.source = cell.source.replace(long, short)
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": FOLDER}}).execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": FOLDER}}).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

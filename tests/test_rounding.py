@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy._rounding import is_half, join_float32, round_to_half, rounded, split_float32, stochastically_rounded
+from jmp_policy._rounding import (
+    is_half,
+    join_float32,
+    round_as_float32,
+    round_stochastically,
+    round_to_half,
+    split_float32,
+)
 
 HALVES = ["bfloat16", "float16"]
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
@@ -30,7 +37,7 @@ def test_rounded_is_the_nearest_half_precision_number(words, dtype):
         expected = x.astype(jnp.dtype(dtype))
     narrow = jax.jit(round_to_half, static_argnums=1)(x, dtype)
     np.testing.assert_array_equal(np.asarray(narrow).view(np.uint16), expected.view(np.uint16))
-    wide = jax.jit(rounded, static_argnums=1)(x, dtype)
+    wide = jax.jit(round_as_float32, static_argnums=1)(x, dtype)
     np.testing.assert_array_equal(wide, expected.astype(np.float32))
 
 
@@ -43,7 +50,7 @@ def test_split_float32_joins_to_every_bit(words):
 def test_the_high_half_is_the_nearest_bfloat16(words):
     x = words.view(np.float32)[np.abs(words.view(np.float32)) < 3e38].astype(np.float64)
     high = np.asarray(split_float32(x.astype(np.float32))[0]).astype(np.float64)
-    to_nearest_even = np.asarray(rounded(x.astype(np.float32), "bfloat16")).astype(np.float64)
+    to_nearest_even = np.asarray(round_as_float32(x.astype(np.float32), "bfloat16")).astype(np.float64)
     np.testing.assert_array_equal(np.abs(high - x), np.abs(to_nearest_even - x))  # ties are as near on either side
 
 
@@ -58,7 +65,7 @@ def test_a_split_nan_stays_visible():
 @pytest.mark.parametrize("number", [1.004, -1.0001, 3e-6, 0.1, 65000.3])
 def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
     x = jnp.full(2**16, number, jnp.float32)
-    got = np.asarray(stochastically_rounded(x, dtype, ALL_BITS)).astype(np.float64)
+    got = np.asarray(round_stochastically(x, dtype, ALL_BITS)).astype(np.float64)
     below, above = np.unique(got)
     assert below <= number <= above
     # The chance is a multiple of 2**-16 (bfloat16) or 2**-13 (float16) of the distance between the neighbours.
@@ -68,14 +75,14 @@ def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [0, 2**15, 2**16 - 1])
 def test_what_needs_no_rounding_is_left_alone_by_stochastic_rounding(words, dtype, bits):
-    x = rounded(jnp.asarray(words.view(np.float32)), dtype)
-    got = stochastically_rounded(x, dtype, jnp.full(x.shape, bits, jnp.uint16))
+    x = round_as_float32(jnp.asarray(words.view(np.float32)), dtype)
+    got = round_stochastically(x, dtype, jnp.full(x.shape, bits, jnp.uint16))
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(x.astype(dtype)).view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_rounding_keeps_nan(dtype):
-    assert np.isnan(stochastically_rounded(jnp.full(2**16, jnp.nan), dtype, ALL_BITS).astype(jnp.float32)).all()
+    assert np.isnan(round_stochastically(jnp.full(2**16, jnp.nan), dtype, ALL_BITS).astype(jnp.float32)).all()
 
 
 def test_only_16_bit_floats_are_half():

@@ -9,7 +9,8 @@ import pytest
 
 import jmp_policy as jmp
 from jmp_policy._find_scale import find_scaled_state
-from jmp_policy._scaled_state import LossScaledState, has_scaled_state
+from jmp_policy._scaled_state import has_scaled_state
+from jmp_policy.optim import LossScaledState
 
 SCALE = jmp.DynamicLossScale(8.0, counter=3)
 STATE = LossScaledState({"mu": jnp.ones(2)}, SCALE, jnp.array(True), jnp.int32(4), jnp.int32(1))

@@ -146,8 +146,12 @@ class Functions:
 
 
 def find_functions(rows: Iterable[tuple[str, str]]) -> Functions:
-    """The functions of the tables, and of a user's rows."""
-    return Functions(FUNCTIONS | dict(rows))
+    """The functions of the tables, and of a user's rows: a user may define one again, so those are looked up anew."""
+    own = dict(rows)
+    return Functions(FUNCTIONS | own) if own else _OF_TABLES
+
+
+_OF_TABLES = Functions(FUNCTIONS)
 
 
 def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) -> list[str]:

@@ -154,13 +154,13 @@ Marks = dict[int | None, frozenset[str]]
 
 
 def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
-    """The modules into whose code others leak a dtype wider than the one meant there, by the path of the leaking one.
+    """Finds, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
 
     A rule such as `"norm": "float32"` makes a module return float32. A layer of Flax's that takes it narrows it, but
-    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So a mark goes
-    with what a module that a rule names returns, through every operation that keeps its dtype, and a marked operand
-    of arithmetic in the code of a module that is meant to compute in a narrower dtype is a leak. A conversion that
-    the author wrote takes the mark away.
+    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So what a named
+    module returns gets its mark. The mark passes through every operation that keeps the dtype; a conversion that the
+    author wrote takes it away. Arithmetic with a marked operand is a leak, where it stands in the code of a module
+    that is meant to compute in a narrower dtype.
 
     Args:
       program: the operations in order.
@@ -170,10 +170,12 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
         path = path_of(operation.scope)
+        # Does it compute with what another module marked?
         if operation.computes and path is not None:
             for value in operation.operands:
                 for source in _find_leaking_modules(marks.get(value.key, frozenset()), path, value, modules[path]):
                     found[source][path] = None
+        # Its results keep the marks of its operands, and get those of the named modules that it stands in.
         sources = _find_named_around(path, modules)
         for value in operation.results:
             marks[value.key] = _pass_on(operation, value, marks) | sources
@@ -181,7 +183,7 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
 
 
 def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
-    """The modules whose wide result is arithmetic's operand in the code of a module that they are not around."""
+    """The modules whose wide result the code at a path computes with, other than those that it is part of."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:
         return ()
     if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:

@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxprs_in_params,
+)
 
 from .._trees import is_array
-from ._program import list_variables
+from ._program import Atom, list_variables
 
 
 class Traced(NamedTuple):
@@ -73,123 +81,122 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     instead, differentiating the program takes two to three times as long as differentiating the original function.
     """
     body = program.jaxpr
-    environment: dict[Any, Any] = dict(zip(body.constvars, program.consts, strict=True))
+    environment: dict[Var, Any] = dict(zip(body.constvars, program.consts, strict=True))
     environment.update(zip(body.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read_atom(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
-    last_use = _last_uses(body)
-    outer, mesh = source_info_util.current_name_stack(), context_mesh()
+    last_uses = _find_last_uses(body)
+    outer, mesh = source_info_util.current_name_stack(), _read_context_mesh()
     for i, eqn in enumerate(body.eqns):
         source = eqn.source_info
         with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
-            results = _bind(eqn, read, mesh)
+            results = _bind(eqn, read_atom, mesh)
         environment.update(zip(eqn.outvars, results, strict=True))
-        for var in last_use.get(i, ()):
+        for var in last_uses.get(i, ()):  # eagerly, their memory can go
             del environment[var]
-    return [_constant(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
+    return [_make_array(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
 
 
-def _constant(literal: Any) -> jax.Array:
+def _make_array(literal: Literal) -> jax.Array:
     """A result that is a number in the program, as the array that it is to JAX."""
-    return jnp.asarray(literal.val, literal.aval.dtype)
+    aval: Any = literal.aval
+    return jnp.asarray(literal.val, aval.dtype)
 
 
-def _last_uses(body: Jaxpr) -> dict[int, list[Any]]:
-    """Which values are done with after which equation: eagerly, their memory can go."""
-    last: dict[Any, int] = {}
+def _find_last_uses(body: Jaxpr) -> dict[int, list[Var]]:
+    """Which values nothing reads after which equation."""
+    last: dict[Var, int] = {}
     for i, eqn in enumerate(body.eqns):
-        last.update((atom, i) for atom in list_variables([*eqn.outvars, *eqn.invars]))
-    for atom in list_variables(body.outvars):
-        last.pop(atom, None)
-    done: dict[int, list[Any]] = {}
+        last.update((var, i) for var in list_variables([*eqn.outvars, *eqn.invars]))
+    for var in list_variables(body.outvars):
+        last.pop(var, None)
+    done: dict[int, list[Var]] = {}
     for var, i in last.items():
         done.setdefault(i, []).append(var)
     return done
 
 
-def _bind(eqn: JaxprEqn, read: Any, mesh: dict[str, Any]) -> list[Any]:
-    shared = shared_call(eqn)
+def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:
+    positions: dict[Var, int] = {}  # of each variable that it reads among those: two operands may be the same one
+    for atom in eqn.invars:
+        if not isinstance(atom, Literal):
+            positions.setdefault(atom, len(positions))
+    shared = _share_call(eqn, positions)
     if shared is not None:
-        return JIT.primitive.bind(*map(read, variables_of(eqn)), **shared | mesh)
-    results = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+        return _JIT.primitive.bind(*map(read_atom, positions), **shared | mesh)
+    results = eqn.primitive.bind(*map(read_atom, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
 
-def shared_call(eqn: JaxprEqn) -> dict[str, Any] | None:
+_CALLS: dict[Any, dict[str, Any]] = {}
+"""The parameters of jitted functions, by all that tells equations apart: equal ones are to be the same function."""
+
+_MOST_CALLS = 1 << 14
+
+
+def _share_call(eqn: JaxprEqn, positions: dict[Var, int]) -> dict[str, Any] | None:
     """The parameters of a jitted function that is this equation; `None` for one that had better stand for itself."""
-    if _stands_for_itself(eqn) or jax.debug_nans.value or jax.debug_infs.value:  # those name the equation
+    if eqn.effects or jax.debug_nans.value or jax.debug_infs.value:  # these name the equation
         return None
-    operands = tuple((atom.aval, _identity(atom, eqn.invars)) for atom in eqn.invars)
-    results = tuple(var.aval for var in eqn.outvars)
-    key = eqn.primitive, operands, results, tuple(eqn.params.items()), eqn.ctx
+    # The bits of a literal, for 0.0 equals -0.0.
+    operands = [
+        (atom.aval, np.asarray(atom.val).tobytes() if isinstance(atom, Literal) else positions[atom])
+        for atom in eqn.invars
+    ]
+    results = [var.aval for var in eqn.outvars]
+    key = eqn.primitive, tuple(operands), tuple(results), tuple(eqn.params.items()), eqn.ctx
     try:
         found = _CALLS.get(key)
     except TypeError:  # a parameter that cannot be hashed
         return None
-    if found is None:
+    if found is None and not _stands_for_itself(eqn):
         if len(_CALLS) >= _MOST_CALLS:
             _CALLS.clear()
-        found = _CALLS[key] = _jit_params(_program(eqn))
+        found = _CALLS[key] = _jit_equation(eqn, list(positions))
     return found
 
 
-_CALLS: dict[Any, dict[str, Any]] = {}
-_MOST_CALLS = 1 << 14
-
-
 def _stands_for_itself(eqn: JaxprEqn) -> bool:
+    """Whether an equation moves its arguments, for a jitted function runs where they are, or holds functions.
+
+    A user's functions and programs may be new ones at each call, and would be kept.
+    """
     name, params = eqn.primitive.name, eqn.params
-    # A jitted function runs where its arguments are, so it cannot move them.
-    return bool(eqn.effects) or name == "device_put" or name.startswith("custom_") or _has_functions(params)
+    has_functions = any(callable(value) for value in params.values()) or any(jaxprs_in_params(params))
+    return name == "device_put" or name.startswith("custom_") or has_functions
 
 
-def _has_functions(params: dict[str, Any]) -> bool:
-    """Whether there are programs or functions: those of a user may be new ones at each call, and would be kept."""
-    return any(callable(value) for value in params.values()) or any(jaxprs_in_params(params))
+def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
+    """The parameters of a jitted function of one equation, as if JAX had traced it.
 
-
-def _identity(atom: Any, invars: Sequence[Any]) -> bytes | int:
-    """The bits of a literal, for 0.0 equals -0.0; of a variable, which argument it is, for two may be the same one."""
-    if isinstance(atom, Literal):
-        return np.asarray(atom.val).tobytes()
-    return next(i for i, other in enumerate(invars) if other is atom)
-
-
-def variables_of(eqn: JaxprEqn) -> list[Any]:
-    """What an equation reads, each variable once."""
-    return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, Literal)))
-
-
-def _program(eqn: JaxprEqn) -> ClosedJaxpr:
+    A function that JAX traces would do, but tracing leaves out what does nothing, such as a cast to the dtype that a
+    value has, and calling one takes longer than binding what it makes.
+    """
     own = eqn.replace(source_info=source_info_util.new_source_info())
     nameless = DebugInfo("jit", eqn.primitive.name, None, None)
-    return ClosedJaxpr(Jaxpr((), variables_of(eqn), eqn.outvars, [own], debug_info=nameless), ())
-
-
-def _jit_params(program: ClosedJaxpr) -> dict[str, Any]:
-    ins, outs = len(program.jaxpr.invars), len(program.jaxpr.outvars)
-    inline = JIT.params["inline"]
+    program = ClosedJaxpr(Jaxpr((), invars, eqn.outvars, [own], debug_info=nameless), ())
+    inline = _JIT.params["inline"]
     early = type(inline)["JAX_EARLY"] if isinstance(inline, enum.Enum) else True
-    params = {**JIT.params, "jaxpr": program, "inline": early, "name": program.jaxpr.eqns[0].primitive.name}
-    for name, count in {"in_shardings": ins, "in_layouts": ins, "donated_invars": ins}.items():
-        params[name] = JIT.params[name] * count
+    params = {**_JIT.params, "jaxpr": program, "inline": early, "name": eqn.primitive.name}
+    for name in ("in_shardings", "in_layouts", "donated_invars"):
+        params[name] = _JIT.params[name] * len(invars)
     for name in ("out_shardings", "out_layouts"):
-        params[name] = JIT.params[name] * outs
+        params[name] = _JIT.params[name] * len(eqn.outvars)
     return params
 
 
-def _jitted() -> JaxprEqn:
+def _trace_jit() -> JaxprEqn:
     return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
 
-JIT: Any = _jitted()
+_JIT = _trace_jit()
 """An equation that jit makes, of one argument and one result: the pattern of all others."""
 
 
-def context_mesh() -> dict[str, Any]:
+def _read_context_mesh() -> dict[str, Any]:
     """What a jitted function knows of the mesh that `jax.set_mesh` set: its devices are where it runs."""
     if jax.sharding.get_abstract_mesh().empty:
         return {}
-    return {"ctx_mesh": _jitted().params["ctx_mesh"]}
+    return {"ctx_mesh": _trace_jit().params["ctx_mesh"]}

@@ -17,11 +17,11 @@ from .._policy_map import PolicyMap
 from .._trees import Args, Kwargs, PyTree
 from ..quant._array import is_quantized
 from ..quant._weight import WEIGHT_NAMES
+from ._active_policy import find_class_policy
 from ._calls import hook_calls
 from ._classes import make_policied_class, unpolicied_class
 from ._explain import examine
 from ._fields import AUTOCAST_EXAMPLE
-from ._interceptor import POLICY
 from ._place import ROOT, ModulePlace
 
 
@@ -42,7 +42,8 @@ class _Linen:
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
         """Returns the policy of a linen class or instance."""
-        return getattr(target, POLICY, None)
+        given = find_class_policy(target)
+        return None if given is None else given.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         """Returns the same function, in which a hook runs in place of each method of a module, inside of its casts."""

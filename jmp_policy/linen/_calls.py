@@ -10,10 +10,10 @@ from flax import linen as nn
 from .._adapter import Hook, ModuleCall
 from .._trees import Args, Kwargs
 from ._active_policy import CURRENT, ActivePolicy
-from ._place import calling, is_trial, path_of
+from ._place import calling, is_trial, path_text
 from ._quantized import quantization_of
 
-_BOUNDARY_HOOK: contextvars.ContextVar[Hook | None] = contextvars.ContextVar("_BOUNDARY_HOOK", default=None)
+BOUNDARY_HOOK: contextvars.ContextVar[Hook | None] = contextvars.ContextVar("BOUNDARY_HOOK", default=None)
 """The hook that runs around the casts of a module with a policy of its own."""
 
 
@@ -39,13 +39,13 @@ def hook_calls(
             return hook(_describe_call(module, context.method_name), next_fun, args, kwargs)
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
-        token = _BOUNDARY_HOOK.set(boundary_hook or _BOUNDARY_HOOK.get())
+        token = BOUNDARY_HOOK.set(boundary_hook or BOUNDARY_HOOK.get())
         try:
             # The first interceptor in place is the outermost: those that apply policies run inside of it.
             with nn.intercept_methods(intercept):
                 return fun(*args, **kwargs)
         finally:
-            _BOUNDARY_HOOK.reset(token)
+            BOUNDARY_HOOK.reset(token)
 
     return call_hooked
 
@@ -60,14 +60,14 @@ def hook_boundary(module: nn.Module, method: str, fun: Callable[..., Any], args:
       args: positional arguments, without the module.
       kwargs: keyword arguments.
     """
-    hook = _BOUNDARY_HOOK.get()
+    hook = BOUNDARY_HOOK.get()
     return fun(*args, **kwargs) if hook is None else hook(_describe_call(module, method), fun, args, kwargs)
 
 
 def _describe_call(module: nn.Module, method: str) -> ModuleCall:
     name = module.name or type(module).__name__
     return ModuleCall(
-        path="/".join(path_of(module)),
+        path=path_text(module),
         type=type(module),
         method=method,
         scope=name if method == "__call__" else f"{name}.{method}",

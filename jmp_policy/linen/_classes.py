@@ -17,15 +17,16 @@ from .._made_classes import find_by_name, make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from ._float8 import mark_state, store_state
-from ._interceptor import POLICY
-from ._methods import KEEP, OWNER, call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
-from ._place import PLACE, ModulePlace
+from .._trees import PyTree
+from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
+from ._float8 import has_float8_state, mark_state, store_state
+from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
+from ._place import ModulePlace
 
-_BASE = "_jmp_base"
 
-
-def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def make_policied_class(
+    base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+) -> Any:
     """The subclass of a linen module class whose public methods are boundaries; one for each policy.
 
     Raises:
@@ -35,21 +36,18 @@ def make_policied_class(base: Any, policy: Policy | PolicyMap, keep: frozenset[s
 
 
 @remember_on_class
-def _make_class(_: type, base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def _make_class(
+    _: type, base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
+) -> Any:
     _check_keep(base, keep)
-    namespace = {
-        POLICY: policy,
-        _BASE: base,
-        KEEP: keep,
-        PLACE: place,
-        "__init_subclass__": classmethod(_init_subclass),
-    }
-    cls = make_subclass(base, namespace, (make_policied_class, (base, policy, keep, place)))
-    setattr(cls, OWNER, cls)
+    recipe = (make_policied_class, (base, policy, keep, place))
+    cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
+    setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, keep, place, owner=cls))
     # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
     wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
-    cls.apply = _wrap_apply(base.apply)
+    apply = wrap_entry(base.apply)
+    cls.apply = _keep_state(apply) if has_float8_state(policy) else apply
     cls.init_with_output = wrap_entry(base.init_with_output)
     cls.__reduce__ = _reduce  # type: ignore[method-assign]
     return cls
@@ -65,30 +63,30 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
     return next(passing, base)
 
 
-def unpolicied_class(cls: Any) -> Any:
+def unpolicied_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a policied class was made of, and any other as it is."""
-    return vars(cls).get(_BASE, cls)
+    own: ClassPolicy | None = vars(cls).get(CLASS_POLICY)
+    return cls if own is None else own.base
 
 
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
     """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
-    super(getattr(cls, OWNER), cls).__init_subclass__(**kwargs)
+    super(read_class_policy(cls).owner, cls).__init_subclass__(**kwargs)
     wrap_methods(cls, vars(cls))
 
 
-def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` that runs inside the policy, and whose state autodiff combines by max."""
-    apply = wrap_entry(apply)
+def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module.apply` of a model with float8 state, which autodiff combines by max."""
 
     @functools.wraps(apply)
-    def apply_with_state(self: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = getattr(self, POLICY)
+    def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
+        policy = read_class_policy(self).policy
         return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
 
-def _check_keep(base: Any, keep: frozenset[str]) -> None:
+def _check_keep(base: type[nn.Module], keep: frozenset[str]) -> None:
     if keep:
         public = [method for name, method in list_methods(base, dir(base)) if is_public(name)]
         known = [set(inspect.signature(method).parameters) for method in public]
@@ -100,10 +98,11 @@ def _reduce(self: nn.Module) -> tuple:
     cls: Any = type(self)
     if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
-    return _rebuild, (unpolicied_class(cls), *(getattr(cls, name) for name in (POLICY, KEEP, PLACE))), vars(self)
+    given = read_class_policy(cls)
+    return _rebuild, (unpolicied_class(cls), given.policy, given.keep, given.place), vars(self)
 
 
-def _rebuild(base: Any, policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
+def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     return object.__new__(make_policied_class(base, policy, keep, place))
 
 

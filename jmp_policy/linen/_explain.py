@@ -19,7 +19,7 @@ from ._active_policy import CURRENT, ActivePolicy
 from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
-from ._place import calling, explain_unknown, path_of
+from ._place import calling, explain_unknown, path_of, path_text
 from ._quantized import quantization_of
 
 
@@ -78,7 +78,7 @@ class _CalledModules:
 
     def note(self, module: nn.Module) -> None:
         """Notes what holds at a module, whose method is about to run."""
-        path = "/".join(path_of(module))
+        path = path_text(module)
         if path not in self.modules:
             self.modules[path] = self._describe(module)
 

@@ -1,7 +1,6 @@
 """The dtype fields of linen modules: whether there are any, whether their author wrote them, and filling them in."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -14,65 +13,72 @@ from flax.core import Scope
 
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
-from .._policy import Policy
-from ..explanation._written import describe_written_dtypes, find_wider_dtype
-from ..quant._weight import WEIGHT_NAMES
-from ._place import path_of
 
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 
-# Their dtype is that of the parameters they rewrite, not of a computation: they are left to the layer they wrap.
-_PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
-
-# By path: the dtype that is written on a layer, if it is wider than its policy's. No cache may depend on it.
-_LAYERS: contextvars.ContextVar[dict[str, np.dtype | None]] = contextvars.ContextVar("_LAYERS")
+PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
+"""The modules that rewrite the parameters of another one before it computes with them. No policy fills in their dtype:
+it is the dtype of those parameters, not of a computation."""
 
 
-def has_dtype_field(kind: type[nn.Module]) -> bool:
-    """Whether a module has a dtype of its own."""
-    return _find_dtype_default(kind) is not _NO_FIELD
+@dataclasses.dataclass(frozen=True)
+class ModuleFields:
+    """The dtype fields of a class of modules.
 
-
-def casts_own_params(kind: type[nn.Module]) -> bool:
-    """Whether a module sees to the dtype that it computes with its parameters in.
-
-    All with a field `dtype` do, and Flax's own that have none: PReLU casts, the parts of an LSTM cell leave it to it.
+    Attributes:
+      has_dtype: whether a module has a dtype of its own.
+      dtype_default: the default of that field.
+      has_param_dtype: whether it has a field for the dtype of its parameters.
+      casts_own_params: whether it sees to the dtype that it computes with its parameters in. All with a field `dtype`
+        do, and Flax's own that have none: PReLU casts, the parts of an LSTM cell leave it to the cell.
     """
-    return has_dtype_field(kind) or kind.__module__.startswith("flax.linen.")
+
+    has_dtype: bool
+    dtype_default: Any
+    has_param_dtype: bool
+    casts_own_params: bool
+
+
+@remember_weakly
+def find_fields(kind: type[nn.Module]) -> ModuleFields:
+    """The dtype fields of a class of modules."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    has_dtype = "dtype" in fields
+    return ModuleFields(
+        has_dtype=has_dtype,
+        dtype_default=fields["dtype"].default if has_dtype else None,
+        has_param_dtype="param_dtype" in fields,
+        casts_own_params=has_dtype or kind.__module__.startswith("flax.linen."),
+    )
 
 
 def has_open_dtype(module: nn.Module) -> bool:
     """Whether the dtype of a module is for a policy to fill in.
 
-    It is not if its author wrote one, which is to say, a value other than the field's default; nor if the dtype came
-    down from a module around it that a policy had filled in (`dtype=self.dtype`), because then nobody wrote it.
+    It is not where its author wrote one: a value other than the field's default. A dtype that a module around it handed
+    down (`dtype=self.dtype`), after a policy had filled it in there, was written by nobody.
     """
-    default = _find_dtype_default(type(module))
-    if default is _NO_FIELD or is_parameter_wrapper(module):
+    fields = find_fields(type(module))
+    if not fields.has_dtype or isinstance(module, PARAMETER_WRAPPERS):
         return False
     dtype: Any = module.dtype  # type: ignore[attr-defined]
-    if dtype is None or is_filled_in(dtype):
+    if dtype is None or hasattr(dtype, _AUTHOR):
         return True
+    default = fields.dtype_default
     return default is not None and default is not dataclasses.MISSING and np.dtype(dtype) == np.dtype(default)
 
 
-def is_parameter_wrapper(module: nn.Module) -> bool:
-    """Whether a module rewrites the parameters of another one before that computes with them."""
-    return isinstance(module, _PARAMETER_WRAPPERS)
-
-
-def widens_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
+def is_widening_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
     """Whether a wrapper would store a narrow weight wide: its open dtype is what the weight and float32 state give."""
-    if not is_parameter_wrapper(module) or module.dtype is not None or param_dtype is None:
+    if not isinstance(module, PARAMETER_WRAPPERS) or module.dtype is not None or param_dtype is None:
         return False
     return param_dtype != at_least_float32(param_dtype)
 
 
 def written_dtype(module: nn.Module) -> Any:
     """The dtype that the author of a module wrote, or `None`."""
-    if not has_dtype_field(type(module)) or has_open_dtype(module) or is_parameter_wrapper(module):
-        return None
-    return module.dtype  # type: ignore[attr-defined]
+    is_for_policy = not find_fields(type(module)).has_dtype or has_open_dtype(module)
+    return None if is_for_policy or isinstance(module, PARAMETER_WRAPPERS) else module.dtype  # type: ignore[attr-defined]
 
 
 def mark_dtype(dtype: np.dtype | None) -> Any:
@@ -88,7 +94,7 @@ def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
 
 def has_other_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
     """Whether a module has a field for the dtype of its parameters that does not say this one already."""
-    if not _has_param_dtype_field(type(module)):
+    if not find_fields(type(module)).has_param_dtype:
         return False
     found: Any = module.param_dtype  # type: ignore[attr-defined]
     return found is None or is_filled_in(found) or np.dtype(found) != dtype
@@ -122,42 +128,8 @@ def temporarily_set(module: nn.Module | Scope, values: dict[str, Any]) -> Iterat
         attributes.update(before)
 
 
-@contextlib.contextmanager
-def collect_layers() -> Iterator[None]:
-    """The context of the call of a module with a policy, in which no layer was called yet."""
-    before = _LAYERS.set({})
-    try:
-        yield
-    finally:
-        _LAYERS.reset(before)
-
-
-def note_layer(module: nn.Module, policy: Policy) -> None:
-    """Notes what is written on a module inside, if it is a layer with a weight."""
-    scope: Any = module.scope
-    if has_dtype_field(type(module)) and any(scope.has_variable("params", name) for name in WEIGHT_NAMES):
-        _LAYERS.get()["/".join(path_of(module))] = find_wider_dtype(written_dtype(module), policy)
-
-
-def explain_written_dtypes() -> list[str]:
-    """A sentence, if what is written on the layers that were called keeps most of them out of their policy's dtype."""
-    return describe_written_dtypes(_LAYERS.get(), AUTOCAST_EXAMPLE)
-
-
-_NO_FIELD = object()
 _AUTHOR = "_jmp_author"
 _SCALAR_TYPE = type(jnp.float32)
-
-
-@remember_weakly
-def _has_param_dtype_field(kind: type[nn.Module]) -> bool:
-    return any(field.name == "param_dtype" for field in dataclasses.fields(kind))
-
-
-@remember_weakly
-def _find_dtype_default(kind: type[nn.Module]) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    return fields["dtype"].default if "dtype" in fields else _NO_FIELD
 
 
 @functools.cache

@@ -14,13 +14,14 @@ from .._float8_state import OVERWRITE, prepare_state, read_state
 from .._memory import remember_weakly
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import WHY_TABLES_WIDE, why_layer_wide
 from ..quant._layout import Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer
-from ._place import is_applied_inside, path_of
+from ._place import is_applied_inside, path_text
 
 _REWRITES = ("_l2_normalize", "_spectral_normalize")
 """The methods by which `nn.WeightNorm` and `nn.SpectralNorm` rewrite the variables of layers, each by its path."""
@@ -28,22 +29,23 @@ _REWRITES = ("_l2_normalize", "_spectral_normalize")
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
-def make_float8_method(module: Any, method: Any, format: Float8, next_fun: Callable[..., Any]) -> Callable[..., Any]:
+def make_float8_method(
+    module: nn.Module, function: Callable[..., Any], format: Float8, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
     """A method of a module under a float8 policy.
 
     Flax's layers multiply by a function in a field, in whose place ours is written while the method runs.
 
     Args:
       module: a bound module.
-      method: the method as the interceptor has it: a partial of the function.
-      format: that of the policy.
+      function: the method as it was written.
+      format: of the policy.
       next_fun: what to call for it.
     """
     if _has_no_state(module, format):
         return next_fun
-    function = inspect.unwrap(method.func)
     if function is _EINSUM:
-        return functools.partial(_call_einsum, module, format, next_fun)
+        return functools.partial(_call_einsum, module, format, next_fun)  # type: ignore[arg-type]
     fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun
@@ -56,13 +58,13 @@ def make_float8_method(module: Any, method: Any, format: Float8, next_fun: Calla
 
 
 def spare_state(module: nn.Module, next_fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a module that rewrites the variables of others, of which it passes on the state of float8 layers.
+    """A method of a module that rewrites the variables of others, and leaves alone the state of float8 layers.
 
     Args:
       module: a bound `nn.WeightNorm` or `nn.SpectralNorm`, whatever policy holds for it itself.
       next_fun: what to call for the method.
     """
-    if not _has_state(CURRENT.value.policy):
+    if not has_float8_state(CURRENT.value.policy):
         return next_fun
     fields = {name: _spare_state(getattr(module, name)) for name in _REWRITES if hasattr(module, name)}
 
@@ -88,22 +90,22 @@ def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ..
     return str(format) if left is None else f"left: {left}"
 
 
-def mark_state(given: Policy | PolicyMap, variables: Any) -> Any:
+def mark_state(given: Policy | PolicyMap, variables: PyTree) -> PyTree:
     """The variables of a model, whose state autodiff combines by max, if the model has some."""
-    return prepare_state(variables, 1.0) if _has_state(given) else variables
+    return prepare_state(variables, 1.0) if has_float8_state(given) else variables
 
 
-def store_state(given: Policy | PolicyMap, out: Any) -> Any:
+def store_state(given: Policy | PolicyMap, out: PyTree) -> PyTree:
     """What a model returned with its variables, whose state is numbers again."""
-    return read_state(out) if _has_state(given) else out
+    return read_state(out) if has_float8_state(given) else out
 
 
 @remember_weakly
-def _has_state(given: Policy | PolicyMap) -> bool:
+def has_float8_state(given: Policy | PolicyMap) -> bool:
     if isinstance(given, Policy):
         return needs_state(given.quantization)
     policies = [rule.policy for rule in given.rules]
-    return any(map(_has_state, policies)) or (given.default is not None and _has_state(given.default))
+    return any(map(has_float8_state, policies)) or (given.default is not None and has_float8_state(given.default))
 
 
 def _has_no_state(module: nn.Module, format: Float8) -> bool:
@@ -129,7 +131,7 @@ def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
     """A rewriting that passes state on: it knows a weight by its path, and `kernel_scale` looks like one to it."""
 
     @functools.wraps(rewrite)
-    def rewrite_others(path: Any, variable: Any, **options: Any) -> Any:
+    def rewrite_others(path: tuple[Any, ...], variable: Any, **options: Any) -> Any:
         return variable if path[0].key == OVERWRITE else rewrite(path, variable, **options)
 
     return rewrite_others
@@ -138,7 +140,7 @@ def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
 def _call_einsum(
     module: nn.Einsum, format: Float8, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
-    """`nn.Einsum.__call__`, whose product is no field."""
+    """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
     if equation is None:
         return own(inputs, einsum_str)
@@ -164,7 +166,7 @@ def _find_state(module: nn.Module, format: Float8) -> State:
 
 
 def _explain_no_state(module: nn.Module, format: Float8) -> str:
-    path = "/".join(path_of(module))
+    path = path_text(module)
     return (
         f"The layer {path!r} scales by what it saw before ({str(format)!r}), and finds no state: its "
         f"variables are without the collection {OVERWRITE!r}, or it is inside of a transform that does not hand it on. "

@@ -5,40 +5,44 @@ lifted transforms call and to the scopes inside, and has them in the key under w
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 from flax import linen as nn
-from flax.core import freeze
+from flax.core import FrozenDict, freeze
+from flax.linen.module import InterceptorContext
 
 from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy
+from .._formats import Quantization
 from .._policy import Policy
+from .._trees import Args, Kwargs
+from ..explanation._written import find_wider_dtype
 from ..quant._array import Misread
-from ._active_policy import CURRENT, ActivePolicy
-from ._fields import has_dtype_field, has_open_dtype, note_layer
-from ._place import add_paths_to_jit_keys, calling, path_of
+from ..quant._weight import WEIGHT_NAMES
+from ._active_policy import CURRENT, NOTES, ActivePolicy
+from ._fields import PARAMETER_WRAPPERS, find_fields, has_open_dtype, written_dtype
+from ._place import add_paths_to_jit_keys, calling, path_text
 from ._quantized import name_misread_weight, quantize_method
 from ._variables import INSIDE, fill_fields
-
-POLICY = "_jmp_policy"
-"""The attribute of a policied class that holds its policy."""
 
 _UNCHANGED = contextlib.nullcontext()
 _RUNNING = "jmp_policy_running"
 
 
 def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
-    """The interceptor, for `nn.intercept_methods`, that applies a policy."""
+    """The interceptor, for `nn.intercept_methods`, that applies a policy to the modules inside an attached one."""
 
-    def intercept(next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any) -> Any:
+    def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         module: nn.Module = context.module
-        current: ActivePolicy = CURRENT.value
-        # Another policy is in charge inside a submodule with a policy of its own.
-        if current.attachment is not outermost.attachment or module.scope is None:
+        active: ActivePolicy = CURRENT.value
+        # Another policy is active inside a submodule with a policy of its own, whose interceptor runs as well.
+        if active.attachment is not outermost.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
         try:
-            return _call_inside(current, module, next_fun, args, kwargs, context)
+            return _call_inside(active, module, next_fun, args, kwargs, context)
         except Misread as error:
             name_misread_weight(module, error)
             raise
@@ -47,38 +51,59 @@ def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
 
 
 def _call_inside(
-    current: ActivePolicy, module: nn.Module, next_fun: Callable[..., Any], args: tuple, kwargs: dict, context: Any
+    active: ActivePolicy,
+    module: nn.Module,
+    next_fun: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    context: InterceptorContext,
 ) -> Any:
-    """Calls a method of a module inside of the attached one."""
+    """Calls a method of a module inside of the attached one, or of that one itself."""
+    # A method that another one of the same module calls finds the fields filled in.
     if INSIDE in vars(module):
-        next_fun = quantize_method(module, context.orig_method, vars(module)[INSIDE], next_fun)
+        next_fun = _quantize(module, context, vars(module)[INSIDE], next_fun)
         with calling(module):
             return next_fun(*args, **kwargs)
-    match = current.match(module)
-    inside = current.replace_rule(match.rule)
-    # Transforms of functions, such as `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
+
+    # Which policy holds here, and which rule it came from.
+    match = active.match(module)
+    inside = active if match.rule is active.rule else active.replace_rule(match.rule)
+
+    # Whether the module casts what enters and leaves. Transforms of functions, such as
+    # `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
     is_method = hasattr(type(module), context.method_name)
     at_boundary = match.boundary and is_method and context.method_name != "setup" and _is_cast_due(module)
     if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
         inside = inside.replace_inferred(resolve_policy(match.rule.policy, (args, kwargs)).compute_dtype)
         match = inside.match(module)
+
+    # The method runs with the policy's dtypes in the fields of its module. Under a map, where a jitted module stands is
+    # part of the key of its program.
     fields = fill_fields(module, match.policy, until_it_returns=is_method)
-    with calling(module), _activate_inside(current, inside, module), fields:
-        _check_cache(module)
-        next_fun = quantize_method(module, context.orig_method, match.policy.quantization, next_fun)
+    paths = add_paths_to_jit_keys(module.scope) if active.has_paths else _UNCHANGED  # type: ignore[arg-type]
+    with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
+        if isinstance(module, nn.MultiHeadDotProductAttention):
+            _check_cache(module)
+        next_fun = _quantize(module, context, match.policy.quantization, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
         else:
             out = next_fun(*args, **kwargs)
-    note_layer(module, match.policy)
-    return keep_carry_dtypes(_find_carry(module, context.method_name, args, kwargs), out)
+
+    # What a layer's author wrote is for a warning; what a cell returns must fit the scan that it may be in.
+    _note_layer(module, match.policy)
+    if not isinstance(module, nn.RNNCellBase) or context.method_name != "__call__":
+        return out
+    return keep_carry_dtypes(args[0] if args else kwargs.get("carry"), out)
 
 
-def _find_carry(module: nn.Module, method_name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The carry that a call hands to a recurrent cell; `None` if the call is no step of one."""
-    if not isinstance(module, nn.RNNCellBase) or method_name != "__call__":
-        return None
-    return args[0] if args else kwargs.get("carry")
+def _quantize(
+    module: nn.Module, context: InterceptorContext, format: Quantization | None, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    if format is None and not isinstance(module, PARAMETER_WRAPPERS):
+        return next_fun
+    bound: Any = context.orig_method  # a partial of the function
+    return quantize_method(module, inspect.unwrap(bound.func), format, next_fun)
 
 
 def _is_cast_due(module: nn.Module) -> bool:
@@ -86,28 +111,30 @@ def _is_cast_due(module: nn.Module) -> bool:
 
     Casting to another dtype before a layer whose dtype was written would lose what its author wanted.
     """
-    return (has_open_dtype(module) or not has_dtype_field(type(module))) and not _is_inside_boundary(module)
+    is_open = has_open_dtype(module) or not find_fields(type(module)).has_dtype
+    return is_open and not _is_inside_boundary(module)
 
 
-@contextlib.contextmanager
-def _activate_inside(current: ActivePolicy, inside: ActivePolicy, module: nn.Module) -> Iterator[None]:
-    """The context of a module's method: `inside` is in charge, and jitted modules in it are told apart by place."""
-    places = add_paths_to_jit_keys(module.scope) if current.has_paths and module.scope is not None else _UNCHANGED
-    with places, CURRENT(inside) if inside is not current else _UNCHANGED:
-        yield
+def _note_layer(module: nn.Module, policy: Policy) -> None:
+    """Notes what is written on a module inside, if it is a layer with a weight."""
+    scope: Any = module.scope
+    if not find_fields(type(module)).has_dtype or not any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES)):
+        return
+    written = written_dtype(module)
+    NOTES.get().layers[path_text(module)] = None if written is None else find_wider_dtype(written, policy)
 
 
-def _check_cache(module: nn.Module) -> None:
+def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
     """Checks the decode cache of an attention module against its dtype.
 
     Raises:
       ValueError: there is a cache, and it has another dtype.
     """
-    if not isinstance(module, nn.MultiHeadDotProductAttention) or not module.has_variable("cache", "cached_key"):
+    if not module.has_variable("cache", "cached_key"):
         return
     found, dtype = module.get_variable("cache", "cached_key").dtype, module.dtype
     if dtype is not None and found != np.dtype(dtype):
-        path, computed = "/".join(path_of(module)) or type(module).__name__, np.dtype(dtype).name
+        path, computed = path_text(module) or type(module).__name__, np.dtype(dtype).name
         raise ValueError(
             f"The cache of {path!r} is {found}, but under its policy the layer computes in {computed}. Make the cache "
             "under the same policy, model.init(...)['cache'], or cast it, "
@@ -116,7 +143,7 @@ def _check_cache(module: nn.Module) -> None:
 
 
 def _call_at_boundary(
-    module: nn.Module, policy: Policy, fun: Callable[..., Any], args: tuple, kwargs: dict
+    module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Any:
     policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
     with _mark_boundary(module), matmul_precision(policy):
@@ -145,6 +172,6 @@ def _read_flags(module: nn.Module) -> Any:
     return module.scope.flags
 
 
-def _write_flags(module: nn.Module, flags: Any) -> None:
+def _write_flags(module: nn.Module, flags: FrozenDict[str, Any]) -> None:
     assert module.scope is not None
     module.scope.flags = flags

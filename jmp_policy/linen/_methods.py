@@ -1,45 +1,45 @@
-"""The methods of a policied class: boundaries, or what runs inside its module's policy."""
+"""The methods of a class with a policy: public ones cast what enters and leaves, the others only have the policy."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 from flax import linen as nn
+from flax.errors import ScopeParamShapeError
 
 from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._messages import warn_once
 from .._policy import Policy
-from .._trees import cast_floating
-from ._active_policy import CURRENT, ActivePolicy, activate_policy, intern_active_policy
-from ._calls import hook_boundary
-from ._fields import collect_layers, explain_written_dtypes
-from ._interceptor import POLICY, make_interceptor
-from ._place import PLACE, calling, path_of
-from ._quantized import quantized_weights_explained
+from .._trees import Args, Kwargs, cast_floating
+from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
+from ._calls import BOUNDARY_HOOK, hook_boundary
+from ._interceptor import make_interceptor
+from ._place import path_of
+from ._quantized import note_quantized_weights
 
-KEEP = "_jmp_keep"
-OWNER = "_jmp_owner"
-_BOUNDARY = "_jmp_boundary"
+_OURS = "_jmp_ours"
+"""The attribute by which a method that we made refers to itself."""
 
 
-def wrap_methods(cls: Any, names: Iterable[str]) -> None:
-    """Makes public methods boundaries, and has the others run inside the policy as well."""
+def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
+    """Makes the public methods of a class boundaries, and has the others run under its policy as well."""
     names = tuple(names)
     for name, method in list_methods(cls, names):
         setattr(cls, name, _make_boundary(method) if is_public(name) else _make_inner_method(method))
     if issubclass(cls, nn.RNNCellBase) and "initialize_carry" in names:
-        cls.initialize_carry = _cast_first_carry(cls.initialize_carry, _read_root_policy)
+        cls.initialize_carry = _cast_first_carry(cls.initialize_carry)
 
 
-def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Flax's way into every method, here for those of the class without a policy: `Base.encode(module, x)`.
+def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Calls a method as Flax calls each; here for a method of the class without a policy, `Base.encode(module, x)`.
 
-    They are no boundaries themselves. Without this private hook of Flax's such a call would have no policy.
+    Such a method is not a boundary itself. Without this private hook of Flax's the call would have no policy.
     """
+    active: ActivePolicy | None = CURRENT.value
+    if self.scope is None or (active is not None and active.belongs_to(self)):
+        return nn.Module._call_wrapped_method(self, fun, args, kwargs)  # a boundary around it sees to its policy
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return nn.Module._call_wrapped_method(self, fun, args, kwargs)
@@ -52,31 +52,33 @@ def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: tuple, k
 
 
 def wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` or `Module.init_with_output` that runs inside the policy whatever it is told to call."""
+    """`Module.apply` or `Module.init_with_output` that has its policy whatever it is told to call."""
 
     @functools.wraps(entry)
     def call_entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        return entry(self, *args, method=_wrap_method_argument(type(self), method), **kwargs)
+        if method is not None:
+            method = _wrap_method_argument(type(self), method)
+        return entry(self, *args, method=method, **kwargs)
 
     return nn.nowrap(call_entry)
 
 
-def _wrap_method_argument(cls: Any, method: Any) -> Any:
-    if method is None:
-        return None
+def _wrap_method_argument(cls: type, method: Any) -> Any:
     if isinstance(method, str):
         method = getattr(cls, method, method)  # a name that is unknown is Flax's to refuse
     fun = method.__func__ if inspect.ismethod(method) else method
     return _make_boundary(fun) if inspect.isfunction(fun) else method
 
 
-def list_methods(cls: Any, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What its author wrote: no methods of Flax's module, no fields that hold functions, nothing under `nn.nowrap`."""
+def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods that its author wrote, by name: not those under `nn.nowrap`, nor fields that hold functions."""
     fields = {field.name for field in dataclasses.fields(cls)}
     for name in names:
-        of_module = (hasattr(nn.Module, name) or name.startswith("__")) and name not in ("__call__", "setup")
+        is_flax = (hasattr(nn.Module, name) or name.startswith("__")) and name not in ("__call__", "setup")
         method = inspect.getattr_static(cls, name)
-        if not of_module and name not in fields and inspect.isfunction(method) and not hasattr(method, "nowrap"):
+        if is_flax or name in fields or not inspect.isfunction(method) or hasattr(method, "nowrap"):
+            continue
+        if method is not nn.Module.setup:  # which does nothing
             yield name, method
 
 
@@ -85,97 +87,105 @@ def is_public(name: str) -> bool:
 
 
 def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, or a function of a module, that casts at the outermost call and runs inside its module's policy."""
-    if _is_boundary(method):
+    """A method, or a function of a module, that casts at the outermost call and has its module's policy inside."""
+    if _is_ours(method):
         return method
-    call_without_casts = _make_inner_method(method)
 
     @functools.wraps(method)
-    def call_boundary(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        if not getattr(self, PLACE).boundary:
-            return call_without_casts(self, *args, **kwargs)
+        return _call_boundary(method, self, args, kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return _call_with_casts(method, self, args, kwargs)
-
-        return hook_boundary(self, method.__name__, call, args, kwargs)
-
-    setattr(call_boundary, _BOUNDARY, call_boundary)
-    return call_boundary
+    setattr(call_method, _OURS, call_method)
+    return call_method
 
 
 def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`setup`, or a private method, that runs inside its module's policy whoever calls it, and casts nothing."""
-    if _is_boundary(method):
+    """`setup`, or a private method, that has its module's policy whoever calls it, and casts nothing."""
+    if _is_ours(method):
         return method
 
     @functools.wraps(method)
-    def call_inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        around: ActivePolicy | None = CURRENT.value
-        if self.scope is None or (around is not None and around.belongs_to(self)):
+    def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        active: ActivePolicy | None = CURRENT.value
+        if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        policy = _read_root_policy(self)
-        if policy.compute_dtype is None:
-            inferred = getattr(self, PLACE).inferred if around is None else around.inferred
-            policy = policy.replace(compute_dtype=inferred)
-        with _activate_on(self, policy.resolve(args, kwargs).compute_dtype):
-            return method(self, *args, **kwargs)
+        return _call_without_casts(method, self, args, kwargs)
 
-    setattr(call_inside, _BOUNDARY, call_inside)
-    return call_inside
+    setattr(call_method, _OURS, call_method)
+    return call_method
 
 
-def _is_boundary(method: Callable[..., Any]) -> bool:
+def _is_ours(method: Callable[..., Any]) -> bool:
     """Whether a method is one of ours; not what a decorator such as `nn.remat` made of one, with all its attributes."""
-    return getattr(method, _BOUNDARY, None) is method
+    return getattr(method, _OURS, None) is method
 
 
-def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    keep = getattr(module, KEEP)
-    policy, args, kwargs = cast_arguments(_read_root_policy(module), method, keep, (module, *args), kwargs)
-    activated = _activate_on(module, policy.compute_dtype)
-    with activated as active, matmul_precision(policy), quantized_weights_explained(module):
-        out = method(*args, **kwargs)
+def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    # A linen module inside a model of nnx is no boundary where no rule names it.
+    if not read_class_policy(module).place.boundary:
+        return _call_without_casts(method, module, args, kwargs)
+    # What observes the call sees what enters before it is cast.
+    if BOUNDARY_HOOK.get() is not None:
+        call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
+        return hook_boundary(module, method.__name__, call, args, kwargs)
+    return _call_with_casts(method, module, args, kwargs)
+
+
+def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    given = read_class_policy(module)
+
+    # What enters is cast to the compute dtype, which the inputs decide where the policy leaves it open.
+    bound = functools.partial(method, module)
+    policy, args, kwargs = cast_arguments(_read_root_policy(given, type(module)), bound, given.keep, args, kwargs)
+
+    # The modules inside compute by the interceptor, while the policy is active.
+    active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)
+    intercepted = nn.intercept_methods(make_interceptor(active))
+    with activate_policy(active, module), intercepted, matmul_precision(policy):
+        try:
+            out = bound(*args, **kwargs)
+        except ScopeParamShapeError as error:
+            note_quantized_weights(module, error)
+            raise
         if method.__name__ == "__call__":  # others may leave out modules that a rule is for
             for message in active.explain_unused(module):
                 warn_once(active.policy, message)
-            for message in explain_written_dtypes():
-                warn_once(active.owner, message)
+            for message in active.explain_written_dtypes():
+                warn_once(given.owner, message)
     return cast_result(policy, out)
 
 
-@contextlib.contextmanager
-def _activate_on(module: nn.Module, compute_dtype: np.dtype | None) -> Iterator[ActivePolicy]:
-    active = intern_active_policy(getattr(module, OWNER), path_of(module), getattr(module, POLICY), compute_dtype)
-    with calling(module), activate_policy(active), collect_layers(), nn.intercept_methods(make_interceptor(active)):
-        yield active
+def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    given, around = read_class_policy(module), CURRENT.value
+    policy = _read_root_policy(given, type(module))
+    # A compute dtype left open is the one of the call around; without one, the inputs decide.
+    if policy.compute_dtype is None:
+        policy = policy.replace(compute_dtype=given.place.inferred if around is None else around.inferred)
+    dtype = policy.resolve(args, kwargs).compute_dtype
+    active = intern_active_policy(given.owner, path_of(module), dtype)
+    with activate_policy(active, module), nn.intercept_methods(make_interceptor(active)):
+        return method(module, *args, **kwargs)
 
 
-def _read_root_policy(module: nn.Module) -> Policy:
-    given, place = getattr(module, POLICY), getattr(module, PLACE)
-    if isinstance(given, Policy):
-        return given
-    return place.match(given, (), {place.path(()): type(module)}).policy
+def _read_root_policy(given: ClassPolicy, kind: type) -> Policy:
+    """The policy of the attached module itself."""
+    if isinstance(given.policy, Policy):
+        return given.policy
+    return given.place.match(given.policy, (), {given.place.path(()): kind}).policy
 
 
-def _cast_first_carry(
-    initialize_carry: Callable[..., Any], policy_of_cell: Callable[[Any], Policy]
-) -> Callable[..., Any]:
+def _cast_first_carry(initialize_carry: Callable[..., Any]) -> Callable[..., Any]:
     """The `initialize_carry` of a cell that has a policy itself, which returns its carry in output dtype.
 
     A first carry in param dtype would make a scan refuse the cell.
-
-    Args:
-      initialize_carry: the author's.
-      policy_of_cell: tells the policy of a cell.
     """
 
     @functools.wraps(initialize_carry)
     def initialize_cast_carry(self: nn.RNNCellBase, *args: Any, **kwargs: Any) -> Any:
-        policy = policy_of_cell(self)
+        policy = _read_root_policy(read_class_policy(self), type(self))
         dtype = policy.compute_dtype if policy.output_dtype is None else policy.output_dtype
         return cast_floating(initialize_carry(self, *args, **kwargs), dtype)
 

@@ -1,8 +1,8 @@
 """Where a linen module stands: its path, through every `.apply`, and the place of what was given the policy.
 
 A module that another one runs by `self.decoder.apply(variables, x)`, as tied heads do, gets a scope of its own, whose
-path begins anew. Where such a scope stands is told by a flag of it, as Flax hands flags to the scopes inside and to the
-clones that lifted transforms call.
+path begins anew. A flag of the scope tells where it stands: Flax hands flags to the scopes inside, and to the clones
+that lifted transforms call.
 """
 
 import contextlib
@@ -18,9 +18,6 @@ from flax import linen as nn
 from flax.core import FrozenDict, Scope
 
 from .._policy_map import Match, PolicyMap
-
-PLACE = "_jmp_place"
-"""The attribute of a policied class that holds the place of its modules."""
 
 _AROUND = "jmp_policy_around"
 """The flag of a scope: the path of the module whose scope is the outermost around it."""
@@ -57,8 +54,8 @@ class ModulePlace:
 
         Args:
           rules: the map that the whole model was given.
-          names: the names of the modules around it, and its own, without those of nnx.
-          types: its type and those of the linen modules around it, by path.
+          names: the names of the linen modules around it, and its own.
+          types: its type and the types of the linen modules around it, by path.
         """
         if not self.lineage:
             return rules.match(self.path(names), types)
@@ -78,10 +75,16 @@ ROOT = ModulePlace()
 def path_of(module: nn.Module) -> tuple[str, ...]:
     """The path of a bound module.
 
-    Of a module that runs through `.apply` it is that of the module it was made of, which the one that makes the call
-    holds. Where that one holds no such module, or several, the path is inside of it, and the name in angle brackets.
+    A module that runs through `.apply` has the path of the module it was made of, if the one that makes the call holds
+    exactly one such module. Otherwise its path is inside of the caller, with its name in angle brackets.
     """
-    return (*_find_path_around(module), *module.path)
+    around = module.scope.flags.get(_AROUND)  # type: ignore[union-attr]
+    return (*(_find_path_around(module) if around is None else around), *module.path)
+
+
+def path_text(module: nn.Module) -> str:
+    """The path of a bound module as tables, rules and errors write it: `encoder/layer_0`."""
+    return "/".join(path_of(module))
 
 
 def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
@@ -90,12 +93,12 @@ def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
 
 
 def is_trial(module: nn.Module, method_name: str) -> bool:
-    """Whether a call is that by which Flax tries the setup of a module: of a function, on a clone without variables."""
+    """Whether Flax only tries the setup of a module: it calls a function, on a clone without variables."""
     return bool(_find_path_around(module)) and not module.path and not hasattr(type(module), method_name)
 
 
 def explain_unknown(paths: Iterable[str]) -> list[str]:
-    """A sentence for each module that runs through `.apply` and is none that its caller holds."""
+    """A sentence for each module that runs through `.apply`, and that its caller does not hold."""
     return [
         f"{path!r} runs through .apply, and what runs it holds no such module, or several: rules by path cover it "
         f"where they cover {path.rpartition('/')[0]!r}"

@@ -1,9 +1,8 @@
 """What a quantized policy does in linen's layers."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,44 +14,44 @@ from flax.errors import ScopeParamShapeError
 from .._float8_format import Float8
 from .._formats import Int8, Integers, Quantization, integers_of
 from .._policy import Policy
+from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread, is_quantized
 from ..quant._layer import Promote, WeightedLayer
-from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, why_too_small
+from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_too_small
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
-from ._fields import is_parameter_wrapper, temporarily_set
+from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
-from ._place import path_of
+from ._place import path_of, path_text
 
 _MULTIPLIES = "_jmp_multiplies"
 """The attribute of a layer while a method of Flax's runs that multiplies by its quantized weight."""
 
 
 def quantize_method(
-    module: nn.Module, method: Any, format: Quantization | None, next_fun: Callable[..., Any]
+    module: nn.Module, function: Callable[..., Any], format: Quantization | None, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
 
-    Flax's own methods multiply by the weight as it is stored: most by the functions in the fields of the layer, in
-    whose place ours are written; ours take the place of those whose functions are no fields. A method that a user
-    wrote, on a subclass too, finds numbers.
+    Flax's own methods multiply by the weight as it is stored. Most do it by functions in the fields of the layer, where
+    ours are written; methods without such a field are replaced by ours. A method that a user wrote, on a subclass too,
+    finds numbers.
 
     Args:
       module: a bound module.
-      method: the method as the interceptor has it: a partial of the function.
-      format: that of the policy; with `None` the method is as it was.
+      function: the method as it was written.
+      format: of the policy; with `None` the method is as it was.
       next_fun: what to call for it.
     """
-    if is_parameter_wrapper(module):
+    if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)
     if isinstance(format, Float8):
-        return make_float8_method(module, method, format, next_fun)
+        return make_float8_method(module, function, format, next_fun)
     if format is None:
         return next_fun
-    if is_parameter_wrapper(module):
+    if isinstance(module, PARAMETER_WRAPPERS):
         _check_is_rewritable(module)
-    function = inspect.unwrap(method.func)
     own = _METHODS.get(function)
     if own is not None:
         return functools.partial(own, module, format, next_fun)
@@ -151,20 +150,15 @@ def _explain_no_integers(module: nn.Module) -> str | None:
     return "its weight is rewritten before it is used" if is_rewritten else None
 
 
-@contextlib.contextmanager
-def quantized_weights_explained(module: nn.Module) -> Iterator[None]:
+def note_quantized_weights(module: nn.Module, error: ScopeParamShapeError) -> None:
     """Adds to the error of Flax about a weight in 4 bits under another policy, which speaks of shapes, what to do."""
-    try:
-        yield
-    except ScopeParamShapeError as error:
-        for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized):
-            if is_quantized(weight):
-                error.add_note(
-                    f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
-                    f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
-                )
-                break
-        raise
+    for weight in jax.tree.leaves(module.variables.get("params", {}), is_leaf=is_quantized):
+        if is_quantized(weight):
+            error.add_note(
+                f"There are quantized weights among the variables: {weight!r}. Give the model the policy they were "
+                f"quantized with. For example: with_policy(model, '{weight.format}_from_mixed_bfloat16')."
+            )
+            break
 
 
 def name_misread_weight(module: nn.Module, error: Misread) -> None:
@@ -187,7 +181,7 @@ def _check_is_rewritable(module: nn.Module) -> None:
     layer = module.layer_instance  # type: ignore[attr-defined]
     for weight in jax.tree.leaves(layer.variables.get("params", {}), is_leaf=is_quantized):
         if is_quantized(weight):
-            path = "/".join(path_of(layer))
+            path = path_text(layer)
             raise ValueError(
                 f"{type(module).__name__} rewrites the weights of {path!r}, and cannot those that are quantized: "
                 f"{weight!r}. Leave them out by a rule of the map that they are quantized by. "
@@ -219,9 +213,10 @@ def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
     return open_layer(module)
 
 
-def _make_like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: Any, args: tuple, key: Any) -> Any:
-    """What an initializer would make of a stored weight: its arrays, for Flax compares their shapes; its own shape is
-    compared here."""
+def _make_like(
+    module: nn.Module, stored: QuantizedArray, name: str, init_fn: Callable[..., Any], args: Args, key: jax.Array
+) -> Any:
+    """What an initializer would make of a stored weight: Flax compares the shapes of its arrays, and this its own."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
     if wanted != stored.shape:
         path = "/".join((*path_of(module), name))
@@ -233,10 +228,8 @@ def _make_like(module: nn.Module, stored: QuantizedArray, name: str, init_fn: An
 
 
 def _find_layout(module: nn.Module, name: str, shape: tuple[int, ...]) -> Layout:
-    if name == "embedding":
-        return table_layout(shape)
     bias = _find_stored(module, "bias")
-    return kernel_layout(shape, None if bias is None else jnp.shape(bias))
+    return weight_layout(name, shape, None if bias is None else jnp.shape(bias))
 
 
 def _is_flax_embedding(module: nn.Module) -> bool:
@@ -249,7 +242,7 @@ def _is_flax_embedding(module: nn.Module) -> bool:
 def _call_einsum(
     module: nn.Einsum, format: Integers, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
-    """`nn.Einsum.__call__`, whose product is no field."""
+    """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
     if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)

@@ -17,21 +17,21 @@ from .._policy import Policy
 from .._trees import cast_floating
 from ._active_policy import CURRENT
 from ._fields import (
-    casts_own_params,
+    find_fields,
     has_open_dtype,
     has_other_param_dtype,
     is_filled_in,
+    is_widening_params,
     mark_dtype,
     mark_param_dtype,
     read_authors_dtype,
     temporarily_set,
-    widens_params,
 )
 from ._quantized import read_quantized_param
 
 INSIDE = "_jmp_inside"
-"""The attribute of a module whose method is running; the methods that this one calls find its fields filled in. It
-holds the quantization of the module's policy."""
+"""The attribute of a module whose method is running, with the quantization of its policy. The methods that this one
+calls find the fields filled in."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
@@ -46,20 +46,23 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
       until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
         yet call one that is a boundary.
     """
+    assert module.scope is not None
+    param_dtype = policy.param_dtype
     values: dict[str, Any] = {INSIDE: policy.quantization} if until_it_returns else {}
     if has_open_dtype(module):
         values["dtype"] = mark_dtype(policy.compute_dtype)
-    elif widens_params(module, policy.param_dtype):
-        values["dtype"] = mark_dtype(policy.param_dtype)
-    if policy.param_dtype is not None and has_other_param_dtype(module, policy.param_dtype):
-        values["param_dtype"] = mark_param_dtype(module, policy.param_dtype)
-    reads_in_compute = not casts_own_params(type(module))
+    elif is_widening_params(module, param_dtype):
+        values["dtype"] = mark_dtype(param_dtype)
+    if param_dtype is not None and has_other_param_dtype(module, param_dtype):
+        values["param_dtype"] = mark_param_dtype(module, param_dtype)
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
-    is_stored = _is_storing_params(module, policy)
-    if reads_in_compute or "param_dtype" in values or is_stored or integers_of(policy.quantization):
-        values["param"] = _make_param_method(module, policy, reads_in_compute)
+    is_storing = param_dtype is not None and module.scope.is_mutable_collection("params")
+    is_quantized = policy.quantization is not None and integers_of(policy.quantization) is not None
+    reads_in_compute = not find_fields(type(module)).casts_own_params
+    if reads_in_compute or "param_dtype" in values or is_storing or is_quantized:
+        values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
-        values["variable"] = _make_variable_method(module)
+        values["variable"] = functools.partial(_declare_variable, module, module.variable)
     filled = temporarily_set(module, values)
     return _fill_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
 
@@ -85,22 +88,6 @@ def _choose_first_carry_dtype(policy: Policy) -> np.dtype | None:
     return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
 
 
-def _make_param_method(module: nn.Module, policy: Policy, reads_in_compute: bool) -> Callable[..., Any]:
-    """The module's `param`, which draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
-    return functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
-
-
-def _make_variable_method(module: nn.Module) -> Callable[..., Any]:
-    """The module's `variable`, which makes running statistics and other state in the author's dtype."""
-    return functools.partial(_declare_variable, module, module.variable)
-
-
-def _is_storing_params(module: nn.Module, policy: Policy) -> bool:
-    """Whether parameters may be made now, in the param dtype of a policy."""
-    assert module.scope is not None
-    return policy.param_dtype is not None and module.scope.is_mutable_collection("params")
-
-
 def _declare_param(
     module: nn.Module,
     param: Callable[..., Any],
@@ -111,6 +98,7 @@ def _declare_param(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
+    """The module's `param`: draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
     drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
     init = functools.partial(_init_in_param_dtype, policy, drawn)
     if integers_of(policy.quantization) is not None and not kwargs:
@@ -129,6 +117,7 @@ def _declare_variable(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
+    """The module's `variable`: makes running statistics and other state in the author's dtype."""
     init = None if init_fn is None else functools.partial(_init_in_authors_dtype, module, collection, init_fn)
     return variable(collection, name, init, *init_args, **kwargs)
 

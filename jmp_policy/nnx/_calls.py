@@ -44,7 +44,7 @@ def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
         for model in models:
             for path, module in list(_walk(model, (), set())):
                 vars(module)[_PATH] = path
-                object.__setattr__(module, "__class__", _hooked_class(type(module)))
+                object.__setattr__(module, "__class__", _make_hooked_class(type(module)))
         token = _HOOKS.set((*_HOOKS.get(), hook))
         try:
             out = fun(*args, **kwargs)
@@ -92,7 +92,7 @@ def _restore_classes(model: nnx.Module) -> None:
 
 
 @remember_on_class
-def _hooked_class(kind: Any) -> type:
+def _make_hooked_class(kind: Any) -> type:
     """The subclass of a module class whose public methods call the hooks."""
     methods = {name: _hook_method(name, inspect.getattr_static(kind, name)) for name, _ in list_public_methods(kind)}
     spec = {SPEC: vars(kind)[SPEC]} if SPEC in vars(kind) else {}

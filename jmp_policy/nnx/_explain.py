@@ -128,12 +128,12 @@ class _Tree:
             match,
             attached=spec.attached,
             by_map=isinstance(given.policy, PolicyMap),
-            written=_written_dtype(module, spec),
+            written=_find_written_dtype(module, spec),
         )
         return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
 
 
-def _written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
+def _find_written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
     attributes = vars(module)
     return attributes["dtype"] if has_written_dtype(spec.base, attributes, spec.open_dtype) else None
 

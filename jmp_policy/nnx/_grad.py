@@ -8,9 +8,9 @@ from flax import nnx
 
 from .._find_scale import get_loss_scale
 from .._finite import all_finite, select_tree
-from .._float8_state import OVERWRITE
-from .._grad import scaled_value_and_grad, without_value
-from .._loss_scale import NoOpLossScale
+from .._float8_state import zero_unused
+from .._grad import differentiate_scaled, drop_value, unscale_grads
+from .._loss_scale import LossScale, NoOpLossScale
 from .._scaled_state import has_scaled_state
 from .._trees import PyTree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
@@ -61,7 +61,7 @@ def value_and_grad(
     [[1.0], [1.0]]
     """
     differentiate = functools.partial(nnx.value_and_grad, **options)
-    differentiated = _differentiated(differentiate, fun, argnums, has_aux, loss_scale)
+    differentiated = _differentiate_models(differentiate, fun, argnums, has_aux, loss_scale)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
@@ -90,48 +90,38 @@ def grad(
     >>> grad(lambda model: model(jnp.ones((1, 2))).sum(), loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
     (1,)
     """
-    return without_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
+    return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
-def _differentiated(
+def _differentiate_models(
     differentiate: functools.partial[Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, loss_scale: PyTree
 ) -> Callable[..., Any]:
-    """`value_and_grad` but for other state: with respect to float8 state as well, where a model has some."""
-    plain = scaled_value_and_grad(differentiate, fun, argnums, has_aux, loss_scale)
+    """Makes the function that differentiates models, with respect to their float8 state too, where they have some."""
+    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, get_loss_scale(loss_scale))
 
     @functools.wraps(fun)
-    def of_models(*args: Any, **kwargs: Any) -> Any:
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
         positions = [_position(argnum) for argnum in _as_sequence(argnums)]
         for argnum, position in zip(_as_sequence(argnums), positions, strict=True):
             check_state_types(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
         if not any(find_states(args[position]) for position in positions):
             return plain(*args, **kwargs)
-        prepared = prepare_states(fun, positions, get_loss_scale(loss_scale).loss_scale)
+        scale = get_loss_scale(loss_scale)
+        prepared = prepare_states(fun, positions, scale.loss_scale)
         wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
-        of_state = scaled_value_and_grad(_with_state_apart(differentiate), prepared, wrt, has_aux, loss_scale)
-        out, (grads, state) = of_state(*args, **kwargs)
-        for variable, value in zip(find_states(grads).values(), state[OVERWRITE], strict=True):
-            variable.set_value(value)
-        return out, grads
+        of_state = differentiate_scaled(differentiate, prepared, wrt, has_aux, scale, unscale=_unscale_models)
+        return of_state(*args, **kwargs)
 
-    return of_models
+    return value_and_true_grad
 
 
-def _with_state_apart(differentiate: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives the gradients of state, which are not to be unscaled, a second time, and under the name they are known by:
-    that of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
-
-    def differentiate_apart(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        differentiated = differentiate(fun, **options)
-
-        @functools.wraps(fun)
-        def of_models(*args: Any, **kwargs: Any) -> Any:
-            out, grads = differentiated(*args, **kwargs)
-            return out, (grads, {OVERWRITE: [variable.get_value() for variable in find_states(grads).values()]})
-
-        return of_models
-
-    return differentiate_apart
+def _unscale_models(grads: PyTree, scale: LossScale) -> PyTree:
+    """Makes true gradients; the state of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
+    state = {path: variable.get_value() for path, variable in find_states(grads).items()}
+    true_grads = unscale_grads(grads, scale)
+    for path, variable in find_states(true_grads).items():
+        variable.set_value(zero_unused(state[path]))
+    return true_grads
 
 
 def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:

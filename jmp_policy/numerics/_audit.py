@@ -15,6 +15,7 @@ from .._trees import is_array
 from ..autocast._modules import TRACING, Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
 from ..interpreter._module_paths import ModulePaths
+from ..interpreter._program import is_backward
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
@@ -149,11 +150,13 @@ class _Inspector:
         if step.name == "constant":
             self.facts[step.results[0]] = describe_constant(step.operands[0])
             return
+        # What is known of the operands decides what is wrong here, and what is known of the results.
         backward = self._find_place(step.scope)[1]
         facts = [find_fact(atom, self.facts) for atom in step.operands]
         for suspicion in check(step, facts, backward):
             self._suspect(suspicion, backward)
         self.facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
+        # A link is nothing that runs: it has no costs. That of a `while` shows that its turns are not known.
         if step.name in ("link", "carry"):
             if step.eqn.primitive.name == "while":
                 self._loops.setdefault(find_line(find_origin(step)))
@@ -180,7 +183,7 @@ class _Inspector:
 
     def _describe_findings(self) -> Iterable[Finding]:
         for (name, source, path, backward), (detail, dtypes, count) in self._findings.items():
-            if name != "float32-matmul" or self.has_half:
+            if name != "float32-matmul" or self.has_half:  # a program in float32 throughout is meant to be
                 message = f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}"
                 yield Finding(name, message, source, path, dtypes, backward, count)
 
@@ -202,7 +205,7 @@ class _Inspector:
 
     def _find_place(self, scope: str) -> tuple[str, bool]:
         if scope not in self._places:
-            self._places[scope] = self._paths.read_stack(scope), "transpose(" in scope
+            self._places[scope] = self._paths.read_stack(scope), is_backward(scope)
         return self._places[scope]
 
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from ..explanation._half_sums import HALF_SUMS, find_half_sum
 from ..interpreter import Step, float_dtype
 from ..interpreter._module_paths import AUTOCAST
-from ..interpreter._program import Atom
+from ..interpreter._program import Atom, is_backward
 from ._cost import MATMULS, MOVING, count_products
 from ._facts import FLOAT32, HALF, Fact
 from ._source import find_origin, is_called_by, is_called_by_library, is_traced_in, list_functions
@@ -143,7 +143,7 @@ def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iter
 
 def _check_round_trip(widening: Step, narrowing: Step, dtypes: tuple[np.dtype, np.dtype]) -> Iterator[Suspicion]:
     """Two casts that somebody wrote. A function of jax.numpy has its reasons for both, and so has a transposed cast."""
-    if not _is_one_call(widening, narrowing) and "transpose(" not in widening.scope:
+    if not _is_one_call(widening, narrowing) and not is_backward(widening.scope):
         yield Suspicion("round-trip-cast", narrowing, f"from {dtypes[0]} to {dtypes[1]} and back", dtypes)
 
 

@@ -118,9 +118,11 @@ def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
 
 def _follow_conversion(step: Step, fact: Fact) -> Fact:
     source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    # Whole numbers and masks become floating: they keep their origin, and a mask is remembered as one.
     if source is None:
         return Fact(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
     narrowest = find_narrowest([fact.narrowest, target]) if fact.made else None
+    # Widening loses nothing. It is remembered, for what is narrowed again, or was widened to compute with.
     if source in HALF and target == FLOAT32:
         return fact._replace(widening=step)
     return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
@@ -137,6 +139,7 @@ def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
         return Fact(constants=floats[0].constants, carried=step.around[-1][1])
     if len(floats) == 1:
         return floats[0]
+    # Of several values that become one, what the program computed says more than what it was given.
     first = next((fact for fact in floats if not fact.given), floats[0])
     constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
     return first._replace(given=_join_origins(floats), constants=constants)

@@ -11,7 +11,7 @@ import optax
 from .._dtypes import DTypeLike, parse_dtype
 from .._rounding import is_half
 from .._trees import PyTree, cast_floating
-from ._step import check_not_outermost, check_transformation, with_dtypes_of, with_extra_args
+from ._step import check_not_outermost, check_transformation, keep_dtypes, with_extra_args
 
 _MU, _NU = "mu_dtype", "nu_dtype"
 
@@ -76,8 +76,8 @@ def cast_state(
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         wide = _cast_moments(state, {_MU: None, _NU: None})
-        updates, new_state = update_inner(_widened(updates), wide, _widened(params), **extra)
-        return updates, with_dtypes_of(state, new_state)
+        updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
+        return updates, keep_dtypes(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -105,10 +105,10 @@ def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTre
 
 
 def _cast(moment: PyTree, dtype: np.dtype | None) -> PyTree:
-    return _widened(moment) if dtype is None else cast_floating(moment, dtype)
+    return _widen_half(moment) if dtype is None else cast_floating(moment, dtype)
 
 
-def _widened(tree: PyTree) -> PyTree:
+def _widen_half(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
 
 

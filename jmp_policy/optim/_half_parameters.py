@@ -16,8 +16,8 @@ from ._step import (
     check_not_loss_scaled,
     check_not_outermost,
     check_transformation,
+    keep_dtypes,
     step,
-    with_dtypes_of,
     with_extra_args,
 )
 
@@ -76,7 +76,7 @@ class _HalfParametersUpdate(ParameterUpdate):
         wide, wide_grads = self._wide(grads, state, params)
         wide, inner_state = step(self._inner, wide_grads, state[0], wide, **extra)
         params, memory = self._storage.narrow(wide, params, state[1])
-        return params, self._storage.state_type(with_dtypes_of(state[0], inner_state), memory)
+        return params, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
     def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(updates, state, params)
@@ -89,7 +89,7 @@ class _HalfParametersUpdate(ParameterUpdate):
         landed = optax.apply_updates(params, updates)
         wide = map_half(_where_reached, landed, target, wide, otherwise=lambda landed, t, w: w)
         _, memory = self._storage.narrow(wide, params, state[1])
-        return updates, self._storage.state_type(with_dtypes_of(state[0], inner_state), memory)
+        return updates, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
     def _wide(self, grads: PyTree, state: Any, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and gradients for the transformation inside."""
@@ -104,7 +104,7 @@ class _HalfParametersUpdate(ParameterUpdate):
             )
         check_fits(params, grads, "gradients")
         wide = self._storage.widen(params, state[1])
-        return wide, jax.tree.map(lambda g: widened(g) if is_half(g) else g, grads)
+        return wide, jax.tree.map(lambda g: widen(g) if is_half(g) else g, grads)
 
 
 def map_half(fun: Callable[..., Any], params: PyTree, *rest: PyTree, otherwise: Callable[..., Any]) -> PyTree:
@@ -117,14 +117,14 @@ def no_memory(*_: Any) -> Any:
     return optax.MaskedNode()
 
 
-def widened(x: Any) -> jax.Array:
+def widen(x: Any) -> jax.Array:
     """A half-precision array as float32."""
     return lax.convert_element_type(x, jnp.float32)
 
 
-def widened_alone(params: PyTree) -> PyTree:
+def widen_half(params: PyTree) -> PyTree:
     """Half-precision parameters as float32, of which there is no memory."""
-    return map_half(widened, params, otherwise=lambda p: p)
+    return map_half(widen, params, otherwise=lambda p: p)
 
 
 def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
@@ -146,9 +146,9 @@ def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
 
 def _difference(param: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:
     del update
-    return widened(target) - widened(param)
+    return widen(target) - widen(param)
 
 
 def _where_reached(landed: jax.Array, target: jax.Array, wide: jax.Array) -> jax.Array:
     same = lax.bitcast_convert_type(landed, jnp.uint16) == lax.bitcast_convert_type(target, jnp.uint16)
-    return jnp.where(same, wide, widened(landed))
+    return jnp.where(same, wide, widen(landed))

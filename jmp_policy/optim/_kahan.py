@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._rounding import round_to_half, rounded
+from .._rounding import round_as_float32, round_to_half
 from .._trees import PyTree
-from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widened
+from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen
 
 
 class KahanState(NamedTuple):
@@ -17,6 +17,10 @@ class KahanState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped transformation.
       compensation: what to add to a half-precision parameter to get nearer to its true value, in its dtype.
+
+    >>> state = kahan(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.bfloat16)})
+    >>> state.compensation["w"].dtype, state.compensation["w"].tolist()
+    (dtype(bfloat16), [0.0, 0.0])
     """
 
     inner_state: Any
@@ -66,7 +70,7 @@ class _Compensated(Storage):
 
     def widen(self, params: PyTree, memory: Any) -> PyTree:
         check_fits(params, memory, "compensations")
-        return map_half(lambda p, c: widened(p) + widened(c), params, memory, otherwise=lambda p, _: p)
+        return map_half(lambda p, c: widen(p) + widen(c), params, memory, otherwise=lambda p, _: p)
 
     def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
         del memory
@@ -75,7 +79,7 @@ class _Compensated(Storage):
 
 
 def _compensation(param: jax.Array, wide: jax.Array) -> jax.Array:
-    lost = wide - rounded(wide, param.dtype)
+    lost = wide - round_as_float32(wide, param.dtype)
     return jnp.where(jnp.isfinite(lost), lost, 0.0).astype(param.dtype)
 
 

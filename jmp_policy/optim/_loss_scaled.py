@@ -17,8 +17,8 @@ from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_w
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._step import ParameterUpdate, check_transformation, step, with_dtypes_of, with_extra_args
-from ._unseen import HOLE, overwrite_state, unless_float0, without_float0
+from ._step import ParameterUpdate, check_transformation, keep_dtypes, step, with_extra_args
+from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
 
 AxisName = Any
 
@@ -185,14 +185,14 @@ class LossScaledUpdate(ParameterUpdate):
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
         params, old = split_state(params, HOLE)
-        zeros = without_float0(updates)
+        zeros = zero_float0(updates)
         arrays, others = _split(extra)
         branches = _update(self._inner, others) if others else self._update
         operands = _Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
         new_updates, after = self._unless_nonfinite(branches, operands, state)
         # What is added to float8 state is what makes it the next one, up to a rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
-        return join_state(unless_float0(updates, new_updates, zeros), difference), after
+        return join_state(restore_float0(updates, new_updates, zeros), difference), after
 
     def step(
         self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
@@ -250,7 +250,7 @@ def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Bra
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
         extra = operands.extra | others
         updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
-        return updates, with_dtypes_of(operands.inner_state, inner_state)
+        return updates, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
         updates, _ = jax.eval_shape(take, operands)
@@ -264,7 +264,7 @@ def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any
         extra = operands.extra | others
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
         params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
-        return params, with_dtypes_of(operands.inner_state, inner_state)
+        return params, keep_dtypes(operands.inner_state, inner_state)
 
     def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
         return operands.params, operands.inner_state

@@ -9,7 +9,7 @@ import optax
 from .._find_scale import strip_variables
 from .._rounding import round_to_half
 from .._trees import PyTree, cast_floating
-from ._half_parameters import check_fits, map_half, widened_alone
+from ._half_parameters import check_fits, map_half, widen_half
 from ._kahan import COMPENSATED, KahanState
 from ._master_weights import COPIES, SPLIT, MasterWeightsState, SplitWeightsState
 from ._stochastic_rounding import StochasticRoundingState
@@ -44,10 +44,10 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     """
     state, plain = strip_variables((_only_state(opt_state), params))
     if isinstance(state, StochasticRoundingState):
-        wide = widened_alone(plain)
+        wide = widen_half(plain)
     else:
         trained = _trained(state, plain)
-        wide = _or_else(_STORAGES[type(state)].widen(trained, state[1]), widened_alone(plain))
+        wide = _or_else(_STORAGES[type(state)].widen(trained, state[1]), widen_half(plain))
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(wide))
 
 

@@ -10,7 +10,7 @@ from .._dtypes import did_you_mean
 from .._messages import quote
 from .._rounding import is_half, join_float32, round_to_half, split_float32
 from .._trees import PyTree
-from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widened
+from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen
 
 
 class MasterWeightsState(NamedTuple):
@@ -19,6 +19,9 @@ class MasterWeightsState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
       master: the float32 parameters, for each that is half precision.
+
+    >>> master_weights(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.float16)}).master
+    {'w': Array([1., 1.], dtype=float32)}
     """
 
     inner_state: Any
@@ -31,6 +34,9 @@ class SplitWeightsState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
       remainder: the low 16 bits of the float32 parameters, uint16, for each that is bfloat16.
+
+    >>> master_weights(optax.sgd(1.0), mode="split").init({"w": jnp.ones(2, jnp.bfloat16)}).remainder
+    {'w': Array([0, 0], dtype=uint16)}
     """
 
     inner_state: Any
@@ -88,7 +94,7 @@ class _Copies(Storage):
     state_type = MasterWeightsState
 
     def init(self, params: PyTree) -> Any:
-        return map_half(widened, params, otherwise=no_memory)
+        return map_half(widen, params, otherwise=no_memory)
 
     def widen(self, params: PyTree, memory: Any) -> PyTree:
         check_fits(params, memory, "master weights")

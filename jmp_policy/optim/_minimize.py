@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend import core
 
 from .._find_scale import get_loss_scale
-from .._float8_state import explain_reuse
-from .._grad import value_and_grad, warn_of_half, with_scaled_loss, with_state_by_max
+from .._float8_state import explain_reuse, prepare_state
+from .._grad import scale_loss, value_and_grad, warn_of_half
 from .._loss_scale import NoOpLossScale
 from .._rounding import is_half
 from .._scaled_state import has_scaled_state
@@ -58,10 +58,10 @@ def minimize(
 
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        def of_params(params: PyTree) -> Any:
+        def call_on_params(params: PyTree) -> Any:
             return fun(params, *args, **kwargs)
 
-        params, opt_state, out = take_step(of_params, tx, has_aux, params, opt_state)
+        params, opt_state, out = take_step(call_on_params, tx, has_aux, params, opt_state)
         return (params, opt_state, *out) if has_aux else (params, opt_state, out)
 
     return minimizing_step
@@ -80,8 +80,11 @@ def _scaled_step(
     fun: Callable[..., Any], tx: Any, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
     scale = get_loss_scale(opt_state)
-    scaled = with_scaled_loss(with_state_by_max(fun, 0, scale), has_aux, scale)
-    copies, fun_of_copies = extract_half_casts(scaled, params)
+
+    def call_scaled(params: PyTree) -> Any:
+        return scale_loss(fun(prepare_state(params, scale.loss_scale)), has_aux, scale)
+
+    copies, fun_of_copies = extract_half_casts(call_scaled, params)
     with explain_reuse():
         (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     warn_of_half(out[0], scale)
@@ -119,12 +122,12 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCast
     leaves, structure = jax.tree.flatten(params)
     trees = []
 
-    def of_leaves(leaves: list[Any]) -> list[Any]:
+    def call_on_leaves(leaves: list[Any]) -> list[Any]:
         out, tree = jax.tree.flatten(fun(structure.unflatten(leaves)))
         trees.append(tree)
         return out
 
-    traced = jax.make_jaxpr(of_leaves)(leaves)
+    traced = jax.make_jaxpr(call_on_leaves)(leaves)
     casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
     copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]
@@ -137,9 +140,9 @@ def _only_use(jaxpr: Any, var: Any) -> Any:
     if len(readers) != 1 or any(out is var for out in jaxpr.outvars):
         return None
     (eqn,) = readers
-    of_float32 = np.dtype(var.aval.dtype) == np.float32 and not var.aval.weak_type
+    is_float32 = np.dtype(var.aval.dtype) == np.float32 and not var.aval.weak_type
     is_cast = eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
-    return eqn if is_cast and of_float32 else None
+    return eqn if is_cast and is_float32 else None
 
 
 def _without(traced: Any, casts: list[Any]) -> Any:

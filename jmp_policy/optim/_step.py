@@ -11,7 +11,7 @@ from jax import lax
 from .._float8_state import join_state, split_state
 from .._scaled_state import check_outermost, has_scaled_state
 from .._trees import PyTree
-from ._unseen import fill_zeros, has_float0, overwrite_state, unless_float0, without_float0
+from ._unseen import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
 
 
 class ParameterUpdate(abc.ABC):
@@ -70,8 +70,8 @@ def step(
     """
     _check_shapes(grads, params)
     if has_float0(grads):
-        new_params, opt_state = step(tx, without_float0(grads), opt_state, params, **extra)
-        return unless_float0(grads, new_params, params), opt_state
+        new_params, opt_state = step(tx, zero_float0(grads), opt_state, params, **extra)
+        return restore_float0(grads, new_params, params), opt_state
     if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
         return _step(tx, grads, opt_state, params, extra)
     (rest, state), (grads, gradient) = split_state(params), split_state(grads)
@@ -145,7 +145,7 @@ def check_not_outermost(inner: Any, name: str) -> None:
         )
 
 
-def with_dtypes_of(old: PyTree, new: PyTree) -> PyTree:
+def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:
     """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state.
 
     Python's numbers have no dtype to keep.

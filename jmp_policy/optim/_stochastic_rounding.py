@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._rounding import stochastically_rounded
+from .._rounding import round_stochastically
 from .._trees import PyTree
-from ._half_parameters import Storage, half_parameters, map_half, widened_alone
+from ._half_parameters import Storage, half_parameters, map_half, widen_half
 
 
 class StochasticRoundingState(NamedTuple):
@@ -18,6 +18,9 @@ class StochasticRoundingState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped transformation.
       key: the data of the random key for the next step, uint32.
+
+    >>> stochastic_rounding(optax.sgd(1.0), jax.random.key(3)).init({"w": jnp.ones(2, jnp.bfloat16)}).key
+    Array([0, 3], dtype=uint32)
     """
 
     inner_state: Any
@@ -61,7 +64,7 @@ def stochastic_rounding(
     >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
     ([0.99609375, 1.0], True)
     """
-    return half_parameters(inner, _Random(_typed(key)))
+    return half_parameters(inner, _Random(_check_key(key)))
 
 
 class _Random(Storage):
@@ -78,7 +81,7 @@ class _Random(Storage):
 
     def widen(self, params: PyTree, memory: Any) -> PyTree:
         del memory
-        return widened_alone(params)
+        return widen_half(params)
 
     def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
@@ -92,11 +95,11 @@ def _rounded(param: jax.Array, wide: jax.Array, key: jax.Array) -> jax.Array:
     # Inside shard_map, JAX knows along which axes of the mesh a parameter varies: its shards there are different.
     for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
         key = jax.random.fold_in(key, lax.axis_index(axis))
-    return stochastically_rounded(wide, param.dtype, jax.random.bits(key, wide.shape, jnp.uint16))
+    return round_stochastically(wide, param.dtype, jax.random.bits(key, wide.shape, jnp.uint16))
 
 
-def _typed(key: Any) -> jax.Array:
-    """The key as one of `jax.random.key`; those of the older `jax.random.PRNGKey` are arrays of uint32."""
+def _check_key(key: Any) -> jax.Array:
+    """Makes the key one of `jax.random.key`; the older `jax.random.PRNGKey` makes arrays of uint32."""
     is_array = isinstance(key, jax.Array)
     if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
         return key

@@ -60,12 +60,12 @@ def has_float0(grads: PyTree) -> bool:
     return any(map(_is_float0, jax.tree.leaves(grads)))
 
 
-def without_float0(grads: PyTree) -> PyTree:
+def zero_float0(grads: PyTree) -> PyTree:
     """The gradients with integer zeros for those that are `float0`."""
     return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.int32) if _is_float0(g) else g, grads)
 
 
-def unless_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
+def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
     """The leaves of `tree`, and those of `otherwise` where the gradient is `float0`."""
     if not has_float0(grads):
         return tree

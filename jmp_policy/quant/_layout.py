@@ -73,6 +73,17 @@ def table_layout(shape: tuple[int, ...]) -> Layout:
     return Layout(shape[-1:], 0)
 
 
+def weight_layout(
+    name: str, shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = None, stacked: int = 0
+) -> Layout:
+    """The layout of a weight by its name in Flax's layers: `embedding` is a table, anything else a kernel.
+
+    >>> weight_layout("embedding", (256, 64)) == table_layout((256, 64))
+    True
+    """
+    return table_layout(shape) if name == "embedding" else kernel_layout(shape, bias_shape, stacked)
+
+
 def layer_size(shape: tuple[int, ...], layout: Layout) -> int:
     """The number of elements of a weight; of a stack, the number in one layer.
 

@@ -16,9 +16,10 @@ from .._messages import warn_user
 from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._trees import PyTree
 from ._array import QuantizedArray
 from ._clip import Clip
-from ._layout import Layout, kernel_layout, table_layout
+from ._layout import weight_layout
 from ._quantizer import Quantizer
 from ._weight import WEIGHT_NAMES
 
@@ -78,17 +79,17 @@ def quantize(
     if isinstance(target, Mapping) and not _has_flax_objects(target):
         return quantize_variables(target, quantizer, stacked)
     raise TypeError(
-        f"quantize takes linen variables or an nnx model, got {_kind(target)}. "
+        f"quantize takes linen variables or an nnx model, got {_name_kind(target)}. "
         "For example: quantize(model.init(key, x), 'int8_from_mixed_bfloat16')."
     )
 
 
-def _has_flax_objects(tree: Any) -> bool:
+def _has_flax_objects(tree: PyTree) -> bool:
     """Whether a mapping is the state of an nnx model, or has such a model in it."""
     return any(is_flax_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object))
 
 
-def _kind(target: Any) -> str:
+def _name_kind(target: Any) -> str:
     return f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
@@ -103,24 +104,24 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
         from . import _serialization as _serialization
     stacks = _Stacks(stacked)
-    params: Any = variables.get("params", variables)
+    params: PyTree = variables.get("params", variables)
 
     def quantize_leaf(path: KeyPath, value: Any) -> Any:
         module, _, name = _join_path(path).rpartition("/")
         array = _unbox(value)
         if name not in WEIGHT_NAMES or np.ndim(array) < 2:
             return value
-        layout = _layout(name, array, _unbox(_find_bias(params, path)), stacks.depth(module))
-        new = quantizer.quantize_weight(
-            module, name, array, layout, given if isinstance(given, Policy) else given[module]
-        )
+        bias, depth = _unbox(_find_bias(params, path)), stacks.count_axes(module)
+        layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depth)
+        policy = given if isinstance(given, Policy) else given[module]
+        new = quantizer.quantize_weight(module, name, array, layout, policy)
         if new is None:
             return value
         return value.replace_boxed(new) if _is_boxed(value) else new
 
     new = jax.tree_util.tree_map_with_path(quantize_leaf, params, is_leaf=_is_whole)
     stacks.check()
-    unused = [] if isinstance(given, Policy) else given.explain_unused(_modules(params))
+    unused = [] if isinstance(given, Policy) else given.explain_unused(_list_modules(params))
     quantizer.check(unused)
     for message in unused:
         warn_user(message)
@@ -147,7 +148,7 @@ class _Stacks:
         self._patterns = tuple(self._unused)
         self._modules: list[str] = []
 
-    def depth(self, module: str) -> int:
+    def count_axes(self, module: str) -> int:
         """How many leading axes of layers the weights of a module have: one for each pattern that covers it."""
         self._modules.append(module)
         around = list_paths_to(module)[1:] or [module]
@@ -174,20 +175,14 @@ def _check_keys(given: Policy | PolicyMap) -> None:
         )
 
 
-def _layout(name: str, array: Any, bias: Any, depth: int) -> Layout:
-    if name == "embedding":
-        return table_layout(array.shape)
-    return kernel_layout(array.shape, None if bias is None else np.shape(bias), depth)
-
-
-def _find_bias(params: Any, path: KeyPath) -> Any:
+def _find_bias(params: PyTree, path: KeyPath) -> PyTree:
     for name in _join_path(path).split("/")[:-1]:
         params = params[name]
     return params.get("bias")
 
 
-def _modules(params: Any) -> list[str]:
-    """The paths of all modules with parameters, and of those around them."""
+def _list_modules(params: PyTree) -> list[str]:
+    """Lists the paths of all modules with parameters, and of the modules around them."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})

@@ -7,7 +7,7 @@ pytest.importorskip("qwix")
 
 from benchmarks import _quant_accuracy, _quant_contestants
 from benchmarks._made_text import made_text
-from jmp_policy.demo._gpt import GPTConfig
+from jmp_policy.demo import GPTConfig
 
 pytestmark = [
     pytest.mark.slow,
