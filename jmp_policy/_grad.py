@@ -136,7 +136,7 @@ def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
     return join_state(scale.unscale(rest), zero_unused(state))
 
 
-def warn_of_half(loss: Any, scale: LossScale) -> None:
+def warn_of_half(loss: object, scale: LossScale) -> None:
     """Warns of a loss that is half precision; called past JAX, while the user's line is not far."""
     dtype = getattr(loss, "dtype", None)
     if dtype not in (jnp.float16, jnp.bfloat16):

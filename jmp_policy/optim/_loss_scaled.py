@@ -176,7 +176,7 @@ class LossScaledUpdate(ParameterUpdate):
         self._update = _update(inner, {})
         self._update_and_apply = _update_and_apply(inner, {})
 
-    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         _check_state(state)
         updates, gradient = split_state(updates, HOLE)
         if gradient is not None and params is None:
@@ -228,7 +228,7 @@ class LossScaledUpdate(ParameterUpdate):
         )
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: PyTree) -> None:
     if not isinstance(state, LossScaledState):
         raise TypeError(
             f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
@@ -297,7 +297,7 @@ def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, {name: value for name, value in extra.items() if name not in arrays}
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
 
 

@@ -102,7 +102,7 @@ def _only_state(tree: PyTree) -> Any:
     return found[0]
 
 
-def _trained(state: Any, params: PyTree) -> PyTree:
+def _trained(state: PyTree, params: PyTree) -> PyTree:
     """The parameters without those that the optimizer of this state leaves alone, as `optax.masked` does."""
     try:
         return jax.tree.map(lambda m, p: m if _is_masked(m) else p, state[1], params, is_leaf=_is_masked)
@@ -114,5 +114,5 @@ def _or_else(trained: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(lambda t, other: other if _is_masked(t) else t, trained, others, is_leaf=_is_masked)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedNode)

@@ -96,11 +96,11 @@ class _Copies(Storage):
     def init(self, params: PyTree) -> Any:
         return map_half(widen, params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "master weights")
         return map_half(lambda p, master: master, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(lambda p, w: w, params, wide, otherwise=no_memory)
@@ -119,11 +119,11 @@ class _Split(Storage):
                 )
         return map_half(lambda p: jnp.zeros_like(p, jnp.uint16), params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "remainders")
         return map_half(join_float32, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: split_float32(w)[0], params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(lambda p, w: split_float32(w)[1], params, wide, otherwise=no_memory)

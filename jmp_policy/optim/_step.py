@@ -27,11 +27,11 @@ class ParameterUpdate(abc.ABC):
     overwrites = False
 
     @abc.abstractmethod
-    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         """The updates and the next state; `updates` are gradients, as optax calls them."""
 
     @abc.abstractmethod
-    def step(self, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
+    def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         """The updated parameters and the next state."""
 
 
@@ -101,14 +101,14 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
             )
 
 
-def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
     return optax.with_extra_args_support(tx)
 
 
-def check_transformation(inner: Any) -> None:
+def check_transformation(inner: object) -> None:
     """Checks that a transformation can be wrapped.
 
     Raises:
@@ -131,7 +131,7 @@ def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
         )
 
 
-def check_not_outermost(inner: Any, name: str) -> None:
+def check_not_outermost(inner: optax.GradientTransformation, name: str) -> None:
     """Checks that a transformation may stand inside the transformation `name`.
 
     Raises:

@@ -79,11 +79,11 @@ class _Random(Storage):
         del params
         return jnp.array(self._data)  # an array of its own: a state may be donated, and another one be made
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         del memory
         return widen_half(params)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
         leaves, structure = jax.tree.flatten(params)
         keys = structure.unflatten(list(jax.random.split(of_step, len(leaves))))
