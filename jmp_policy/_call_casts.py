@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ._flax_objects import is_flax_object
+from ._adapter import is_flax_object
 from ._messages import quote, shorten
 from ._policy import Policy
 from ._trees import Args, Kwargs, PyTree, cast_floating, floating_leaves, is_floating

@@ -20,7 +20,6 @@ FLOORS = {
     "_float8_state": 0,
     "_trees": 0,
     "_finite": 0,
-    "_flax_objects": 0,
     "_rounding": 0,
     "_loss_scale": 1,
     "_float8_format": 1,
@@ -42,7 +41,6 @@ FLOORS = {
     "autocast": 6,
     "numerics": 6,
     "quant": 6,
-    "sharding": 6,
     "explanation": 6,
     "report": 6,
     "_explain": 7,
@@ -56,7 +54,7 @@ FLOORS = {
 
 # Files of one floor that build on each other, in this order.
 SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_memory"),
-              ("_finite", "_trees"), ("_flax_objects", "_memory"),
+              ("_finite", "_trees"), ("_call_casts", "_adapter"),
               ("_made_classes", "_memory"), ("_rounding", "_dtypes"),
               ("_scale_settings", "_messages"), ("_dtypes", "_messages"),
               ("_formats", "_float8_format"), ("_float8_recipe", "_float8_format"), ("_policy_map", "_grammar"),

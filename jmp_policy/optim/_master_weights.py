@@ -43,9 +43,7 @@ class SplitWeightsState(NamedTuple):
     remainder: Any
 
 
-def master_weights(
-    inner: optax.GradientTransformation, mode: str = "float32"
-) -> optax.GradientTransformationExtraArgs:
+def master_weights(inner: optax.GradientTransformation, mode: str = "float32") -> optax.GradientTransformationExtraArgs:
     """Trains half-precision parameters as if they were float32.
 
     `inner` sees float32 gradients and parameters, keeps float32 moments, and never notices. Parameters of other dtypes

@@ -27,9 +27,7 @@ class StochasticRoundingState(NamedTuple):
     key: jax.Array
 
 
-def stochastic_rounding(
-    inner: optax.GradientTransformation, key: jax.Array
-) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> optax.GradientTransformationExtraArgs:
     """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
 
     The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,
