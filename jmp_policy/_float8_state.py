@@ -155,8 +155,8 @@ def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
     Args:
       old: a tree of float32 state and nothing else.
       new: its gradient.
-      is_first: false in the second and later microbatches of one step, whose largest magnitudes are put beside those
-        of the first.
+      is_first: false in the second and later microbatches of one step; their largest magnitudes join what the first
+        recorded.
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:

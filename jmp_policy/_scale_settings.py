@@ -24,7 +24,7 @@ def check_scale(value: object) -> float | None:
     """Checks that a value can be a scale, and reads its number, if there is one to read.
 
     Raises:
-      ValueError: it is no scalar, or no positive normal number of float32.
+      ValueError: it is not a scalar, or not a positive normal number of float32.
     """
     number = _read_scalar(value, "loss_scale")
     if number is None:
@@ -38,7 +38,7 @@ def check_constant(value: object) -> float | None:
     """As `check_scale`, but for zero, which is a warning.
 
     Raises:
-      ValueError: it is no scalar, or no normal number of float32.
+      ValueError: it is not a scalar, or not a normal number of float32.
     """
     if _read_scalar(value, "loss_scale") != 0:
         return check_scale(value)
@@ -78,7 +78,7 @@ def check_settings(
 
 
 def check_scalar(value: object, name: str) -> None:
-    """Checks that a value is no array of several numbers.
+    """Checks that a value is not an array of several numbers.
 
     Raises:
       ValueError: it is one.

@@ -43,7 +43,7 @@ def cast_state(
     Second moments in bfloat16 stand still once they should change by less than 1/512 a step, which an average over
     500 steps or more (`b2=0.998`) always does: keep those in float32.
 
-    Its state is that of `inner`. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
+    Its state is `inner`'s. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
 
     Args:
       inner: the transformation to wrap.
@@ -52,7 +52,7 @@ def cast_state(
       nu_dtype: a floating dtype for averages of squares: `nu` of adam, the factors of adafactor.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
         `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
 

@@ -52,7 +52,7 @@ def half_parameters(inner: optax.GradientTransformation, storage: Storage) -> op
     """The transformation that runs `inner` on wide parameters and float32 gradients.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: `inner` holds a `loss_scaled`.
     """
     check_transformation(inner)
@@ -123,7 +123,7 @@ def widen(x: Any) -> jax.Array:
 
 
 def widen_half(params: PyTree) -> PyTree:
-    """Half-precision parameters as float32, of which there is no memory."""
+    """Half-precision parameters as float32, without any memory."""
     return map_half(widen, params, otherwise=lambda p: p)
 
 

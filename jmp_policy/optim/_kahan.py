@@ -44,7 +44,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
       A transformation whose state is a `KahanState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: `inner` holds a `loss_scaled`.
 
     Source: Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., Revisiting BFloat16 Training,

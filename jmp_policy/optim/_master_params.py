@@ -30,8 +30,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
       params: the parameters that belong to it; of an nnx model `nnx.state(model, nnx.Param)`.
 
     Returns:
-      A tree like `params`, float32 where those are half precision. The arrays of float32 masters are those of the state
-      itself: a step that is given the state to donate deletes them.
+      A tree like `params`, float32 where those are half precision. Float32 masters are the very arrays of the state:
+      a step that is given the state to donate deletes them.
 
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.

@@ -68,10 +68,10 @@ def master_weights(inner: optax.GradientTransformation, mode: str = "float32") -
       A transformation whose state is a `MasterWeightsState`, or a `SplitWeightsState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: the mode is unknown; `inner` holds a `loss_scaled`; at `init`, `"split"` finds a float16 parameter.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1; the split is that of Split-SGD-BF16,
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1; the split follows Split-SGD-BF16,
     Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019.
 
     >>> tx = master_weights(optax.sgd(1.0), mode="split")

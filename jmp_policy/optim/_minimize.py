@@ -28,7 +28,7 @@ def minimize(
     """Makes the training step of a loss function, in the fewest bytes.
 
     It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
-    they need not be true before the optimizer gets them: those of parameters that the model casts to half precision
+    they need not be true before the optimizer gets them: gradients of parameters that the model casts to half precision
     stay half, and scaled, until the branch that takes the step, where they become float32 without being written to
     memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3))`), or takes the two functions.

@@ -47,7 +47,7 @@ def step(
 
     Args:
       tx: an optax transformation.
-      grads: true gradients, a tree like `params`. Where they are `float0`, as those of integers are, the parameter
+      grads: true gradients, a tree like `params`. Where they are `float0`, as for integers, the parameter
         stays as it is.
       opt_state: the state of `tx`.
       params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
@@ -112,7 +112,7 @@ def check_transformation(inner: object) -> None:
     """Checks that a transformation can be wrapped.
 
     Raises:
-      TypeError: it is no optax transformation.
+      TypeError: it is not an optax transformation.
     """
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"inner must be an optax transformation, got {inner!r}. For example: optax.adamw(1e-3).")

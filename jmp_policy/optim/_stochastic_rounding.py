@@ -50,7 +50,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> 
       A transformation whose state is a `StochasticRoundingState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation, or `key` is not one random key.
+      TypeError: `inner` is not an optax transformation, or `key` is not one random key.
       ValueError: `inner` holds a `loss_scaled`.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting

@@ -1,4 +1,4 @@
-"""Gradients that no optimizer sees: those of float8 state, which are its next value, and the `float0` of integers."""
+"""Gradients that no optimizer sees: of float8 state, where they are its next value, and `float0`, of integers."""
 
 import functools
 from typing import Any
