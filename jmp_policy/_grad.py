@@ -28,9 +28,9 @@ def value_and_grad(
     float16 survive it; the gradients are divided by the same scale afterwards, in float32. With a `NoOpLossScale`
     this is `jax.value_and_grad`.
 
-    Where float8 layers have state among what is differentiated, its gradient is the next state, as true gradients make
-    it whatever the scale, and the largest of all uses of a layer, in the steps of a scan too. It is known by its names, as
-    `quant.float8_state` gives them.
+    Where float8 layers have state among what is differentiated, its gradient is the next state: as true gradients make
+    it, whatever the scale, and the largest over all uses of a layer, in the steps of a scan too. State is known by its
+    names, as `quant.float8_state` gives them.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
