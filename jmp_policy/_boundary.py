@@ -188,9 +188,9 @@ _TAKEN: set[int] = set()
 class Recursion:
     """Tells the outermost call of a function from those that it makes of itself.
 
-    A function has a number while it runs: the smallest that is free. One that is made anew in a loop has the number of
-    the one before, and finds what that compiled. No program is ever taken for another for all that. What a jitted
-    function makes of a call of this one, it makes under a set of numbers; under the same set it must be the same again:
+    A function has a number while it runs: the smallest that is free. One that is made anew in a loop gets the number of
+    the one before, and finds what that one compiled. The set of numbers in use is part of JAX's cache keys: a program
+    that was traced under one set is used again only under an equal one. So under an equal set a call must do the same:
 
     - a call that is the outermost is remembered with the set, and this function never takes a number out of it;
     - at a call that is not, this function keeps its number for good, and no other will ever have it.

@@ -169,7 +169,7 @@ def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
 
 
 def zero_unused(gradient: T) -> T:
-    """Puts zero for the least number there is, in the gradient of state: it stands for a layer that did not run."""
+    """Puts zero for the least float, which the maximum over no use gives the state of a layer that did not run."""
     return jax.tree.map(lambda leaf: jnp.maximum(leaf, 0.0), gradient)
 
 

@@ -145,8 +145,8 @@ class DynamicLossScale(LossScale):
     Raises:
       ValueError: a setting is out of its range.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the growth rule is
-    DeepMind's, of `jmp`, hysteresis is Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; growth follows DeepMind's
+    `jmp`; hysteresis follows Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
 
     >>> scale = DynamicLossScale(2.0**15, period=2)
     >>> for finite in (True, True, False):

@@ -37,7 +37,7 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
-    """Remembers the results of a function of a class, and of more, that refer to the class, as a subclass of it does.
+    """Remembers the results of `fun(kind, *args)` on the class `kind`: for results that refer to it, as subclasses do.
 
     They are kept in an attribute of the class, for a weak dictionary would keep both alive. All calls with equal
     arguments return one object.

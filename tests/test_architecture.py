@@ -47,3 +47,11 @@ def test_all_laws_are_there_that_tests_cite():
     sources = [path.read_text() for path in (PACKAGE.parent / "tests").rglob("*.py")]
     cited = {int(number) for source in sources for number in re.findall(r"\bLaw (\d+)", source)}
     assert cited <= {int(number) for number in re.findall(r"^(\d+)\. \*", TEXT, re.MULTILINE)}
+
+
+def test_every_context_and_weak_memory_is_listed_with_its_reason():
+    made = r"^(\w+)(?:: [^=]+)? = (?:jax\.make_user_context|contextvars\.ContextVar|weakref\.Weak\w+Dictionary)"
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = [(file, name) for file, source in sources.items() for name in re.findall(made, source, re.MULTILINE)]
+    assert len(found) > 10
+    assert [place for place in found if not all(f"`{word}`" in TEXT for word in place)] == []

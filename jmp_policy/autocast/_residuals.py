@@ -5,8 +5,8 @@ as large as what it was cast from, and the next operation keeps the product, as 
 run that is computed again keeps what it reads.
 
 A softmax, written out, keeps its exponentials in float32, which for attention is the largest array of all. The
-derivative needs the result alone, y (t - sum(y t)), and the result is half. Its numbers no longer add up to 1, so they
-are divided by their sum: what a saturated softmax differs from 1 by is all that is left of its derivative.
+derivative needs the result alone, y (t - sum(y t)), and the result is half. Its rounded numbers no longer add up to 1,
+so they are divided by their sum: near saturation the derivative is what a number is short of 1, and nothing else.
 """
 
 import functools

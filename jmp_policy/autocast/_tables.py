@@ -1,7 +1,7 @@
 """Which operation runs in which precision. The lists are data: check them against the sources that they name.
 
-The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), of torch.autocast's operator lists
-and of TensorFlow grappler's auto_mixed_precision_lists; where they differ, the error against float64 decided.
+The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), torch.autocast's operator lists
+and TensorFlow grappler's auto_mixed_precision_lists; where they differ, the error against float64 decided.
 """
 
 import enum
@@ -129,8 +129,8 @@ SATURATING = {
     "tanh": "1 in bfloat16 from 3.5 on, where float32 has what is missing up to 9",
     "erf": "as tanh",
 }
-"""Full where what they make reaches a steep operation, through such as only move, add or multiply: so do the results
-of `narrow` functions stay in float32."""
+"""In float32 where their result reaches a steep operation through moves, sums and products only. The results of
+`narrow` functions stay in float32 under the same condition."""
 
 STEEP = {
     "log": "of what a sigmoid is short of 1, or a softmax of 0",
@@ -201,7 +201,7 @@ TRACED = (
         ["random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap",
          "random_wrap", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
          "philox2x32", "philox4x32"],
-        "of random keys and bits: the program draws the same numbers without autocast",
+        "of random keys and bits: autocast does not change which numbers are drawn",
     )
     | dict.fromkeys(
         ["scaled_dot", "scaled_matmul", "scaled_matmul_wrapper", "dot_product_attention_fwd",

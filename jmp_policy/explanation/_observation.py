@@ -69,7 +69,7 @@ class Observation:
         return out
 
 
-def path_of(scope: str) -> str | None:
+def read_path(scope: str) -> str | None:
     """The path of the innermost module in the scope of an observed operation; `None` outside of all."""
     found = re.findall(_SCOPE + "([0-9a-f]*)", scope)
     return bytes.fromhex(found[-1]).decode() if found else None

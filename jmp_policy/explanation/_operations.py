@@ -15,7 +15,7 @@ from .._float8_format import ODD_ROWS, Float8
 from .._paths import list_paths_to
 from ..interpreter import walk
 from ._half_sums import HalfSum, find_half_sum
-from ._observation import path_of
+from ._observation import read_path
 
 STRUCTURAL = frozenset({
     "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
@@ -99,7 +99,7 @@ def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str,
     """The dtypes that the operations in each module's own code read, by path; conversions do not count."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
-        path = path_of(operation.scope)
+        path = read_path(operation.scope)
         if path is not None and operation.computes:
             found[path].update(dict.fromkeys(str(v.dtype) for v in operation.operands if v.dtype is not None))
     return {path: tuple(dtypes) for path, dtypes in found.items()}
@@ -109,7 +109,7 @@ def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
     """The dtypes that the operations in each module's own code make, by path; conversions count."""
     found: dict[str, set[str]] = defaultdict(set)
     for operation in program:
-        path = path_of(operation.scope)
+        path = read_path(operation.scope)
         if path is not None:
             found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
     return found
@@ -119,7 +119,7 @@ def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]
     """The sums and products of many numbers that each module's own code takes in half precision, by path."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
-        path = path_of(operation.scope)
+        path = read_path(operation.scope)
         if path is not None and operation.half_sum is not None:
             found[path][str(operation.half_sum)] = None
     return {path: tuple(sums) for path, sums in found.items()}
@@ -169,7 +169,7 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
     marks: Marks = {}
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for operation in program:
-        path = path_of(operation.scope)
+        path = read_path(operation.scope)
         # Does it compute with what another module marked?
         if operation.computes and path is not None:
             for value in operation.operands:

@@ -118,7 +118,7 @@ class Rule(abc.ABC):
     """Says what becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten.
 
     Attributes:
-      rewritten: what was rewritten, by program and by all that decides, with the rules by which it was. A rule that
+      rewritten: rewritten programs, by old program and then by rule, kinds, context and wanted dtypes. A rule that
         refers to objects which must not live as long as the programs needs a mapping of its own.
 
     >>> class Narrow(Rule):  # runs all operations in float16; `Rewriter` has what becomes of a program

@@ -92,7 +92,7 @@ def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
     return _make_marked_dtype(dtype, author if author is None else np.dtype(author))
 
 
-def has_other_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
+def needs_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
     """Whether a module has a field for the dtype of its parameters that does not say this one already."""
     if not find_fields(type(module)).has_param_dtype:
         return False

@@ -19,11 +19,11 @@ from ._active_policy import CURRENT
 from ._fields import (
     find_fields,
     has_open_dtype,
-    has_other_param_dtype,
     is_filled_in,
     is_widening_params,
     mark_dtype,
     mark_param_dtype,
+    needs_param_dtype,
     read_authors_dtype,
     temporarily_set,
 )
@@ -43,8 +43,7 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
     Args:
       module: a bound module.
       policy: what holds for it.
-      until_it_returns: whether the module's methods find it so until this call is over; a function of the module may
-        yet call one that is a boundary.
+      until_it_returns: false for a plain function of the module: methods that it calls must still act as boundaries.
     """
     assert module.scope is not None
     param_dtype = policy.param_dtype
@@ -53,7 +52,7 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
         values["dtype"] = mark_dtype(policy.compute_dtype)
     elif is_widening_params(module, param_dtype):
         values["dtype"] = mark_dtype(param_dtype)
-    if param_dtype is not None and has_other_param_dtype(module, param_dtype):
+    if param_dtype is not None and needs_param_dtype(module, param_dtype):
         values["param_dtype"] = mark_param_dtype(module, param_dtype)
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
     is_storing = param_dtype is not None and module.scope.is_mutable_collection("params")
@@ -72,7 +71,7 @@ def _fill_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> 
     """The context of an `nn.RNN`, which asks its cell for the first carry while it is not yet the cell's turn."""
     dtype = None if cell.scope is None else _choose_first_carry_dtype(CURRENT.value.match(cell).policy)
     fields = {}
-    if dtype is not None and has_other_param_dtype(cell, dtype):
+    if dtype is not None and needs_param_dtype(cell, dtype):
         fields["param_dtype"] = mark_param_dtype(cell, dtype)
     with filled, temporarily_set(cell, fields):
         yield

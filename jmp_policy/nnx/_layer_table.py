@@ -6,7 +6,7 @@ from flax import nnx
 
 from .._memory import remember_weakly
 from ..quant._bilinear import Einsum, label_einsum
-from ..quant._layer import Round, WeightedLayer, find_row
+from ..quant._layer import PromoteRounded, WeightedLayer, find_row
 from ..quant._layout import Layout, kernel_layout, table_layout
 from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
@@ -87,7 +87,7 @@ LAYERS: dict[type, WeightedLayer] = {
     nnx.LinearGeneral: WeightedLayer("kernel", "dot_general", "dot_general", _linear_general),
     nnx.Einsum: WeightedLayer("kernel", "einsum", "einsum_op", _einsum),
     nnx.Conv: WeightedLayer("kernel", "conv_general_dilated", "conv_general_dilated", _convolution),
-    nnx.ConvTranspose: WeightedLayer("kernel", layout=_convolution, promote=Round),
+    nnx.ConvTranspose: WeightedLayer("kernel", layout=_convolution, promote=PromoteRounded),
     nnx.Embed: WeightedLayer("embedding", layout=_table, promote=PromoteTable),
 }
 """The layers whose weights a quantized policy knows; their subclasses have the same row."""

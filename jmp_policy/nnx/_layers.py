@@ -84,7 +84,7 @@ def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open:
 
 
 def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
-    """The `dtype` of a wrapper: open, it is the one its weight and its own float32 state promote to."""
+    """The `dtype` of a wrapper: an open one would promote a half weight and its float32 state to float32."""
     if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
         return {}
     return {"dtype": param_dtype}

@@ -48,8 +48,8 @@ class Memory(NamedTuple):
 
     Attributes:
       scale: float32 of shape `(1,)`.
-      amax_history: float32 of shape `(amax_history_length,)`; the newest comes first, the others after it go from the
-        oldest on.
+      amax_history: float32 of shape `(amax_history_length,)`; in the order newest,
+        oldest, ..., second newest.
     """
 
     scale: jax.Array

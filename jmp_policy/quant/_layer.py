@@ -59,7 +59,7 @@ class Promote:
         return self.promote(*((arrays,) if self.as_tuple else arrays), dtype=dtype, **options)
 
 
-class Round(Promote):
+class PromoteRounded(Promote):
     """The `promote_dtype` of a layer that can multiply by floating numbers only: the weight as its integers say."""
 
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
