@@ -10,7 +10,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, meta
 
-from .._adapter import Adapter, Hook, Method, ModelInfo
+from .._adapter import Adapter, Hook, Method
 from .._messages import forget_warnings
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -70,18 +70,7 @@ class _Linen:
         mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
         return hook_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
 
-    def examine(
-        self,
-        model: nn.Module,
-        inputs: Args,
-        method: Method,
-        rngs: PyTree,
-        kwargs: Kwargs,
-        trace: Callable[..., None],
-        hook: Hook,
-    ) -> ModelInfo:
-        """Has a module, which is initialised abstractly, traced under a hook, and tells what holds in it."""
-        return examine(model, inputs, method, rngs, kwargs, trace, hook)
+    examine = staticmethod(examine)
 
     def find_weights(self, model: nn.Module) -> dict[str, Any]:
         """Returns the weights of a bound module that can be quantized, or are, by the path of their module."""

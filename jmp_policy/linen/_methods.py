@@ -88,22 +88,15 @@ def is_public(name: str) -> bool:
 
 def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method, or a function of a module, that casts at the outermost call and has its module's policy inside."""
-    if _is_ours(method):
-        return method
-
-    @functools.wraps(method)
-    def call_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        active: ActivePolicy | None = CURRENT.value
-        if self.scope is None or (active is not None and active.belongs_to(self)):
-            return method(self, *args, **kwargs)
-        return _call_boundary(method, self, args, kwargs)
-
-    setattr(call_method, _OURS, call_method)
-    return call_method
+    return _wrap_method(method, _call_boundary)
 
 
 def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """`setup`, or a private method, that has its module's policy whoever calls it, and casts nothing."""
+    return _wrap_method(method, _call_without_casts)
+
+
+def _wrap_method(method: Callable[..., Any], call_outermost: Callable[..., Any]) -> Callable[..., Any]:
     if _is_ours(method):
         return method
 
@@ -112,7 +105,7 @@ def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
         active: ActivePolicy | None = CURRENT.value
         if self.scope is None or (active is not None and active.belongs_to(self)):
             return method(self, *args, **kwargs)
-        return _call_without_casts(method, self, args, kwargs)
+        return call_outermost(method, self, args, kwargs)
 
     setattr(call_method, _OURS, call_method)
     return call_method

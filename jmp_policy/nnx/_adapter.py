@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._adapter import Adapter, Hook, Method, ModelInfo
+from .._adapter import Adapter, Hook, Method
 from .._messages import warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
@@ -85,18 +85,7 @@ class _Nnx:
 
         return hook_calls(call, hook)(nnx.clone(model))
 
-    def examine(
-        self,
-        model: nnx.Module,
-        inputs: Args,
-        method: Method,
-        rngs: PyTree,
-        kwargs: Kwargs,
-        trace: Callable[..., None],
-        hook: Hook,
-    ) -> ModelInfo:
-        """Has a copy of a model traced under a hook, and tells what holds in it."""
-        return examine(model, inputs, method, rngs, kwargs, trace, hook)
+    examine = staticmethod(examine)
 
     def find_weights(self, model: nnx.Module) -> dict[str, Any]:
         """Returns the weights of a model that can be quantized, or are, by the path of their module."""
