@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ._flax_objects import is_flax_object
 from ._memory import remember_weakly
 from ._policy import Policy
 from ._policy_map import Match, PolicyMap
@@ -229,6 +228,15 @@ def find_lifting_adapter(tree: PyTree) -> Adapter | None:
     return _load_adapter("flax.nnx") if has_any else None
 
 
+def is_flax_object(node: object) -> bool:
+    """Whether a node of a tree is an object of Flax's that a call may write to: a module, or an nnx Variable.
+
+    A cast would copy it, and what the call writes would be lost: the RNG streams that a caller passes to a model, its
+    optimizer and its metrics are trees of Variables, and a copied stream gives the same random numbers for ever.
+    """
+    return _is_flax_class(type(node))
+
+
 def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, written: Any = None) -> ModuleInfo:
     """Says what holds at a module with a policy.
 
@@ -274,3 +282,9 @@ def _find_package(kind: type) -> str | None:
 @remember_weakly
 def _is_of_nnx(kind: type) -> bool:
     return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
+
+
+@remember_weakly
+def _is_flax_class(kind: type) -> bool:
+    packages = ("flax.linen.", "flax.nnx.")
+    return any(b.__name__ in ("Module", "Variable") and b.__module__.startswith(packages) for b in kind.__mro__)

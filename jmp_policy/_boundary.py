@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 
-from ._adapter import find_adapter
+from ._adapter import find_adapter, is_flax_object
 from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
-from ._flax_objects import is_flax_object
 from ._get_policy import PolicySpec, get_policy, is_policy_spec
 from ._messages import describe
 from ._policy import Policy

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ._flax_objects import is_flax_object
+from ._adapter import is_flax_object
 from ._messages import quote, shorten
 from ._policy import Policy
 from ._trees import Args, Kwargs, PyTree, cast_floating, floating_leaves, is_floating
@@ -46,7 +46,7 @@ def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:
     return policy.resolve(floating_leaves(inputs, is_leaf=is_flax_object)) if policy.compute_dtype is None else policy
 
 
-def cast_result(policy: Policy, out: Any) -> Any:
+def cast_result(policy: Policy, out: PyTree) -> Any:
     """Casts what leaves a boundary to output dtype; Flax modules and Variables in it are as they were.
 
     Raises:
@@ -103,12 +103,12 @@ def _name_positions(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + [rest] * count)[:count]
 
 
-def name_function(fun: Any) -> str:
+def name_function(fun: object) -> str:
     """Names a function, or what it returned, for an error."""
     return shorten(getattr(fun, "__qualname__", repr(fun)))
 
 
-def keep_carry_dtypes(carry: Any, out: Any) -> Any:
+def keep_carry_dtypes(carry: PyTree, out: PyTree) -> Any:
     """The result of a step of a cell, its new carry in the dtypes of the old one.
 
     Cells make their first carry in param dtype. Most promote to it: the memory of an LSTM stays float32, and nothing

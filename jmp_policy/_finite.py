@@ -38,7 +38,7 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
       A tree of that structure.
 
     Raises:
-      AssertionError: `pred` is no boolean scalar; an AssertionError because DeepMind's `jmp` raises one.
+      AssertionError: `pred` is not a boolean scalar; an AssertionError because DeepMind's `jmp` raises one.
 
     >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
     [0.0, 0.0]

@@ -184,7 +184,7 @@ class Float8:
     """Training in 8 bits: products of e4m3 in the forward pass, and of e5m2 with e4m3 in the backward pass.
 
     Weights stay in the parameter dtype, and optimizers see nothing of the format: the operands of each product are
-    scaled into the range of 8 bits and rounded on the way in. Casts saturate. Products of lengths that are no multiples
+    scaled into the range of 8 bits and rounded on the way in. Casts saturate. Products whose lengths are not multiples
     of 16, or too small to gain, stay in the compute dtype; `jmp_policy.explain` says which. There is a reverse-mode
     derivative, and neither a forward-mode nor a second one.
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 T = TypeVar("T")
 KeyPath = tuple[Any, ...]  # the keys of JAX along the way to a leaf
@@ -90,7 +91,7 @@ def name_state(tree: object) -> list[str]:
     return _name_leaves([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
 
 
-def prepare_state(tree: T, loss_scale: Any) -> T:
+def prepare_state(tree: T, loss_scale: ArrayLike) -> T:
     """Makes of a tree what is to be differentiated: its state is scaled as gradients are, and combined by max.
 
     Where state is used more than once, by a layer that is called again or in the steps of a scan, autodiff would sum
@@ -112,7 +113,7 @@ def prepare_state(tree: T, loss_scale: Any) -> T:
     return join_state(rest, jax.tree_util.tree_map_with_path(prepare, state))
 
 
-def prepare_leaf(name: str, leaf: jax.Array, loss_scale: Any) -> jax.Array:
+def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array:
     """Makes of one leaf of state, which has this name, what is to be differentiated."""
     if is_prepared(leaf):
         return leaf
@@ -144,7 +145,7 @@ def read_state(tree: T) -> T:
     return join_state(rest, jax.tree.map(read, state))
 
 
-def next_state(old: T, new: T, is_first: Any = True) -> T:
+def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
     """Makes the next state from the state of a step and its gradient.
 
     The gradient is the next state, but a layer that did not run has a gradient of zeros, where a scale is positive: it
@@ -154,8 +155,8 @@ def next_state(old: T, new: T, is_first: Any = True) -> T:
     Args:
       old: a tree of float32 state and nothing else.
       new: its gradient.
-      is_first: false in the second and later microbatches of one step, whose largest magnitudes are put beside those
-        of the first.
+      is_first: false in the second and later microbatches of one step; their largest magnitudes join what the first
+        recorded.
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -238,7 +239,7 @@ def _words(path: KeyPath) -> list[str]:
     return re.findall(r"\w+", text) or [""]
 
 
-def _text(key: Any) -> str:
+def _text(key: object) -> str:
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))))
 
 

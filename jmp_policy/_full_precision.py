@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._adapter import is_flax_object
 from ._dtypes import at_least_float32
-from ._flax_objects import is_flax_object
 from ._trees import PyTree, cast_floating, floating_leaves, is_floating
 
 FULL_PRECISION = "force_full_precision"

@@ -28,9 +28,9 @@ def value_and_grad(
     float16 survive it; the gradients are divided by the same scale afterwards, in float32. With a `NoOpLossScale`
     this is `jax.value_and_grad`.
 
-    Where float8 layers have state among what is differentiated, its gradient is the next state: that of true gradients,
-    whatever the scale, and the largest of all uses of a layer, in the steps of a scan too. It is known by its names, as
-    `quant.float8_state` gives them.
+    Where float8 layers have state among what is differentiated, its gradient is the next state: as true gradients make
+    it, whatever the scale, and the largest over all uses of a layer, in the steps of a scan too. State is known by its
+    names, as `quant.float8_state` gives them.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -136,7 +136,7 @@ def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
     return join_state(scale.unscale(rest), zero_unused(state))
 
 
-def warn_of_half(loss: Any, scale: LossScale) -> None:
+def warn_of_half(loss: object, scale: LossScale) -> None:
     """Warns of a loss that is half precision; called past JAX, while the user's line is not far."""
     dtype = getattr(loss, "dtype", None)
     if dtype not in (jnp.float16, jnp.bfloat16):

@@ -99,7 +99,7 @@ class StaticLossScale(LossScale):
         takes, makes every gradient 0 / 0; a warning says so.
 
     Raises:
-      ValueError: `loss_scale` is no positive normal number of float32.
+      ValueError: `loss_scale` is not a positive normal number of float32.
 
     >>> StaticLossScale(1024.0).scale(jnp.float16(100))
     Array(102400., dtype=float32)
@@ -145,8 +145,8 @@ class DynamicLossScale(LossScale):
     Raises:
       ValueError: a setting is out of its range.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the growth rule is that of
-    DeepMind's `jmp`, hysteresis that of Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the growth rule is
+    DeepMind's, of `jmp`, hysteresis is Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
 
     >>> scale = DynamicLossScale(2.0**15, period=2)
     >>> for finite in (True, True, False):
@@ -226,7 +226,7 @@ class DynamicLossScale(LossScale):
           grads_finite: whether all gradients of this step were finite, a boolean scalar.
 
         Raises:
-          ValueError: `grads_finite` is no boolean scalar.
+          ValueError: `grads_finite` is not a boolean scalar.
         """
         finite = jnp.asarray(grads_finite)
         if finite.shape != () or finite.dtype != jnp.bool_:

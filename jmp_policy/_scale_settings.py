@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from ._messages import quote, warn_user
 
@@ -19,11 +20,11 @@ NEVER = 2**31
 """The longest period that an int32 can count to. Longer ones are as long: neither ends."""
 
 
-def check_scale(value: Any) -> float | None:
+def check_scale(value: object) -> float | None:
     """Checks that a value can be a scale, and reads its number, if there is one to read.
 
     Raises:
-      ValueError: it is no scalar, or no positive normal number of float32.
+      ValueError: it is not a scalar, or not a positive normal number of float32.
     """
     number = _read_scalar(value, "loss_scale")
     if number is None:
@@ -33,11 +34,11 @@ def check_scale(value: Any) -> float | None:
     return number
 
 
-def check_constant(value: Any) -> float | None:
+def check_constant(value: object) -> float | None:
     """As `check_scale`, but for zero, which is a warning.
 
     Raises:
-      ValueError: it is no scalar, or no normal number of float32.
+      ValueError: it is not a scalar, or not a normal number of float32.
     """
     if _read_scalar(value, "loss_scale") != 0:
         return check_scale(value)
@@ -49,7 +50,12 @@ def check_constant(value: Any) -> float | None:
 
 
 def check_settings(
-    period: Any, factor: Any, min_loss_scale: Any, backoff_factor: Any, max_loss_scale: Any, hysteresis: Any
+    period: int | float,
+    factor: float,
+    min_loss_scale: ArrayLike,
+    backoff_factor: float | None,
+    max_loss_scale: float,
+    hysteresis: int | float,
 ) -> dict[str, Any]:
     """Checks the settings of a dynamic loss scale, and reads them as Python numbers.
 
@@ -71,8 +77,8 @@ def check_settings(
     }
 
 
-def check_scalar(value: Any, name: str) -> None:
-    """Checks that a value is no array of several numbers.
+def check_scalar(value: object, name: str) -> None:
+    """Checks that a value is not an array of several numbers.
 
     Raises:
       ValueError: it is one.
@@ -103,7 +109,7 @@ def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any
     return jnp.asarray(bound, jnp.float32)
 
 
-def warn_if_not_floating(value: Any, name: str) -> None:
+def warn_if_not_floating(value: object, name: str) -> None:
     """Warns of a scale that is an integer, as DeepMind's `jmp` does."""
     dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -145,17 +151,17 @@ def _read_scalar(value: Any, name: str) -> float | None:
         return math.inf
 
 
-def _stands_for_array(value: Any) -> bool:
+def _stands_for_array(value: object) -> bool:
     """Whether a value is traced, or what JAX has for an array where it rebuilds a tree."""
     return hasattr(value, "shape") or type(value) is object
 
 
-def _check_normal(number: float, name: str, value: Any, example: str) -> None:
+def _check_normal(number: float, name: str, value: object, example: str) -> None:
     _check(0 < number < math.inf, name, value, "a positive number", example)
     of_float32 = "a normal number of float32, from 2.0**-126 to 2.0**128"
     _check(SMALLEST <= number <= LARGEST, name, value, of_float32, example)
 
 
-def _check(holds: Any, name: str, value: Any, must_be: str, example: str) -> None:
+def _check(holds: object, name: str, value: object, must_be: str, example: str) -> None:
     if not holds:
         raise ValueError(f"{name} must be {must_be}, got {quote(value)}. For example: {name}={example}.")

@@ -96,7 +96,7 @@ def first_floating_dtype(tree: PyTree) -> np.dtype | None:
 
 
 def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves of a tree that `cast_floating` casts, given the same `is_leaf`; those of loss scales it does not.
+    """The leaves of a tree that `cast_floating` casts, given the same `is_leaf`: not the numbers of a loss scale.
 
     >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
     [np.float32(2.0)]

@@ -11,11 +11,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._adapter import Adapter, find_adapter, find_lifting_adapter
+from .._adapter import Adapter, find_adapter, find_lifting_adapter, is_flax_object
 from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
-from .._flax_objects import is_flax_object
 from .._get_policy import PolicySpec
 from .._messages import describe, warn_user
 from .._policy import Policy

@@ -40,7 +40,7 @@ class AutocastRules:
         dtype or word alone is for all of them. That of `grad(autocast(f))` is outside: write `autocast(grad(f))`.
 
     Raises:
-      ValueError: there is no such primitive, function, class or policy.
+      ValueError: nothing has that name as a primitive, function, class or policy.
 
     >>> rules = AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
     >>> rules == AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})

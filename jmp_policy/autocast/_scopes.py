@@ -61,7 +61,7 @@ class Scopes:
 
     Args:
       policy: what the function was given.
-      rows: the user's rules by scope; those of a map come after them.
+      rows: the user's rules by scope; a map's rules come after them.
       backward_rows: the user's rules for backward passes.
       modules: the modules of the program.
 

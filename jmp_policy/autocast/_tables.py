@@ -1,6 +1,6 @@
 """Which operation runs in which precision. The lists are data: check them against the sources that they name.
 
-The classes are those of Micikevicius et al. (Mixed Precision Training, ICLR 2018), of torch.autocast's operator lists
+The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), of torch.autocast's operator lists
 and of TensorFlow grappler's auto_mixed_precision_lists; where they differ, the error against float64 decided.
 """
 
@@ -90,7 +90,7 @@ FULL_IN_FLOAT16 = {
     "square": "overflows at 256, and underflows below 2.4e-4",
     "integer_pow": "as square",
 }
-"""Full where the compute dtype has the exponent range of float16; low in bfloat16, which has that of float32."""
+"""Full where the compute dtype has the exponent range of float16; low in bfloat16, which has float32's range."""
 
 WIDE = {
     "scatter-add": "sums into one place from many; XLA adds in the dtype of the operand",
@@ -201,7 +201,7 @@ TRACED = (
         ["random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap",
          "random_wrap", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
          "philox2x32", "philox4x32"],
-        "of random keys and bits: the numbers drawn are those of the program without autocast",
+        "of random keys and bits: the program draws the same numbers without autocast",
     )
     | dict.fromkeys(
         ["scaled_dot", "scaled_matmul", "scaled_matmul_wrapper", "dot_product_attention_fwd",
@@ -233,11 +233,11 @@ TRACED = (
     | dict.fromkeys(
         ["after_all", "create_token", "create_linear", "axis_index", "platform_index", "dim_as_value",
          "dimension_size", "shape_assertion", "dce_sink", "unreachable", "from_edtype", "to_edtype"],
-        "of tokens, indices, shapes and other things that are no numbers",
+        "of tokens, indices, shapes and other things that are not numbers",
     )
 )  # fmt: skip
 """What runs as it was traced, as any primitive does that is in no table; control flow, calls and custom derivatives
-are no rows, for the interpreter goes into them."""
+need no rows, for the interpreter goes into them."""
 
 FUNCTIONS = {
     "jax.nn.softmax": "narrow",

@@ -92,9 +92,7 @@ class LinenTrainer:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _loss_fn(
-    variables: PyTree, apply_fn: Callable[..., jax.Array], windows: jax.typing.ArrayLike
-) -> jax.Array:
+def _loss_fn(variables: PyTree, apply_fn: Callable[..., jax.Array], windows: jax.typing.ArrayLike) -> jax.Array:
     inputs, targets = split_windows(windows)
     return cross_entropy(apply_fn(variables, inputs), targets)
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._adapter import ModuleCall
-from .._flax_objects import is_flax_object
+from .._adapter import ModuleCall, is_flax_object
 from .._trees import Args, Kwargs, PyTree, is_array
 
 _OBSERVING = jax.make_user_context(None)

@@ -17,7 +17,7 @@ def find_wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
         return None
     try:
         dtype = np.dtype(written)
-    except TypeError:  # a field of the author's own, which is no dtype
+    except TypeError:  # a field of the author's own, which is not a dtype
         return None
     return dtype if dtype.itemsize > policy.compute_dtype.itemsize else None
 

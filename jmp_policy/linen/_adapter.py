@@ -118,7 +118,7 @@ def attach_inside(
       keep: names of arguments of its public methods that enter uncast.
       lineage: the types of the nnx modules around it, by path, its wrapper last.
       boundary: whether it casts what enters and leaves.
-      inferred: what stands for a compute dtype that the policy leaves open, if not that of its own inputs.
+      inferred: what stands for a compute dtype that the policy leaves open, if not its own inputs' dtype.
     """
     place = ModulePlace(lineage, boundary, inferred)
     return _change_class(module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))

@@ -142,9 +142,7 @@ def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
         )
 
 
-def _call_at_boundary(
-    module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs
-) -> Any:
+def _call_at_boundary(module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
     with _mark_boundary(module), matmul_precision(policy):
         return cast_result(policy, fun(*args, **kwargs))

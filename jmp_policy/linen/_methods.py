@@ -124,7 +124,7 @@ def _is_ours(method: Callable[..., Any]) -> bool:
 
 
 def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    # A linen module inside a model of nnx is no boundary where no rule names it.
+    # A linen module inside a model of nnx is not a boundary where no rule names it.
     if not read_class_policy(module).place.boundary:
         return _call_without_casts(method, module, args, kwargs)
     # What observes the call sees what enters before it is cast.

@@ -80,7 +80,7 @@ class _Nnx:
     def run(self, model: nnx.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         """Calls a copy of a model under a hook."""
 
-        def call(copy: nnx.Module) -> Any:  # the inputs are no arguments: modules among them are not hooked
+        def call(copy: nnx.Module) -> Any:  # the inputs are not arguments: modules among them are not hooked
             return find_method(copy, method)(*inputs, **kwargs)
 
         return hook_calls(call, hook)(nnx.clone(model))

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import Hook, ModuleCall
-from .._flax_objects import is_flax_object
+from .._adapter import Hook, ModuleCall, is_flax_object
 from .._memory import remember_on_class
 from .._trees import Args, Kwargs, PyTree
 from ._methods import list_public_methods

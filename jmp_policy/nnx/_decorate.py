@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 @remember_on_class
 def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
-    """The subclass of an nnx class that gives a policy to its instances, and to those of its own subclasses.
+    """The subclass of an nnx class that gives a policy to its instances, and to its subclasses' instances.
 
     Its methods are wrapped, as the methods of the instances are, so that `Net.encode(net, x)` has the policy too.
     """

@@ -49,7 +49,7 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is no `Float8State`.
+        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is not a `Float8State`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 

@@ -10,6 +10,7 @@ from .. import optim
 from .._find_scale import find_scaled_state
 from .._float8_state import split_state
 from .._scaled_state import has_scaled_state
+from .._trees import PyTree
 from ..optim._step import ParameterUpdate
 from ..optim._unseen import fill_zeros, overwrite_state
 from ._float8 import Float8State
@@ -36,7 +37,7 @@ class Optimizer(nnx.Optimizer):
     (0, 2.0)
     """
 
-    def update(self, model: Any, grads: Any, /, **extra: Any) -> Any:
+    def update(self, model: nnx.Module, grads: PyTree, /, **extra: Any) -> Any:
         """Updates the parameters of a model and the state of the optimizer, unless a gradient is not finite.
 
         Args:
@@ -53,7 +54,7 @@ class Optimizer(nnx.Optimizer):
         self._overwrite_state(model, state, before)
         return updates
 
-    def _update_params(self, model: Any, grads: Any, extra: dict[str, Any]) -> Any:
+    def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
             return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
@@ -62,24 +63,24 @@ class Optimizer(nnx.Optimizer):
         params, opt_state = optim.step(self.tx, true_grads, opt_state, params, **nnx.as_pure(extra))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        self.step[...] += _steps_taken(opt_state)
+        self.step[...] += _count_steps(opt_state)
         return None
 
-    def _float8_state(self, model: Any, grads: Any) -> tuple[Any, Any]:
+    def _float8_state(self, model: nnx.Module, grads: PyTree) -> tuple[Any, Any]:
         """The float8 state that was differentiated, before a step, and its gradient."""
         new = nnx.state(grads, Float8State, graph=self.graph)
         paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
         differentiated = nnx.All(Float8State, lambda path, _: path in paths)
         return nnx.as_pure(nnx.state(model, differentiated, graph=self.graph)), nnx.as_pure(new)
 
-    def _overwrite_state(self, model: Any, state: tuple[Any, Any], before: Any) -> None:
+    def _overwrite_state(self, model: nnx.Module, state: tuple[PyTree, PyTree], before: PyTree) -> None:
         """Gives a model the next float8 state, whatever the optimizer made of it, if it was among its parameters."""
         old, new = state
         if jax.tree.leaves(new):
             nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state)))
 
 
-def _steps_taken(opt_state: Any) -> Any:
+def _count_steps(opt_state: PyTree) -> jax.Array:
     if not has_scaled_state(opt_state):
         return jnp.uint32(1)
     return find_scaled_state(opt_state).grads_finite.astype(jnp.uint32)

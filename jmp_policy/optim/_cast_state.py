@@ -43,7 +43,7 @@ def cast_state(
     Second moments in bfloat16 stand still once they should change by less than 1/512 a step, which an average over
     500 steps or more (`b2=0.998`) always does: keep those in float32.
 
-    Its state is that of `inner`. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
+    Its state is `inner`'s. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
 
     Args:
       inner: the transformation to wrap.
@@ -52,7 +52,7 @@ def cast_state(
       nu_dtype: a floating dtype for averages of squares: `nu` of adam, the factors of adafactor.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
         `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
 
@@ -74,7 +74,7 @@ def cast_state(
         _check_roles(state, dtypes)
         return _cast_moments(state, dtypes)
 
-    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         wide = _cast_moments(state, {_MU: None, _NU: None})
         updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
         return updates, keep_dtypes(state, new_state)
@@ -112,11 +112,11 @@ def _widen_half(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
 
 
-def _is_moments(node: Any) -> bool:
+def _is_moments(node: object) -> bool:
     return isinstance(node, tuple) and bool(_roles(node))
 
 
-def _roles(node: Any) -> dict[str, str]:
+def _roles(node: object) -> dict[str, str]:
     fields = getattr(node, "_fields", ())
     return _ROLES_OF.get(type(node).__name__) or {name: _ROLES[name] for name in fields if name in _ROLES}
 

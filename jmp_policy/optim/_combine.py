@@ -1,4 +1,4 @@
-"""Putting gradients together: true ones by sums and means, and float8 state, which is no gradient, by max."""
+"""Putting gradients together: true ones by sums and means, and float8 state, which is not a gradient, by max."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def accumulate(total: PyTree, grads: PyTree) -> PyTree:
 
     Args:
       total: gradients, as `jmp_policy.value_and_grad` returns them, or zeros like them.
-      grads: those of another microbatch, taken at the same parameters.
+      grads: the gradients of another microbatch, taken at the same parameters.
 
     >>> first = {"w": jnp.float32(1), "_overwrite_with_gradient": {"input_scale": jnp.float32([3.0])}}
     >>> second = {"w": jnp.float32(2), "_overwrite_with_gradient": {"input_scale": jnp.float32([2.0])}}
@@ -55,12 +55,12 @@ def pmean(grads: PyTree, axis_name: Any) -> PyTree:
 def global_norm(grads: PyTree) -> jax.Array:
     """The Euclidean norm of the gradients of parameters, to log it.
 
-    `optax.tree.norm`, but that the state of float8 layers, which is no gradient, does not count, and that the squares
-    of half-precision gradients are summed in float32. To clip by it, chain `optax.clip_by_global_norm` before the
+    As `optax.tree.norm`, but the state of float8 layers, which is not a gradient, does not count, and the squares of
+    half-precision gradients are summed in float32. To clip by it, chain `optax.clip_by_global_norm` before the
     optimizer, which never sees state: state that is clipped is state lost.
 
     Args:
-      grads: gradients, as `jmp_policy.value_and_grad` returns them, those of nnx models too; `float0` counts as zero.
+      grads: gradients, as `jmp_policy.value_and_grad` returns them, for nnx models too; `float0` counts as zero.
 
     Returns:
       A real scalar, float32 or wider; not finite where a gradient is not.

@@ -40,11 +40,11 @@ class Storage(abc.ABC):
         """The memory of parameters that were never updated."""
 
     @abc.abstractmethod
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         """The wide parameters."""
 
     @abc.abstractmethod
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         """New parameters of the dtypes of `params`, and their memory."""
 
 
@@ -52,7 +52,7 @@ def half_parameters(inner: optax.GradientTransformation, storage: Storage) -> op
     """The transformation that runs `inner` on wide parameters and float32 gradients.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: `inner` holds a `loss_scaled`.
     """
     check_transformation(inner)
@@ -72,13 +72,13 @@ class _HalfParametersUpdate(ParameterUpdate):
         self._inner = inner
         self._storage = storage
 
-    def step(self, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
+    def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(grads, state, params)
         wide, inner_state = step(self._inner, wide_grads, state[0], wide, **extra)
         params, memory = self._storage.narrow(wide, params, state[1])
         return params, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
-    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(updates, state, params)
         wide_updates, inner_state = with_extra_args(self._inner).update(wide_grads, state[0], wide, **extra)
         wide = optax.apply_updates(wide, wide_updates)
@@ -91,7 +91,7 @@ class _HalfParametersUpdate(ParameterUpdate):
         _, memory = self._storage.narrow(wide, params, state[1])
         return updates, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
-    def _wide(self, grads: PyTree, state: Any, params: PyTree) -> tuple[PyTree, PyTree]:
+    def _wide(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and gradients for the transformation inside."""
         name = self._storage.name
         if params is None:
@@ -123,7 +123,7 @@ def widen(x: Any) -> jax.Array:
 
 
 def widen_half(params: PyTree) -> PyTree:
-    """Half-precision parameters as float32, of which there is no memory."""
+    """Half-precision parameters as float32, without any memory."""
     return map_half(widen, params, otherwise=lambda p: p)
 
 

@@ -44,7 +44,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
       A transformation whose state is a `KahanState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: `inner` holds a `loss_scaled`.
 
     Source: Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., Revisiting BFloat16 Training,
@@ -68,11 +68,11 @@ class _Compensated(Storage):
     def init(self, params: PyTree) -> Any:
         return map_half(jnp.zeros_like, params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "compensations")
         return map_half(lambda p, c: widen(p) + widen(c), params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(_compensation, params, wide, otherwise=no_memory)

@@ -50,7 +50,7 @@ def loss_scaled(
     clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
     outside.
 
-    A saved state is restored into one with the same kind of loss scale, and goes on with another, that of a new policy
+    A saved state is restored into one with the same kind of loss scale, and goes on with another, a new policy's
     say, by `state._replace(loss_scale=policy.loss_scale())` (in nnx, which keeps each array in a Variable,
     `jax.tree.map(nnx.OptArray, policy.loss_scale())`). One that was saved without `loss_scaled` is the inner state:
     `tx.init(params)._replace(inner_state=restored)`.
@@ -65,7 +65,7 @@ def loss_scaled(
       A transformation whose state is a `LossScaledState` and whose `update` passes extra arguments on.
 
     Raises:
-      TypeError: `inner` is no optax transformation, or `loss_scale` no loss scale.
+      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss scale.
       ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init` finds.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
@@ -101,7 +101,7 @@ def skip_nonfinite(
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
-    arguments, its state and its errors are those of `loss_scaled`.
+    arguments, its state and its errors are `loss_scaled`'s.
 
     It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
     infinities lower, and share a step that is skipped where one of them overflows:
@@ -114,7 +114,7 @@ def skip_nonfinite(
     >>> float(params)
     -1.0
 
-    Several optimizers (those of a GAN) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
+    Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
     is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
@@ -176,7 +176,7 @@ class LossScaledUpdate(ParameterUpdate):
         self._update = _update(inner, {})
         self._update_and_apply = _update_and_apply(inner, {})
 
-    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         _check_state(state)
         updates, gradient = split_state(updates, HOLE)
         if gradient is not None and params is None:
@@ -228,7 +228,7 @@ class LossScaledUpdate(ParameterUpdate):
         )
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: PyTree) -> None:
     if not isinstance(state, LossScaledState):
         raise TypeError(
             f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
@@ -297,7 +297,7 @@ def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, {name: value for name, value in extra.items() if name not in arrays}
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
 
 

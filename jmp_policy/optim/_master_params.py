@@ -30,8 +30,8 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
       params: the parameters that belong to it; of an nnx model `nnx.state(model, nnx.Param)`.
 
     Returns:
-      A tree like `params`, float32 where those are half precision. The arrays of float32 masters are those of the state
-      itself: a step that is given the state to donate deletes them.
+      A tree like `params`, float32 where those are half precision. Float32 masters are the very arrays of the state:
+      a step that is given the state to donate deletes them.
 
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.
@@ -102,7 +102,7 @@ def _only_state(tree: PyTree) -> Any:
     return found[0]
 
 
-def _trained(state: Any, params: PyTree) -> PyTree:
+def _trained(state: PyTree, params: PyTree) -> PyTree:
     """The parameters without those that the optimizer of this state leaves alone, as `optax.masked` does."""
     try:
         return jax.tree.map(lambda m, p: m if _is_masked(m) else p, state[1], params, is_leaf=_is_masked)
@@ -114,5 +114,5 @@ def _or_else(trained: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(lambda t, other: other if _is_masked(t) else t, trained, others, is_leaf=_is_masked)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedNode)

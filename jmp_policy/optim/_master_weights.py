@@ -43,9 +43,7 @@ class SplitWeightsState(NamedTuple):
     remainder: Any
 
 
-def master_weights(
-    inner: optax.GradientTransformation, mode: str = "float32"
-) -> optax.GradientTransformationExtraArgs:
+def master_weights(inner: optax.GradientTransformation, mode: str = "float32") -> optax.GradientTransformationExtraArgs:
     """Trains half-precision parameters as if they were float32.
 
     `inner` sees float32 gradients and parameters, keeps float32 moments, and never notices. Parameters of other dtypes
@@ -70,10 +68,10 @@ def master_weights(
       A transformation whose state is a `MasterWeightsState`, or a `SplitWeightsState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation.
+      TypeError: `inner` is not an optax transformation.
       ValueError: the mode is unknown; `inner` holds a `loss_scaled`; at `init`, `"split"` finds a float16 parameter.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1; the split is that of Split-SGD-BF16,
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1; the split follows Split-SGD-BF16,
     Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019.
 
     >>> tx = master_weights(optax.sgd(1.0), mode="split")
@@ -96,11 +94,11 @@ class _Copies(Storage):
     def init(self, params: PyTree) -> Any:
         return map_half(widen, params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "master weights")
         return map_half(lambda p, master: master, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(lambda p, w: w, params, wide, otherwise=no_memory)
@@ -119,11 +117,11 @@ class _Split(Storage):
                 )
         return map_half(lambda p: jnp.zeros_like(p, jnp.uint16), params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "remainders")
         return map_half(join_float32, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: split_float32(w)[0], params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(lambda p, w: split_float32(w)[1], params, wide, otherwise=no_memory)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from .._find_scale import get_loss_scale
 from .._float8_state import explain_reuse, prepare_state
@@ -27,7 +28,7 @@ def minimize(
     """Makes the training step of a loss function, in the fewest bytes.
 
     It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
-    they need not be true before the optimizer gets them: those of parameters that the model casts to half precision
+    they need not be true before the optimizer gets them: gradients of parameters that the model casts to half precision
     stay half, and scaled, until the branch that takes the step, where they become float32 without being written to
     memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3))`), or takes the two functions.
@@ -134,18 +135,19 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCast
     return HalfCasts(structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies))))
 
 
-def _only_use(jaxpr: Any, var: Any) -> Any:
+def _only_use(jaxpr: core.Jaxpr, var: core.Var) -> core.JaxprEqn | None:
     """The cast to half precision that is the only equation to read a variable, or `None`."""
     readers = [eqn for eqn in jaxpr.eqns for read in eqn.invars if read is var]
     if len(readers) != 1 or any(out is var for out in jaxpr.outvars):
         return None
     (eqn,) = readers
-    is_float32 = np.dtype(var.aval.dtype) == np.float32 and not var.aval.weak_type
+    aval: Any = var.aval
+    is_float32 = np.dtype(aval.dtype) == np.float32 and not aval.weak_type
     is_cast = eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
     return eqn if is_cast and is_float32 else None
 
 
-def _without(traced: Any, casts: list[Any]) -> Any:
+def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> core.ClosedJaxpr:
     """The traced function that takes the results of casts in place of the variables that they cast."""
     jaxpr = traced.jaxpr
     invars = [var if cast is None else cast.outvars[0] for var, cast in zip(jaxpr.invars, casts, strict=True)]
@@ -154,5 +156,6 @@ def _without(traced: Any, casts: list[Any]) -> Any:
     return traced.replace(jaxpr=jaxpr.replace(invars=invars, eqns=eqns))
 
 
-def _replay(cast: Any, leaf: Any) -> jax.Array:
-    return lax.convert_element_type(leaf, cast.outvars[0].aval.dtype)
+def _replay(cast: core.JaxprEqn, leaf: ArrayLike) -> jax.Array:
+    copy: Any = cast.outvars[0].aval
+    return lax.convert_element_type(leaf, copy.dtype)

@@ -27,11 +27,11 @@ class ParameterUpdate(abc.ABC):
     overwrites = False
 
     @abc.abstractmethod
-    def __call__(self, updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         """The updates and the next state; `updates` are gradients, as optax calls them."""
 
     @abc.abstractmethod
-    def step(self, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
+    def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         """The updated parameters and the next state."""
 
 
@@ -47,7 +47,7 @@ def step(
 
     Args:
       tx: an optax transformation.
-      grads: true gradients, a tree like `params`. Where they are `float0`, as those of integers are, the parameter
+      grads: true gradients, a tree like `params`. Where they are `float0`, as for integers, the parameter
         stays as it is.
       opt_state: the state of `tx`.
       params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
@@ -101,18 +101,18 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
             )
 
 
-def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
     return optax.with_extra_args_support(tx)
 
 
-def check_transformation(inner: Any) -> None:
+def check_transformation(inner: object) -> None:
     """Checks that a transformation can be wrapped.
 
     Raises:
-      TypeError: it is no optax transformation.
+      TypeError: it is not an optax transformation.
     """
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"inner must be an optax transformation, got {inner!r}. For example: optax.adamw(1e-3).")
@@ -131,7 +131,7 @@ def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
         )
 
 
-def check_not_outermost(inner: Any, name: str) -> None:
+def check_not_outermost(inner: optax.GradientTransformation, name: str) -> None:
     """Checks that a transformation may stand inside the transformation `name`.
 
     Raises:

@@ -27,9 +27,7 @@ class StochasticRoundingState(NamedTuple):
     key: jax.Array
 
 
-def stochastic_rounding(
-    inner: optax.GradientTransformation, key: jax.Array
-) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> optax.GradientTransformationExtraArgs:
     """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
 
     The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,
@@ -52,7 +50,7 @@ def stochastic_rounding(
       A transformation whose state is a `StochasticRoundingState`.
 
     Raises:
-      TypeError: `inner` is no optax transformation, or `key` is not one random key.
+      TypeError: `inner` is not an optax transformation, or `key` is not one random key.
       ValueError: `inner` holds a `loss_scaled`.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
@@ -79,11 +77,11 @@ class _Random(Storage):
         del params
         return jnp.array(self._data)  # an array of its own: a state may be donated, and another one be made
 
-    def widen(self, params: PyTree, memory: Any) -> PyTree:
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
         del memory
         return widen_half(params)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: Any) -> tuple[PyTree, Any]:
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
         leaves, structure = jax.tree.flatten(params)
         keys = structure.unflatten(list(jax.random.split(of_step, len(leaves))))

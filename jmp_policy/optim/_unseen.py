@@ -1,4 +1,4 @@
-"""Gradients that no optimizer sees: those of float8 state, which are its next value, and the `float0` of integers."""
+"""Gradients that no optimizer sees: of float8 state, where they are its next value, and `float0`, of integers."""
 
 import functools
 from typing import Any
@@ -51,7 +51,7 @@ def _is_first(opt_state: PyTree) -> Any:
     return functools.reduce(jnp.logical_and, found) if found else True
 
 
-def _is_multi_steps(node: Any) -> bool:
+def _is_multi_steps(node: object) -> bool:
     return isinstance(node, optax.MultiStepsState)
 
 
@@ -72,5 +72,5 @@ def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
     return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
 
 
-def _is_float0(grad: Any) -> bool:
+def _is_float0(grad: object) -> bool:
     return getattr(grad, "dtype", None) == jax.dtypes.float0

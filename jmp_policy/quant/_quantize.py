@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._adapter import find_adapter
-from .._flax_objects import is_flax_object
+from .._adapter import find_adapter, is_flax_object
 from .._get_policy import PolicySpec, get_policy
 from .._messages import warn_user
 from .._paths import list_paths_to
