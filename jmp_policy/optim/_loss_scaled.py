@@ -184,7 +184,8 @@ class LossScaledUpdate(ParameterUpdate):
                 "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
-        params, old = split_state(params, HOLE)
+        # A gradient without state may come with parameters that have some: frozen state is the inner optimizer's to see.
+        params, old = (params, None) if gradient is None else split_state(params, HOLE)
         zeros = zero_float0(updates)
         arrays, others = _split(extra)
         branches = _update(self._inner, others) if others else self._update

@@ -188,3 +188,12 @@ def test_figures_of_a_wrapped_optimizer_are_those_without_state():
         jmp.optim.check(state)
         figures.append((jmp.metrics(state), jmp.get_loss_scale(state)))
     assert_same(*figures)
+
+
+@pytest.mark.parametrize("frozen", [{}, {"state": None}], ids=["left out", "none"])
+def test_state_that_was_not_differentiated_does_not_keep_a_wrapped_optimizer_from_its_update(frozen):
+    tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.NoOpLossScale())
+    params = {"w": jnp.ones(2), "state": jmp.quant.float8_state("float8/2")}
+    grads = {"w": jnp.ones(2), **frozen}
+    updates, _ = tx.update(grads, tx.init({"w": params["w"]}), params)
+    assert updates["w"].tolist() == [-0.5, -0.5]
