@@ -184,7 +184,7 @@ class LossScaledUpdate(ParameterUpdate):
                 "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
-        # A gradient without state may come with parameters that have some: frozen state is the inner optimizer's to see.
+        # A gradient without state may come with parameters that have some, which the inner optimizer then sees.
         params, old = (params, None) if gradient is None else split_state(params, HOLE)
         zeros = zero_float0(updates)
         arrays, others = _split(extra)
