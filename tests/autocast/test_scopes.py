@@ -399,3 +399,10 @@ def test_an_autocast_inside_another_decides_for_itself():
     inner = autocast(net, PolicyMap({"head": "float16"}, "params=float32,compute=float32,output=none"))
     program = jax.make_jaxpr(autocast(lambda x: layer("outer", inner(layer("outer", x))), LOW))(X)
     assert [dtype for _, dtype in products(program)] == ["bfloat16", "float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("outer", [jmp.numerics.audit, lambda fun: autocast(fun, PolicyMap({nnx.Linear: LOW}))])
+def test_rules_by_type_reach_modules_of_nnx_inside_another_look_at_them(outer):
+    net = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    inner = autocast(lambda net, x: net(x), PolicyMap({nnx.LayerNorm: "float32"}, LOW))
+    outer(lambda net, x: inner(net, x))(net, jnp.ones((2, 3)))  # a rule that reached nothing would be a warning
