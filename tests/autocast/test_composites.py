@@ -10,6 +10,8 @@ from jax import lax
 import jmp_policy as jmp
 from jmp_policy.autocast import _tables
 
+pytestmark = pytest.mark.slow
+
 HALVES = ["bfloat16", "float16"]
 
 

@@ -13,6 +13,8 @@ import pytest
 import jmp_policy as jmp
 from jmp_policy.autocast import autocast
 
+pytestmark = pytest.mark.slow
+
 HALF = ["bfloat16", "float16"]
 ROWS, WIDTH, CLASSES = 16, 32, 8
 

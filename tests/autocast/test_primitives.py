@@ -17,6 +17,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jmp_policy as jmp
 from jmp_policy.autocast import _tables, autocast
 
+pytestmark = pytest.mark.slow
+
 HALF = ["bfloat16", "float16"]
 
 

@@ -8,6 +8,8 @@ from jax import lax
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.slow
+
 HALVES = ["bfloat16", "float16"]
 WIDTH = 64
 

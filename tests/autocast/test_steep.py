@@ -10,6 +10,8 @@ from jax import lax
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.slow
+
 HALVES = ["bfloat16", "float16"]
 EYE = np.eye(8, dtype=np.float32)
 LOGITS = np.array([-10, -7, -3, -0.5, 0.5, 3, 7, 10], np.float32)  # numbers of bfloat16

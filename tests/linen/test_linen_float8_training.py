@@ -17,6 +17,8 @@ import jmp_policy as jmp
 from jmp_policy.linen import TrainState
 from jmp_policy.optim import loss_scaled, skip_nonfinite
 
+pytestmark = pytest.mark.slow
+
 POLICY = "float8/4(min_size=0)_from_float32"
 MODEL = jmp.with_policy(nn.Dense(16, name="layer"), POLICY)
 KERNEL, COTANGENT = np.random.default_rng(1).normal(size=(2, 16, 16)).astype(np.float32)

@@ -13,6 +13,8 @@ from programs import program_text
 import jmp_policy as jmp
 from jmp_policy.quant import dot_general
 
+pytestmark = pytest.mark.slow
+
 FORMAT = "float8/4(min_size=0)"
 OVERWRITE = "_overwrite_with_gradient"
 BAD = X.at[0, 0].set(jnp.inf)

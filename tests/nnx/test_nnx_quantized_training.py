@@ -15,6 +15,8 @@ import jmp_policy as jmp
 from jmp_policy.quant import quantize, quantize_array
 from jmp_policy.quant._layout import table_layout
 
+pytestmark = pytest.mark.slow
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
 Y = jnp.sin(X @ jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))
 TX = optax.sgd(0.5, momentum=0.9)

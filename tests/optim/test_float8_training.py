@@ -24,6 +24,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.slow
+
 VARIABLES = variables_of()
 BATCHES = [batch_of(seed) for seed in range(4)]
 BAD = BATCHES[0] | {"x": BATCHES[0]["x"].at[0, 0].set(jnp.inf)}

@@ -14,6 +14,8 @@ import jmp_policy as jmp
 from jmp_policy import optim
 from jmp_policy._rounding import join_float32
 
+pytestmark = pytest.mark.slow
+
 STEPS = 1000
 
 
