@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,64 +17,102 @@ from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_w
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._step import ParameterUpdate, check_transformation, keep_dtypes, step, with_extra_args
+from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
 from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
 
 AxisName = Any
 
+if TYPE_CHECKING:
 
-def loss_scaled(
-    inner: optax.GradientTransformation, loss_scale: LossScale, *, axis_name: AxisName | None = None
-) -> optax.GradientTransformationExtraArgs:
-    """Carries a loss scale beside an optimizer's state, and skips steps whose gradients are not finite.
+    class LossScaling(optax.GradientTransformationExtraArgs):
+        """A transformation of which a type checker knows the state."""
 
-    A skipped step changes nothing but the loss scale and the skip counters: `optim.step` keeps every bit of the
-    parameters and of the inner state, `update` followed by `optax.apply_updates` does as well (the updates are -0.0),
-    subnormal parameters excepted where the backend flushes them. The decision is made on the device.
+        init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
+else:
+    LossScaling = optax.GradientTransformationExtraArgs
 
-    It goes outermost, once, around everything else. Elsewhere something goes on where it skips a step, or hides from it
-    that it should; `init`, `optim.step` and `value_and_grad` raise where they can tell.
 
-    ======================================================  ======================================================
-    works                                                   does not
-    ======================================================  ======================================================
-    `loss_scaled(chain(clip, adamw, add_decayed_weights))`  `chain(clip, loss_scaled(adamw), add_decayed_weights)`
-    `loss_scaled(MultiSteps(adamw, k))`                     `MultiSteps(loss_scaled(adamw), k)`
-    `loss_scaled(partition({"a": adamw, "b": sgd}, f))`     `partition({"a": loss_scaled(adamw), "b": sgd}, f)`
-    `loss_scaled(inject_hyperparams(adamw)(schedule))`      `inject_hyperparams(scaled_adamw)(schedule)`
-    `loss_scaled(adamw)`                                    `apply_if_finite(loss_scaled(adamw), n)`
-    ======================================================  ======================================================
+def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> LossScaling:
+    """Carries a loss scale beside an optimizer's state, and skips steps whose
+    gradients are not finite.
 
-    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. Its
-    scale counts microbatches, where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows as often. A
-    clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
-    outside.
+    A step that overflowed changes no parameter, and halves the scale:
 
-    A saved state is restored into one with the same kind of loss scale, and goes on with another, a new policy's
-    say, by `state._replace(loss_scale=policy.loss_scale())` (in nnx, which keeps each array in a Variable,
-    `jax.tree.map(nnx.OptArray, policy.loss_scale())`). One that was saved without `loss_scaled` is the inner state:
-    `tx.init(params)._replace(inner_state=restored)`.
+    >>> import jax.numpy as jnp, optax
+    >>> import jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.inf, 1.0])}
+    >>> opt_state = tx.init(params)
+    >>> params, opt_state = jmp.optim.step(tx, grads, opt_state, params)
+    >>> params["w"].tolist(), int(opt_state.skipped_steps)
+    ([1.0, 1.0], 1)
+    >>> float(opt_state.loss_scale.loss_scale)
+    2.0
+
+    What it does:
+
+    1. A skipped step changes nothing but the loss scale and the skip counters.
+       `optim.step` keeps every bit of the parameters and of the inner state.
+       `update` followed by `optax.apply_updates` does as well (the updates are
+       -0.0), subnormal parameters excepted where the backend flushes them.
+    2. The decision is made on the device.
+    3. It goes outermost, once, around everything else. Elsewhere something goes
+       on where it skips a step, or hides from it that it should; `init`,
+       `optim.step` and `value_and_grad` raise where they can tell.
+    4. Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside,
+       the accumulator would be nan for ever. Its scale counts microbatches,
+       where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows
+       as often.
+    5. A clip outside of it hides an infinity; weight decay and schedules
+       outside go on. `inject_hyperparams` of numbers may be outside.
+
+    These work:
+
+        loss_scaled(chain(clip, adamw, add_decayed_weights))
+        loss_scaled(MultiSteps(adamw, k))
+        loss_scaled(partition({"a": adamw, "b": sgd}, f))
+        loss_scaled(inject_hyperparams(adamw)(schedule))
+        loss_scaled(adamw)
+
+    These do not:
+
+        chain(clip, loss_scaled(adamw), add_decayed_weights)
+        MultiSteps(loss_scaled(adamw), k)
+        partition({"a": loss_scaled(adamw), "b": sgd}, f)
+        inject_hyperparams(scaled_adamw)(schedule)
+        apply_if_finite(loss_scaled(adamw), n)
+
+    Restoring a saved state:
+
+    1. It is restored into one with the same kind of loss scale.
+    2. It goes on with another scale, a new policy's say, by
+       `state._replace(loss_scale=policy.loss_scale())`; in nnx, which keeps
+       each array in a Variable, by
+       `jax.tree.map(nnx.OptArray, policy.loss_scale())`.
+    3. One that was saved without `loss_scaled` is the inner state:
+       `tx.init(params)._replace(inner_state=restored)`.
 
     Args:
-      inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.
-      loss_scale: the loss scale to start from, for example `policy.loss_scale()`.
-      axis_name: a mapped axis, or several, on which gradients differ from device to device; a step is then skipped
-        on all of its devices if it overflowed on one. Not needed where gradients are averaged before.
+      inner: the transformation to wrap. It receives true gradients, as
+        `jmp_policy.value_and_grad` returns them.
+      loss_scale: the loss scale to start from, for example
+        `policy.loss_scale()`.
+      axis_name: a mapped axis, or several, on which gradients differ from
+        device to device; a step is then skipped on all of its devices if it
+        overflowed on one. Not needed where gradients are averaged before.
 
     Returns:
-      A transformation whose state is a `LossScaledState` and whose `update` passes extra arguments on.
+      A transformation whose state is a `LossScaledState` and whose `update`
+      passes extra arguments on.
 
     Raises:
-      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss scale.
-      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init` finds.
+      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss
+        scale.
+      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init`
+        finds.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
-
-    >>> tx = loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
-    >>> params = {"w": jnp.ones(2)}
-    >>> updates, state = tx.update({"w": jnp.array([jnp.inf, 1.0])}, tx.init(params), params)
-    >>> updates["w"].tolist(), float(state.loss_scale.loss_scale), int(state.skipped_steps)
-    ([-0.0, -0.0], 2.0, 1)
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
+    section 3.2.
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
@@ -92,12 +130,10 @@ def loss_scaled(
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
 
-    return optax.GradientTransformationExtraArgs(init, LossScaledUpdate(inner, axis_name))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name))
 
 
-def skip_nonfinite(
-    inner: optax.GradientTransformation, *, axis_name: AxisName | None = None
-) -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> LossScaling:
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
@@ -169,7 +205,7 @@ class LossScaledUpdate(ParameterUpdate):
 
     overwrites = True
 
-    def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
+    def __init__(self, inner: Transformation, axis_name: AxisName | None):
         self._inner = inner
         self._axis_name = axis_name
         # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
@@ -244,7 +280,7 @@ class _Branches(NamedTuple):
     skip: Callable[[_Operands], tuple[PyTree, PyTree]]
 
 
-def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
+def _update(inner: Transformation, others: dict[str, Any]) -> _Branches:
     update = with_extra_args(inner).update
 
     @functools.partial(jax.jit, inline=True)  # jit, so that skip, which asks for its shapes, does not trace it again
@@ -260,7 +296,7 @@ def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Bra
     return _Branches(take, skip)
 
 
-def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
+def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> _Branches:
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
         extra = operands.extra | others
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
