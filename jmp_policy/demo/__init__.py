@@ -4,12 +4,12 @@ Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
 from ..cli._command import UserError as UserError
-from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
-from ._doctor import (
+from ..doctor import (
     Diagnosis as Diagnosis,
     MatmulRate as MatmulRate,
     Recommendation as Recommendation,
     diagnose as diagnose,
 )
+from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
 from ._gpt import GPTConfig as GPTConfig
 from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train
