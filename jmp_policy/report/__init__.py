@@ -8,6 +8,14 @@ from ._chart import (
     Bars as Bars,
     Panel as Panel,
 )
+from ._palette import (
+    FORMAT_STYLES as FORMAT_STYLES,
+    OTHER_STYLES as OTHER_STYLES,
+    REFERENCE_LINE as REFERENCE_LINE,
+    UNSCALED as UNSCALED,
+    Style as Style,
+    find_style as find_style,
+)
 from ._report import Column as Column, Report as Report, Table as Table, find_row as find_row
 from ._wording import (
     format_bytes as format_bytes,
