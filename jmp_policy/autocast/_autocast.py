@@ -1,20 +1,50 @@
 """`autocast`: mixed precision for functions that were written in float32."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._boundary import NO_TARGET
-from .._get_policy import PolicySpec
+from .._misuse import refuse_arguments
+from .._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
 
 if TYPE_CHECKING:
     from ._rules import AutocastRules
 
 
+CustomRules = Literal["opaque", "inside"]
+
+
+@overload
 def autocast(
-    fun: Any = NO_TARGET,
+    fun: FirstSpec, *, rules: "AutocastRules | None" = None, custom_rules: CustomRules = "opaque"
+) -> Decorator: ...
+@overload
+def autocast(
+    *, policy: PolicySpec = None, rules: "AutocastRules | None" = None, custom_rules: CustomRules = "opaque"
+) -> Decorator: ...
+@overload
+def autocast(
+    fun: Jitted[P, R],
     policy: PolicySpec = None,
     *,
     rules: "AutocastRules | None" = None,
+    custom_rules: CustomRules = "opaque",
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fun: F,
+    policy: PolicySpec = None,
+    *,
+    rules: "AutocastRules | None" = None,
+    custom_rules: CustomRules = "opaque",
+) -> F: ...
+def autocast(
+    fun: Any = NO_TARGET,
+    policy: "PolicySpec" = None,
+    *,
+    rules: "AutocastRules | None" = None,
     custom_rules: str = "opaque",
+    **mistaken: Any,
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 
@@ -66,4 +96,5 @@ def autocast(
     """
     from ._attach import attach  # not before: it loads the interpreter, and importing the library is to cost nothing
 
+    refuse_arguments("autocast", mistaken, ("fun", "policy", "rules", "custom_rules"))
     return attach(fun, policy, rules, custom_rules)
