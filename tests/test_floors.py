@@ -21,6 +21,7 @@ FLOORS = {
     "_trees": 0,
     "_finite": 0,
     "_rounding": 0,
+    "_misuse": 1,
     "_loss_scale": 1,
     "_float8_format": 1,
     "_float8_recipe": 1,

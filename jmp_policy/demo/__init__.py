@@ -11,5 +11,24 @@ from ..doctor import (
     diagnose as diagnose,
 )
 from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
-from ._gpt import GPTConfig as GPTConfig
+from ._data import (
+    Corpus as Corpus,
+    load_corpus as load_corpus,
+    sample_batch as sample_batch,
+    validation_batches as validation_batches,
+)
+from ._gpt import (
+    GPTConfig as GPTConfig,
+    TrainerConfig as TrainerConfig,
+    cross_entropy as cross_entropy,
+    split_windows as split_windows,
+)
+from ._gpt_linen import GPT as _GPT
 from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train
+from ._trainer import (
+    Trainer as Trainer,
+    make_trainer as make_trainer,
+    measure_bits_per_byte as measure_bits_per_byte,
+)
+
+LinenGPT = _GPT  # there is one in nnx, too
