@@ -131,14 +131,20 @@ class QuantizedArray(Uncast):
         raise MisreadAttribute(self, amiss)
 
     def __getitem__(self, index: Any) -> Any:
-        raise MisreadType(self, "A quantized weight cannot be indexed; what its dequantize() returns can.")
+        amiss = "A quantized weight cannot be indexed; what its dequantize() returns can."
+        if index is Ellipsis:  # as the Variables of nnx read themselves
+            amiss += (
+                " A float model of nnx has no place for it; restore its state into a quantized one: "
+                f"nnx.update(quant.quantize(model, '{self.format}_from_mixed_bfloat16'), state)."
+            )
+        raise MisreadType(self, amiss)
 
     def __jax_array__(self) -> Any:
         raise MisreadType(
             self,
-            f"{self!r} is quantized, and stands in a place that does not know how to compute with it. A layer does "
-            f"under the policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); "
-            "anywhere else use its dequantize().",
+            f"{self!r} is quantized, and was read by a layer or code that computes with floats. Give the model the "
+            f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in code of your "
+            "own read its dequantize().",
         )
 
     def __repr__(self) -> str:
