@@ -39,7 +39,8 @@ class QuantizedArray(Uncast):
       layout: which axes are summed over.
       dtype: the dtype that the weight had.
 
-    >>> w = quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> w = jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
     >>> w
     QuantizedArray(int8, shape=(2, 2), dtype=float32)
     >>> jnp.allclose(w.dequantize(), jnp.array([[1.0, -4.0], [0.504, 2.016]]), atol=0.005).item()
@@ -185,7 +186,8 @@ def quantize_array(
       TypeError: `array` is not a floating array, or has no axes or elements.
       ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind.
 
-    >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
     """
     format = integers_of(parse_quantization(quantization))
