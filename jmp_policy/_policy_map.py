@@ -14,7 +14,7 @@ import jax
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from ._messages import quote
+from ._messages import describe, quote
 from ._paths import list_paths_to
 from ._policy import Policy, read_default
 
@@ -70,7 +70,8 @@ class PolicyMap:
       ValueError: a key is not a valid pattern, or a value not a valid policy.
       TypeError: a key is neither a string nor a type.
 
-    >>> rules = PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
+    >>> import jmp_policy as jmp
+    >>> rules = jmp.PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
     >>> rules["head"].name, rules["block_0/mlp/up"].name, rules["embed"].name
     ('float32', 'mixed_bfloat16', 'bfloat16')
     """
@@ -81,7 +82,7 @@ class PolicyMap:
 
     def __new__(cls, rules: Mapping[K, Spec] | Iterable[tuple[K, Spec]], default: Spec = None) -> "PolicyMap":
         """The one map of these rules."""
-        pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else rules
+        pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else _check_pairs(rules)
         fields = (
             tuple(_parse_rule(pair, i) for i, pair in enumerate(pairs)),
             None if default is None else _parse_rule_policy(default, "as default of a PolicyMap"),
@@ -103,7 +104,8 @@ class PolicyMap:
           module_type: the module's type; or the types of it and of the modules around it, by path, because a key
             that is a type also covers what is inside.
 
-        >>> PolicyMap({dict: "bfloat16"}, "float32").resolve("a/b", {"a": dict, "a/b": list}).name
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({dict: "bfloat16"}, "float32").resolve("a/b", {"a": dict, "a/b": list}).name
         'bfloat16'
         """
         return self.match(path, module_type).policy
@@ -121,7 +123,8 @@ class PolicyMap:
     def loss_scale(self) -> LossScale:
         """Dynamic if any policy of the map computes in float16, else a no-op.
 
-        >>> type(PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
+        >>> import jmp_policy as jmp
+        >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
         default = self.default or read_default()
@@ -134,7 +137,8 @@ class PolicyMap:
         Args:
           modules: the paths of a model's modules, or their types by path.
 
-        >>> PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32"}).unused(["", "a", "a/b", "head"])
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32"}).unused(["", "a", "a/b", "head"])
         ('a/b', 'haed')
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
@@ -144,7 +148,8 @@ class PolicyMap:
     def explain_unused(self, modules: Iterable[str] | Mapping[str, type]) -> list[str]:
         """A sentence for each key of `unused`: why it decides nothing, and what it may have meant.
 
-        >>> PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
         ["policy rule 'haed' matches no module; the closest path is 'head'"]
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
@@ -154,7 +159,8 @@ class PolicyMap:
     def get_config(self) -> dict[str, Any]:
         """The map as plain lists, dictionaries and strings, for JSON; a type is written as its module and name.
 
-        >>> PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
         {'path': 'head'}
         """
         return {
@@ -181,7 +187,8 @@ class PolicyMap:
     def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
         """This map with its open default closed: what it does not cover is left to `default`.
 
-        >>> PolicyMap({"head": "float32"}).with_default(Policy(None, None, None)).default.name
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"head": "float32"}).with_default(jmp.Policy(None, None, None)).default.name
         'infer'
         """
         if self.default is not None:
@@ -215,6 +222,15 @@ def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:
     return [(rule.key, rule.policy) for rule in rules]
 
 
+def _check_pairs(rules: Any) -> Iterable[Any]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise TypeError(
+            f"The rules of a PolicyMap are a mapping or pairs, got {describe(rules)}. "
+            "For example: PolicyMap({'head': 'float32'}, default='mixed_bfloat16')."
+        )
+    return rules
+
+
 def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
     where = f"rule {position} of a PolicyMap"
     try:
@@ -226,11 +242,22 @@ def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
             re.compile(key)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. For example: r'block_\\d+/mlp'."
+                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. {_show_pattern(key)}"
             ) from None
     elif not isinstance(key, type):
-        raise TypeError(f"The key {quote(key)}, {where}, is neither a pattern nor a module type. For example: 'head'.")
+        is_module = callable(key) and type(key).__module__ != "builtins"
+        example = type(key).__qualname__ if is_module else "'head'"
+        raise TypeError(
+            f"The key {describe(key)}, {where}, is neither a pattern nor a module type. For example: {example}."
+        )
     return MapRule(key, _parse_rule_policy(spec, f"for key {_spell(key)}, {where}"))
+
+
+def _show_pattern(key: str) -> str:
+    """Shows a valid pattern; of a glob such as `*norm`, the pattern that it stands for."""
+    if key.startswith(("*", "?")):
+        return f"Keys are regular expressions. For example: {re.sub('[*?]', '.*', key)!r}."
+    return "For example: r'block_\\d+/mlp'."
 
 
 def _parse_rule_policy(spec: Spec, where: str) -> Policy:
@@ -239,6 +266,12 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
         raise ValueError(f"{quote(spec)} {where} is not the policy of one module. For example: 'mixed_bfloat16'.")
+    if isinstance(spec, Mapping) and spec and "param_dtype" not in spec:
+        inner = next(iter(spec))
+        raise ValueError(
+            f"{quote(spec)} {where} is not the policy of one module: rules do not nest, and paths have slashes. "
+            f"For example: {{'head/{inner if isinstance(inner, str) else 'dense'}': 'mixed_bfloat16'}}."
+        )
     try:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:
@@ -270,9 +303,34 @@ def _explain_unused_rule(rule: MapRule, rules: PolicyMap, types: Mapping[str, An
     hiding = None if covered is None else rules.match(covered, types).rule
     if hiding is not None:
         return f"policy rule {_spell(rule.key)} decides nothing: the earlier rule {_spell(hiding.key)} hides it"
-    near = difflib.get_close_matches(str(rule.key), [path for path in types if path], 1, cutoff=0.4)
-    closest = f"; the closest path is {near[0]!r}" if near else ""
-    return f"policy rule {_spell(rule.key)} matches no module{closest}"
+    near = _find_nearest_type(rule.key, types) if isinstance(rule.key, type) else _find_nearest_path(rule.key, types)
+    return f"policy rule {_spell(rule.key)} matches no module{near and '; ' + near}"
+
+
+def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
+    """Names the path that a pattern comes nearest to, as a whole or in its last words."""
+    paths = [path for path in paths if path]
+    near = difflib.get_close_matches(key, paths, 1, cutoff=0.4)
+    if near:
+        return f"the closest path is {near[0]!r}"
+    depth = key.count("/") + 1
+    ends = {"/".join(path.split("/")[-depth:]): path for path in reversed(paths)}  # of paths that end alike the first
+    near = difflib.get_close_matches(key, ends, 1, cutoff=0.4)
+    if near:
+        return f"the closest path is {ends[near[0]]!r}, which r'(.*/)?{near[0]}' matches"
+    shown = [*map(repr, paths[:_SHOWN]), *["..."] * (len(paths) > _SHOWN)]
+    return f"the model has the paths {', '.join(shown)}" if paths else ""
+
+
+def _find_nearest_type(key: type, types: Mapping[str, Any]) -> str:
+    """Names the type of a module that comes nearest to another type: one of nnx has the name of linen's."""
+    found = {kind.__qualname__: kind for kind in types.values() if isinstance(kind, type)}
+    near = difflib.get_close_matches(key.__qualname__, found, 1, cutoff=0.4)
+    return f"the closest type is {found[near[0]].__module__}.{near[0]}" if near else ""
+
+
+_SHOWN = 5
+"""How many paths a sentence lists."""
 
 
 def _spell(key: Key) -> str:

@@ -4,18 +4,18 @@ Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
 from ..cli._command import UserError as UserError
-from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
+from ..doctor import (
+    Diagnosis as Diagnosis,
+    MatmulRate as MatmulRate,
+    Recommendation as Recommendation,
+    diagnose as diagnose,
+)
+from ._compare import CompareOptions as CompareOptions, compare as compare
 from ._data import (
     Corpus as Corpus,
     load_corpus as load_corpus,
     sample_batch as sample_batch,
     validation_batches as validation_batches,
-)
-from ._doctor import (
-    Diagnosis as Diagnosis,
-    MatmulRate as MatmulRate,
-    Recommendation as Recommendation,
-    diagnose as diagnose,
 )
 from ._gpt import (
     GPTConfig as GPTConfig,
@@ -30,5 +30,6 @@ from ._trainer import (
     make_trainer as make_trainer,
     measure_bits_per_byte as measure_bits_per_byte,
 )
+from ._verdict import VariantResult as VariantResult
 
 LinenGPT = _GPT  # there is one in nnx, too

@@ -14,7 +14,9 @@ from .._find_scale import find_scaled_state
 from .._finite import all_finite
 from .._float8_state import join_state, split_state
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_with_flax
+from .._messages import describe
 from .._rounding import is_half
+from .._scale_settings import suggest_loss_scale
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
 from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
@@ -116,7 +118,8 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
-        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}. For example: policy.loss_scale().")
+        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
+        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
@@ -142,7 +145,8 @@ def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) 
     It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
     infinities lower, and share a step that is skipped where one of them overflows:
 
-    >>> tx, losses = skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx, losses = jmp.optim.skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
     >>> params, scales = jnp.float32(2.0), {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**8)}
     >>> grads = {name: jmp.grad(losses[name], loss_scale=scales[name])(params) for name in losses}
     >>> scales = {name: scale.adjust(jmp.all_finite(grads[name])) for name, scale in scales.items()}
@@ -172,7 +176,8 @@ def check(state: PyTree, *, patience: int = 10) -> None:
       FloatingPointError: training is stuck.
       ValueError: `state` holds no such state, or several.
 
-    >>> check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
     """
     found = find_scaled_state(state)
     scale, skips = found.loss_scale, int(found.consecutive_skips)
@@ -268,8 +273,9 @@ class LossScaledUpdate(ParameterUpdate):
 def _check_state(state: PyTree) -> None:
     if not isinstance(state, LossScaledState):
         raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
-            "without them goes inside, tx.init(params)._replace(inner_state=restored)."
+            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
+            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
+            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
         )
 
 
