@@ -12,4 +12,5 @@ from ._doctor import (
     diagnose as diagnose,
 )
 from ._gpt import GPTConfig as GPTConfig
+from ._summary import RunSummary as RunSummary, ScaleHistory as ScaleHistory, StepFacts as StepFacts
 from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train
