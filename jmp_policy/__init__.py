@@ -4,7 +4,7 @@
 """
 
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from ._boundary import policy_of as policy_of, with_policy as with_policy
 from ._dtypes import half_dtype as half_dtype
@@ -30,7 +30,7 @@ from ._policy_map import PolicyMap as PolicyMap
 from ._trees import cast_floating as cast_floating, cast_to_full as cast_to_full, cast_to_half as cast_to_half
 from .autocast import autocast as autocast  # the function, which has the name of its package
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim, quant as quant
     from .autocast import AutocastRules as AutocastRules
 
@@ -38,13 +38,14 @@ __version__ = "0.1.0"
 
 _LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant")  # most import Flax or optax
 
+if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one that is loaded later
 
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return _importlib.import_module(f".{name}", __name__)
-    if name == "AutocastRules":
-        return _importlib.import_module(".autocast._rules", __name__).AutocastRules
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return _importlib.import_module(f".{name}", __name__)
+        if name == "AutocastRules":
+            return _importlib.import_module(".autocast._rules", __name__).AutocastRules
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -4,26 +4,41 @@ import contextlib
 import functools
 import itertools
 import threading
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, overload
 
 import jax
 
 from ._adapter import find_adapter, is_flax_object
 from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
-from ._get_policy import PolicySpec, get_policy, is_policy_spec
+from ._get_policy import get_policy, is_policy_spec
 from ._messages import describe
 from ._policy import Policy
 from ._policy_map import PolicyMap
+from ._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
 from ._trees import Args, Kwargs, PyTree
 
-NO_TARGET: Any = types.SimpleNamespace()
+
+class _NoTarget:
+    def __repr__(self) -> str:
+        return "<nothing>"
+
+
+NO_TARGET: Any = _NoTarget()
 """Stands for the target of a decorator, which is yet to come. `None` does not: it is a wrong target, and an error."""
 
 
-def with_policy(target: Any = NO_TARGET, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Any:
+# A policy in first place comes first: to a checker each of its kinds that can be called is a target as well.
+@overload
+def with_policy(target: FirstSpec, *, keep: Collection[str] = ()) -> Decorator: ...
+@overload
+def with_policy(*, policy: PolicySpec = None, keep: Collection[str] = ()) -> Decorator: ...
+@overload
+def with_policy(target: Jitted[P, R], policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Callable[P, R]: ...
+@overload
+def with_policy(target: F, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> F: ...
+def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the

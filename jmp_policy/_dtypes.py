@@ -3,7 +3,7 @@
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,15 @@ import numpy as np
 
 from ._messages import quote
 
-DTypeLike = Any
+
+class SupportsDType(Protocol):
+    """A scalar type of JAX, such as `jnp.bfloat16`."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+DTypeLike = str | np.dtype[Any] | type[np.generic] | SupportsDType
 """A dtype name, an `np.dtype`, or a scalar type of numpy, jax or ml_dtypes."""
 
 _LONGEST_WORD = 100  # which is compared with names that exist, in a time that grows with it
@@ -61,7 +69,7 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
     return found
 
 
-def half_dtype() -> DTypeLike:
+def half_dtype() -> Any:
     """Returns the half precision of the default backend: `jnp.bfloat16` on TPU, `jnp.float16` elsewhere.
 
     The scalar type, not the `np.dtype`, so that `half_dtype()(2**15)` makes an array, as in DeepMind's `jmp`.

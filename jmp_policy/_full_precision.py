@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,19 @@ import numpy as np
 
 from ._adapter import is_flax_object
 from ._dtypes import at_least_float32
+from ._signatures import Jitted, P, R
 from ._trees import PyTree, cast_floating, floating_leaves, is_floating
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FULL_PRECISION = "force_full_precision"
 """The scope that marks what is inside: where the inputs are float32 already nothing else tells `autocast` of it."""
 
 
+@overload
+def force_full_precision(fun: Jitted[P, R]) -> Callable[P, R]: ...
+@overload
+def force_full_precision(fun: F) -> F: ...
 def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Runs `fun` in float32, its matmuls at the highest precision.
 

@@ -1,23 +1,27 @@
 """The one parser of everything that stands for a policy, and the default policy."""
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import numpy as np
 
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._messages import quote
 from ._policy import Policy, read_default, read_origin, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
-
-PolicySpec = Any
-"""A policy, a map, a dtype, a string, the config of a policy or map, `None`, or an object with `__jmp_policy__()`.
-
-Such an object may be more than its policy, as one that carries a name and a loss scale is. With a `__jmp_key__()`,
-which is hashable and tells it apart, it is what `default_origin` returns while it is the default policy.
-"""
+from ._signatures import PolicySpec, SupportsPolicy
 
 
-def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
+# The nearest answer first: the dtypes of a `Policy | PolicyMap` do not complete.
+@overload
+def get_policy(spec: str | Policy | np.dtype[Any] | type[np.generic] | SupportsPolicy[Policy]) -> Policy: ...
+@overload
+def get_policy(spec: PolicyMap | SupportsPolicy[PolicyMap]) -> PolicyMap: ...
+@overload
+def get_policy(spec: PolicySpec) -> Policy | PolicyMap: ...
+def get_policy(spec: "PolicySpec") -> Policy | PolicyMap:
     """Reads a policy from anything that stands for one.
 
     Args:
@@ -53,10 +57,11 @@ def get_policy(spec: PolicySpec) -> Policy | PolicyMap:
         return get_policy(_ask(spec))
     if isinstance(spec, Mapping):
         return get_policy(_from_config(spec))
-    return Policy(*[parse_dtype(spec, example="'mixed_bfloat16'")] * 3)
+    dtype: Any = spec
+    return Policy(*[parse_dtype(dtype, example="'mixed_bfloat16'")] * 3)
 
 
-def _ask(spec: PolicySpec) -> PolicySpec:
+def _ask(spec: Any) -> PolicySpec:
     answer = spec.__jmp_policy__()
     if answer is spec:
         raise ValueError(f"__jmp_policy__() of {quote(spec)} returns the object itself. For example: 'mixed_bfloat16'.")
@@ -74,7 +79,7 @@ def _from_config(config: Mapping[str, Any]) -> Policy | PolicyMap:
     )
 
 
-def is_policy_spec(value: object) -> bool:
+def is_policy_spec(value: Any) -> bool:
     """Whether `get_policy` reads a value; unlike functions and modules, which `with_policy` takes in the same place.
 
     >>> is_policy_spec("mixed_bfloat16"), is_policy_spec(float), is_policy_spec(lambda x: x)
@@ -110,7 +115,7 @@ def default_origin() -> Any:
     return read_origin()
 
 
-def set_default_policy(spec: PolicySpec) -> None:
+def set_default_policy(spec: "PolicySpec") -> None:
     """Sets the default policy of the process, for every thread.
 
     Args:
@@ -121,7 +126,7 @@ def set_default_policy(spec: PolicySpec) -> None:
     set_default(get_policy(spec), spec)
 
 
-def use_policy(spec: PolicySpec) -> Any:
+def use_policy(spec: "PolicySpec") -> AbstractContextManager[None]:
     """A context manager in which the default policy is another one, in this thread.
 
     Args:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,37 @@ from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import warn_user
+from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, Loss],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, tuple[Loss, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Loss, Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -63,6 +91,33 @@ def value_and_grad(
     return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
 
 
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, Any]: ...
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    allow_int: bool = False,
+) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

@@ -7,7 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -20,6 +20,7 @@ from ._policy import Policy, read_default
 
 Key = str | type
 Spec = Any
+K = TypeVar("K", bound=Key)  # the keys of a map may be of fewer types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class PolicyMap:
     default: Policy | None
     _ranks: dict[tuple[str, weakref.ref[type]], int]
 
-    def __new__(cls, rules: Mapping[Key, Spec] | Iterable[tuple[Key, Spec]], default: Spec = None) -> "PolicyMap":
+    def __new__(cls, rules: Mapping[K, Spec] | Iterable[tuple[K, Spec]], default: Spec = None) -> "PolicyMap":
         """The one map of these rules."""
         pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else rules
         fields = (

@@ -1,15 +1,29 @@
-"""The README is true: its Python runs, and its commands are complete."""
+"""The README is true: its Python runs, its commands are complete, its links lead somewhere, also on a package page."""
 
+import doctest
+import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
+import hatch_build
 import jmp_policy as jmp
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+HOME = "https://host/owner/name"
+
+
+def run(blocks: list[str]) -> dict[str, object]:
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), namespace)
+    return namespace
 
 
 @pytest.fixture
@@ -20,24 +34,31 @@ def _standard_promotion():
 
 @pytest.mark.usefixtures("_standard_promotion")
 def test_every_python_block_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    namespace: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(README), "exec"), namespace)
+    names = run(BLOCKS)
     assert "loss_scale" in capsys.readouterr().out
-    assert jmp.metrics(namespace["optimizer"])["loss_scale"] == 2.0**15
+    assert jmp.metrics(names["optimizer"])["loss_scale"] == 2.0**15
+
+
+@pytest.mark.usefixtures("_standard_promotion")
+def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
+    names = run(BLOCKS[:2])
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    variables = names["model"].init(jax.random.key(1), x)
+    logits, expected = names["model"].apply(variables, x), names["MLPByHand"]().apply(variables, x)
+    assert logits.dtype == "float32"
+    assert (logits == expected).all()
+    assert (logits != names["MLP"]().apply(variables, x)).any()
 
 
 @pytest.mark.usefixtures("_standard_promotion")
 def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
     """A loss in bfloat16 is a warning, which is an error here."""
-    step = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+    before = next(i for i, block in enumerate(BLOCKS) if "def train_step" in block)
     (spelling,) = re.findall(r'On a TPU write `"(.*?)"` and change nothing else', TEXT)
-    namespace: dict[str, object] = {}
-    step = step.replace("params=float32,compute=float16,output=float32", spelling)
-    exec(compile(step, str(README), "exec"), namespace)
-    assert namespace["policy"].compute_dtype == "bfloat16"
-    assert namespace["loss"].dtype == "float32"
+    step = BLOCKS[before].replace("params=float32,compute=float16,output=float32", spelling)
+    names = run([*BLOCKS[:before], step])
+    assert names["policy"].compute_dtype == "bfloat16"
+    assert names["loss"].dtype == "float32"
 
 
 def test_there_are_two_commands_each_complete_on_a_fresh_machine():
@@ -48,6 +69,36 @@ def test_there_are_two_commands_each_complete_on_a_fresh_machine():
     ]
 
 
+def test_the_wheel_that_it_installs_is_the_one_that_it_builds():
+    assert f"dist/jmp_policy-{jmp.__version__}-py3-none-any.whl" in TEXT
+
+
 def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
-        assert (README.parent / link).exists(), link
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
+    assert links
+    assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_every_notebook_is_in_its_index():
+    notebooks = {f"notebooks/{path.name}" for path in (README.parent / "notebooks").glob("*.ipynb")}
+    assert set(re.findall(r"^\d\. \[[^]]*\]\((notebooks/[^)]*)\)", TEXT, re.MULTILINE)) == notebooks
+
+
+@pytest.mark.parametrize("repository", ["", HOME])
+def test_no_link_of_a_package_page_is_relative(repository):
+    page = hatch_build.mend_links(TEXT, repository)
+    assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith("https://")]
+    assert ("OWNER/REPOSITORY" in page) == (not repository)
+    assert ("](https://host/owner/name/blob/HEAD/notebooks/float8.ipynb)" in page) == bool(repository)
+
+
+def test_the_page_of_a_package_says_what_its_functions_say():
+    assert doctest.testmod(hatch_build).failed == 0
+
+
+def test_the_metadata_has_the_readme_as_it_is_on_a_package_page():
+    command = [sys.executable, "-m", "hatchling", "metadata"]
+    metadata = json.loads(subprocess.run(command, cwd=README.parent, check=True, capture_output=True, text=True).stdout)
+    repository = metadata.get("urls", {}).get("Repository", "")
+    assert metadata["readme"]["text"] == hatch_build.mend_links(TEXT, repository)
+    assert metadata.get("urls", {}) == hatch_build.name_pages(repository)

@@ -15,10 +15,10 @@ from .._adapter import Adapter, find_adapter, find_lifting_adapter, is_flax_obje
 from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
-from .._get_policy import PolicySpec
 from .._messages import describe, warn_user
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._signatures import PolicySpec
 from .._trees import Args, Kwargs, PyTree
 from ..interpreter import Kind, Rewriter, float_dtype, run, trace
 from ..interpreter._module_paths import AUTOCAST

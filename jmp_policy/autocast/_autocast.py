@@ -1,17 +1,45 @@
 """`autocast`: mixed precision for functions that were written in float32."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._boundary import NO_TARGET
-from .._get_policy import PolicySpec
+from .._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
 
 if TYPE_CHECKING:
     from ._rules import AutocastRules
 
 
+CustomRules = Literal["opaque", "inside"]
+
+
+@overload
+def autocast(
+    fun: FirstSpec, *, rules: "AutocastRules | None" = None, custom_rules: CustomRules = "opaque"
+) -> Decorator: ...
+@overload
+def autocast(
+    *, policy: PolicySpec = None, rules: "AutocastRules | None" = None, custom_rules: CustomRules = "opaque"
+) -> Decorator: ...
+@overload
+def autocast(
+    fun: Jitted[P, R],
+    policy: PolicySpec = None,
+    *,
+    rules: "AutocastRules | None" = None,
+    custom_rules: CustomRules = "opaque",
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fun: F,
+    policy: PolicySpec = None,
+    *,
+    rules: "AutocastRules | None" = None,
+    custom_rules: CustomRules = "opaque",
+) -> F: ...
 def autocast(
     fun: Any = NO_TARGET,
-    policy: PolicySpec = None,
+    policy: "PolicySpec" = None,
     *,
     rules: "AutocastRules | None" = None,
     custom_rules: str = "opaque",

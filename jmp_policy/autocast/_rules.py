@@ -10,9 +10,9 @@ from typing import Any
 from jax.extend.core import Primitive
 
 from .._dtypes import did_you_mean
-from .._get_policy import PolicySpec
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
+from .._signatures import PolicySpec
 from . import _tables
 from ._scopes import TREATMENTS, ScopeRow, parse_scope_rule
 from ._tables import Precision
@@ -112,7 +112,7 @@ def _read_function_row(name: Any, treatment: Any) -> tuple[str, str]:
     return name, treatment
 
 
-def _read_scope_rows(rows: Mapping[Key, PolicySpec], field: str) -> list[ScopeRow]:
+def _read_scope_rows(rows: Mapping[Any, PolicySpec], field: str) -> list[ScopeRow]:
     PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
     return [(key, parse_scope_rule(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
 

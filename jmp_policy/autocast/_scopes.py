@@ -13,10 +13,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._dtypes import did_you_mean
 from .._float8_format import Float8
-from .._get_policy import PolicySpec, get_policy
+from .._get_policy import get_policy
 from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
+from .._signatures import PolicySpec
 from ..interpreter import walk
 from ..interpreter._module_paths import ModulePaths, Modules
 from ..interpreter._program import is_backward

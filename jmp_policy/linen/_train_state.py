@@ -1,6 +1,6 @@
 """Flax's train state, in which a step that overflowed changes nothing."""
 
-from typing import Any
+from typing import Any, Self
 
 from flax.training import train_state
 
@@ -27,7 +27,7 @@ class TrainState(train_state.TrainState):
     (0, [1.0, 1.0], 2.0)
     """
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Takes one step.
 
         Args:

@@ -4,12 +4,13 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from .._get_policy import PolicySpec, get_policy
+from .._get_policy import get_policy
 from .._made_classes import make_subclass, pickle_by_recipe
 from .._memory import remember_on_class
 from .._messages import forget_warnings, warn_once
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._signatures import PolicySpec
 from .._trees import PyTree, cast_floating
 from ._attachment import Attachment, reject_param, wrap_methods
 from ._nodes import Node, NodeKind, find_kind, list_items
@@ -41,7 +42,7 @@ def find_given_policy(kind: type) -> Policy | PolicyMap | None:
     return getattr(kind, _GIVEN, (None, ()))[0]
 
 
-def cast_params(model: M, policy: PolicySpec) -> M:
+def cast_params(model: M, policy: "PolicySpec") -> M:
     """Copies a model, with its Params in the param dtype of a policy.
 
     `with_policy` shares the Variables of an instance, and so refuses one whose Params have another dtype; it takes

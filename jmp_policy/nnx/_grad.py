@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from flax import nnx
 
@@ -12,12 +12,40 @@ from .._float8_state import zero_unused
 from .._grad import differentiate_scaled, drop_value, unscale_grads
 from .._loss_scale import LossScale, NoOpLossScale
 from .._scaled_state import has_scaled_state
+from .._signatures import Aux, Loss, P
 from .._trees import PyTree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState
 
 
+@overload
+def value_and_grad(
+    fun: Callable[P, Loss],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, tuple[Loss, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Loss, Aux]],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -75,6 +103,33 @@ def value_and_grad(
     return with_state_kept
 
 
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, Any]: ...
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    *,
+    has_aux: Literal[True],
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: PyTree,
+    **options: Any,
+) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,

@@ -11,7 +11,7 @@ import optax
 from .._dtypes import DTypeLike, parse_dtype
 from .._rounding import is_half
 from .._trees import PyTree, cast_floating
-from ._step import check_not_outermost, check_transformation, keep_dtypes, with_extra_args
+from ._step import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
 
 _MU, _NU = "mu_dtype", "nu_dtype"
 
@@ -32,7 +32,7 @@ _ROLES_OF = {
 
 
 def cast_state(
-    inner: optax.GradientTransformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
+    inner: Transformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of any optimizer in dtypes of their own.
 

@@ -1,6 +1,6 @@
 """Putting gradients together: true ones by sums and means, and float8 state, which is not a gradient, by max."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,10 @@ from .._dtypes import at_least_float32
 from .._float8_state import join_state, split_state
 from .._trees import PyTree
 
+T = TypeVar("T")
 
-def accumulate(total: PyTree, grads: PyTree) -> PyTree:
+
+def accumulate(total: T, grads: PyTree) -> T:
     """Adds the gradients of a microbatch to those before it.
 
     `jax.tree.map(jnp.add, total, grads)`, but for the state of float8 layers, of which it takes the maximum: the
@@ -32,7 +34,7 @@ def accumulate(total: PyTree, grads: PyTree) -> PyTree:
     return join_state(jax.tree.map(jnp.add, total, grads), jax.tree.map(jnp.maximum, state, new_state))
 
 
-def pmean(grads: PyTree, axis_name: Any) -> PyTree:
+def pmean(grads: T, axis_name: Any) -> T:
     """Averages gradients over devices.
 
     `jax.lax.pmean`, but for the state of float8 layers, of which it takes the maximum. In `jax.shard_map` with its

@@ -13,6 +13,7 @@ from .._rounding import is_half
 from .._trees import PyTree
 from ._step import (
     ParameterUpdate,
+    Transformation,
     check_not_loss_scaled,
     check_not_outermost,
     check_transformation,
@@ -48,7 +49,7 @@ class Storage(abc.ABC):
         """New parameters of the dtypes of `params`, and their memory."""
 
 
-def half_parameters(inner: optax.GradientTransformation, storage: Storage) -> optax.GradientTransformationExtraArgs:
+def half_parameters(inner: Transformation, storage: Storage) -> optax.GradientTransformationExtraArgs:
     """The transformation that runs `inner` on wide parameters and float32 gradients.
 
     Raises:
@@ -68,7 +69,7 @@ def half_parameters(inner: optax.GradientTransformation, storage: Storage) -> op
 
 
 class _HalfParametersUpdate(ParameterUpdate):
-    def __init__(self, inner: optax.GradientTransformation, storage: Storage):
+    def __init__(self, inner: Transformation, storage: Storage):
         self._inner = inner
         self._storage = storage
 

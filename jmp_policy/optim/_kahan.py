@@ -9,6 +9,7 @@ import optax
 from .._rounding import round_as_float32, round_to_half
 from .._trees import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen
+from ._step import Transformation
 
 
 class KahanState(NamedTuple):
@@ -27,7 +28,7 @@ class KahanState(NamedTuple):
     compensation: Any
 
 
-def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def kahan(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     """Keeps what rounding takes from half-precision parameters, in as many bytes as they have.
 
     A parameter and its compensation together have about 16 significant bits in bfloat16 (22 in float16, above its

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,22 @@ from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_w
 from .._rounding import is_half
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._step import ParameterUpdate, check_transformation, keep_dtypes, step, with_extra_args
+from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
 from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
 
 AxisName = Any
 
+if TYPE_CHECKING:
 
-def loss_scaled(
-    inner: optax.GradientTransformation, loss_scale: LossScale, *, axis_name: AxisName | None = None
-) -> optax.GradientTransformationExtraArgs:
+    class LossScaling(optax.GradientTransformationExtraArgs):
+        """A transformation of which a type checker knows the state."""
+
+        init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
+else:
+    LossScaling = optax.GradientTransformationExtraArgs
+
+
+def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> "LossScaling":
     """Carries a loss scale beside an optimizer's state, and skips steps whose gradients are not finite.
 
     A skipped step changes nothing but the loss scale and the skip counters: `optim.step` keeps every bit of the
@@ -92,12 +99,10 @@ def loss_scaled(
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
 
-    return optax.GradientTransformationExtraArgs(init, LossScaledUpdate(inner, axis_name))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name))
 
 
-def skip_nonfinite(
-    inner: optax.GradientTransformation, *, axis_name: AxisName | None = None
-) -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> "LossScaling":
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
@@ -169,7 +174,7 @@ class LossScaledUpdate(ParameterUpdate):
 
     overwrites = True
 
-    def __init__(self, inner: optax.GradientTransformation, axis_name: AxisName | None):
+    def __init__(self, inner: Transformation, axis_name: AxisName | None):
         self._inner = inner
         self._axis_name = axis_name
         # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
@@ -244,7 +249,7 @@ class _Branches(NamedTuple):
     skip: Callable[[_Operands], tuple[PyTree, PyTree]]
 
 
-def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
+def _update(inner: Transformation, others: dict[str, Any]) -> _Branches:
     update = with_extra_args(inner).update
 
     @functools.partial(jax.jit, inline=True)  # jit, so that skip, which asks for its shapes, does not trace it again
@@ -260,7 +265,7 @@ def _update(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Bra
     return _Branches(take, skip)
 
 
-def _update_and_apply(inner: optax.GradientTransformation, others: dict[str, Any]) -> _Branches:
+def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> _Branches:
     def take(operands: _Operands) -> tuple[PyTree, PyTree]:
         extra = operands.extra | others
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))

@@ -11,6 +11,7 @@ from .._messages import quote
 from .._rounding import is_half, join_float32, round_to_half, split_float32
 from .._trees import PyTree
 from ._half_parameters import Storage, check_fits, half_parameters, map_half, no_memory, widen
+from ._step import Transformation
 
 
 class MasterWeightsState(NamedTuple):
@@ -43,7 +44,7 @@ class SplitWeightsState(NamedTuple):
     remainder: Any
 
 
-def master_weights(inner: optax.GradientTransformation, mode: str = "float32") -> optax.GradientTransformationExtraArgs:
+def master_weights(inner: Transformation, mode: str = "float32") -> optax.GradientTransformationExtraArgs:
     """Trains half-precision parameters as if they were float32.
 
     `inner` sees float32 gradients and parameters, keeps float32 moments, and never notices. Parameters of other dtypes

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, overload
 
 import jax
 import numpy as np
-import optax
 from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
@@ -17,14 +16,25 @@ from .._grad import scale_loss, value_and_grad, warn_of_half
 from .._loss_scale import NoOpLossScale
 from .._rounding import is_half
 from .._scaled_state import has_scaled_state
+from .._signatures import Aux, Loss, P
 from .._trees import PyTree
 from ._loss_scaled import LossScaledUpdate
-from ._step import step
+from ._step import Params, Transformation, step
 
 
+@overload
 def minimize(
-    fun: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool = False
-) -> Callable[..., tuple[Any, ...]]:
+    fun: Callable[Concatenate[Params, P], Loss], tx: Transformation, has_aux: Literal[False] = False
+) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss]]: ...
+@overload
+def minimize(
+    fun: Callable[Concatenate[Params, P], tuple[Loss, Aux]], tx: Transformation, has_aux: Literal[True]
+) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss, Aux]]: ...
+@overload
+def minimize(
+    fun: Callable[Concatenate[Params, P], Any], tx: Transformation, has_aux: bool = False
+) -> Callable[Concatenate[Params, Any, P], tuple[Any, ...]]: ...
+def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False) -> Callable[..., tuple[Any, ...]]:
     """Makes the training step of a loss function, in the fewest bytes.
 
     It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
@@ -69,7 +79,7 @@ def minimize(
 
 
 def _plain_step(
-    fun: Callable[..., Any], tx: optax.GradientTransformation, has_aux: bool, params: PyTree, opt_state: PyTree
+    fun: Callable[..., Any], tx: Transformation, has_aux: bool, params: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Any]:
     # Not outermost it may stand in optax.inject_hyperparams, which makes it anew in each step.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()

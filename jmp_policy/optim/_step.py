@@ -1,7 +1,7 @@
 """One step of an optimizer, from gradients to new parameters, by the shortest way that the optimizer offers."""
 
 import abc
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ from .._float8_state import join_state, split_state
 from .._scaled_state import check_outermost, has_scaled_state
 from .._trees import PyTree
 from ._unseen import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
+
+Transformation = optax.GradientTransformation | optax.MultiSteps
+State = TypeVar("State")
+Params = TypeVar("Params")
 
 
 class ParameterUpdate(abc.ABC):
@@ -35,9 +39,7 @@ class ParameterUpdate(abc.ABC):
         """The updated parameters and the next state."""
 
 
-def step(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, PyTree]:
+def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
     """Updates the parameters.
 
     Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are one branch: an overflowed step
@@ -80,7 +82,7 @@ def step(
 
 
 def _step(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
+    tx: Transformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     if isinstance(tx.update, ParameterUpdate):
         return tx.update.step(grads, opt_state, params, extra)
@@ -101,7 +103,7 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
             )
 
 
-def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
@@ -131,7 +133,7 @@ def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
         )
 
 
-def check_not_outermost(inner: optax.GradientTransformation, name: str) -> None:
+def check_not_outermost(inner: Transformation, name: str) -> None:
     """Checks that a transformation may stand inside the transformation `name`.
 
     Raises:

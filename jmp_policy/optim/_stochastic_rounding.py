@@ -10,6 +10,7 @@ from jax import lax
 from .._rounding import round_stochastically
 from .._trees import PyTree
 from ._half_parameters import Storage, half_parameters, map_half, widen_half
+from ._step import Transformation
 
 
 class StochasticRoundingState(NamedTuple):
@@ -27,7 +28,7 @@ class StochasticRoundingState(NamedTuple):
     key: jax.Array
 
 
-def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(inner: Transformation, key: jax.Array) -> optax.GradientTransformationExtraArgs:
     """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
 
     The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,

@@ -3,18 +3,19 @@
 import re
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
 from .._adapter import find_adapter, is_flax_object
-from .._get_policy import PolicySpec, get_policy
+from .._get_policy import get_policy
 from .._messages import warn_user
 from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._signatures import PolicySpec
 from .._trees import PyTree
 from ._array import QuantizedArray
 from ._clip import Clip
@@ -22,10 +23,30 @@ from ._layout import weight_layout
 from ._quantizer import Quantizer
 from ._weight import WEIGHT_NAMES
 
+T = TypeVar("T")
 
+
+@overload  # whose leaves are not all arrays any more
+def quantize(
+    target: dict[str, Any],
+    policy: PolicySpec,
+    *,
+    clip: Clip = "absmax",
+    input_clips: Mapping[str, Any] | None = None,
+    stacked: Collection[str] = (),
+) -> dict[str, Any]: ...
+@overload
+def quantize(
+    target: T,
+    policy: PolicySpec,
+    *,
+    clip: Clip = "absmax",
+    input_clips: Mapping[str, Any] | None = None,
+    stacked: Collection[str] = (),
+) -> T: ...
 def quantize(
     target: Any,
-    policy: PolicySpec,
+    policy: "PolicySpec",
     *,
     clip: Clip = "absmax",
     input_clips: Mapping[str, Any] | None = None,

@@ -5,9 +5,10 @@ from typing import Any
 
 from ..._dtypes import did_you_mean
 from ..._formats import KINDS, Float8
-from ..._get_policy import PolicySpec, get_policy, is_policy_spec
+from ..._get_policy import get_policy, is_policy_spec
 from ..._messages import quote
 from ..._policy import FROM, Policy as JmpPolicy
+from ..._signatures import PolicySpec
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
 from ._legacy_policy import Policy
 from ._quantized_dtype_policy import (
