@@ -121,13 +121,15 @@ def measure_residual_bytes(loss_fn: LossFn, params: PyTree, windows: np.ndarray)
     32
     """
 
-    def list_residuals(params: PyTree, windows: jax.Array) -> list[jax.Array]:
+    def list_residuals(params: PyTree, windows: jax.typing.ArrayLike) -> list[jax.Array]:
         _, pullback = jax.vjp(lambda params: loss_fn(params, windows), params)
         return jax.tree.leaves(pullback)
 
-    program = jax.make_jaxpr(list_residuals)(params, windows).jaxpr
-    made = {var for var in program.outvars if isinstance(var, Var)} - {*program.invars, *program.constvars}
-    return sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in made)
+    program, shapes = jax.make_jaxpr(list_residuals, return_shape=True)(params, windows)
+    given = {*program.jaxpr.invars, *program.jaxpr.constvars}
+    pairs = zip(program.jaxpr.outvars, shapes, strict=True)
+    made = {var: shape for var, shape in pairs if isinstance(var, Var) and var not in given}
+    return sum(shape.size * shape.dtype.itemsize for shape in made.values())
 
 
 def follow_loss_scale(first: float, records: Iterable[Mapping[str, Any]]) -> ScaleHistory:

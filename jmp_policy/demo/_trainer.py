@@ -14,7 +14,7 @@ from ._gpt import TrainerConfig
 
 NATS_PER_BIT = float(np.log(2))
 
-LossFn = Callable[[PyTree, np.ndarray], jax.Array]
+LossFn = Callable[[PyTree, jax.typing.ArrayLike], jax.Array]
 
 
 class Trainer(Protocol):
