@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, and was committed with its outputs."""
 
+import ast
 import pathlib
 
 import nbformat
@@ -31,6 +32,16 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
         for cell in notebook.cells:
             cell.source = cell.source.replace(long, short)
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": FOLDER}}).execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_imports_public_names_alone(path):
+    notebook = nbformat.read(path, as_version=4)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = [getattr(node, "module", None) or "" for node in imports] + [a.name for i in imports for a in i.names]
+    assert "jmp_policy" in modules
+    assert [name for name in modules if any(part.startswith("_") for part in name.split("."))] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

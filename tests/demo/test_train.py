@@ -5,13 +5,13 @@ import json
 import math
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
 from jmp_policy import StaticLossScale
 from jmp_policy.demo import (
-    Diagnosis,
     GPTConfig,
     Recommendation,
     UserError,
@@ -261,7 +261,7 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
 @pytest.mark.usefixtures("table")
 def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     recommendation = Recommendation("mixed_bfloat16", "it was made up")
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: Diagnosis("", [], {}, recommendation))
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
     _, text = run(folder, policy=None, steps=1)
     assert "The doctor recommends mixed_bfloat16: it was made up." in text
     assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"
@@ -270,7 +270,7 @@ def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
 @pytest.mark.usefixtures("table")
 def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_to_be_no_faster(folder, monkeypatch):
     recommendation = Recommendation("float32", "float16 takes 1.20 times as long")
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: Diagnosis("", [], {}, recommendation))
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
     _, text = run(folder, policy=None, steps=1)
     assert "float32 is as fast or faster here (--policy float32): float16 takes 1.20 times as long." in text
     assert RunFolder(folder / "run").read_config().policy.name == "mixed_float16"
