@@ -20,6 +20,7 @@ from jmp_policy.demo import (
 )
 from jmp_policy.demo._run_folder import RunConfig, RunFolder
 from jmp_policy.demo._trainer import make_trainer
+from jmp_policy.doctor import Speedup, StepTime
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -269,10 +270,12 @@ def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
 
 @pytest.mark.usefixtures("table")
 def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_to_be_no_faster(folder, monkeypatch):
-    recommendation = Recommendation("float32", "float16 takes 1.20 times as long")
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
+    steps = {"float16": StepTime(1.0, Speedup(0.83, 0.8, 0.9))}
+    diagnosis = SimpleNamespace(recommendation=Recommendation("float32", "it was made up"), steps=steps)
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: diagnosis)
     _, text = run(folder, policy=None, steps=1)
-    assert "float32 is as fast or faster here (--policy float32): float16 takes 1.20 times as long." in text
+    assert "float32 would be as fast or faster here: a pass in float16 runs at 0.83x its speed." in text
+    assert "--policy float32 trains so" in text
     assert RunFolder(folder / "run").read_config().policy.name == "mixed_float16"
 
 
