@@ -8,6 +8,7 @@ from matplotlib.image import imread
 import jmp_policy as jmp
 from jmp_policy.demo import _plot
 from jmp_policy.demo._plot import plot_comparison, plot_run
+from jmp_policy.report import find_style
 
 
 def draw(path, losses, scales, skipped=(), policy="mixed_float16"):
@@ -55,6 +56,9 @@ def test_every_curve_has_a_label_and_every_axis_a_unit(tmp_path, monkeypatch):
     assert below.get_yscale() == "log"
 
 
-def test_a_comparison_has_a_plot(tmp_path):
-    plot_comparison(tmp_path / "loss.png", {"float32": [3.0, 2.0], "half": [3.0, 2.1], "broken": [3.0, math.inf]})
+@pytest.mark.parametrize("broken", [[3.0, math.inf], [math.nan, math.nan]])
+def test_a_comparison_of_any_losses_has_a_plot(tmp_path, broken):
+    losses = {"float32": [3.0, 2.0], "bfloat16": [3.0, 2.1], "float16": broken}
+    styles = {name: find_style(name) for name in losses}
+    plot_comparison(tmp_path / "loss.png", losses, styles, bytes_per_step=1024)
     assert imread(tmp_path / "loss.png").std() > 0.01
