@@ -136,12 +136,3 @@ def test_another_error_keeps_its_traceback(trained):
     trained(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train"])
-
-
-def test_comparison_is_shown_as_a_table(monkeypatch, capsys):
-    row = demo.VariantResult("mixed_float16, no scaling", 2.5, math.nan, 0.125, 3, 1.0, 2**20, 2**21, 0.01)
-    monkeypatch.setattr(demo, "compare", lambda options, console: (Path("out"), [row]))
-    assert main(["compare"]) == 0
-    shown = capsys.readouterr().out
-    for text in ("2.500", "nan", "12.50%", "1.00", "2.00", "10.0", "out/ holds table.json, loss.png"):
-        assert text in shown
