@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ._find_scale import get_loss_scale
-from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
+from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
-from ._messages import warn_user
+from ._messages import describe, warn_user
 from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
 
@@ -103,10 +103,13 @@ def value_and_grad(
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
     section 3.2.
     """
-    scale = get_loss_scale(loss_scale)
     differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
-    prepare = functools.partial(_prepare_arguments, argnums, scale)
-    return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
+
+    def differentiate_with(scale: LossScale) -> Callable[..., Any]:
+        prepare = functools.partial(_prepare_arguments, argnums, scale)
+        return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
+
+    return read_scale_at_call(differentiate_with, fun, loss_scale)
 
 
 @overload
@@ -150,6 +153,34 @@ def grad(
     Array(6., dtype=float32)
     """
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
+
+
+def read_scale_at_call(
+    differentiate_with: Callable[[LossScale], Callable[..., Any]], fun: Callable[..., Any], state: PyTree
+) -> Callable[..., Any]:
+    """Makes a function that takes the scale out of a state when it is called: an `nnx.Optimizer` has a new one by then.
+
+    Args:
+      differentiate_with: makes of a scale the function to call.
+      fun: what is differentiated.
+      state: what holds the scale.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      ValueError: `state` holds no scale, or several; now, at the line of the user.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad takes a function, got {describe(fun)}. For example: "
+            "value_and_grad(lambda params: loss_fn(params, batch), loss_scale=opt_state)(params)."
+        )
+    get_loss_scale(state)
+
+    @functools.wraps(fun)
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
+        return differentiate_with(get_loss_scale(state))(*args, **kwargs)
+
+    return value_and_true_grad
 
 
 def differentiate_scaled(
@@ -205,8 +236,7 @@ def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:
 
 def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
     """Makes true gradients of scaled ones; float8 state, which is its own next value, has no scale."""
-    rest, state = split_state(grads)
-    return join_state(scale.unscale(rest), zero_unused(state))
+    return map_parts(scale.unscale, zero_unused, grads)
 
 
 def warn_of_half(loss: object, scale: LossScale) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._boundary import NO_TARGET
+from .._misuse import refuse_arguments
 from .._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def autocast(
     *,
     rules: "AutocastRules | None" = None,
     custom_rules: str = "opaque",
+    **mistaken: Any,
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 
@@ -122,4 +124,5 @@ def autocast(
     """
     from ._attach import attach  # not before: it loads the interpreter, and importing the library is to cost nothing
 
+    refuse_arguments("autocast", mistaken, ("fun", "policy", "rules", "custom_rules"))
     return attach(fun, policy, rules, custom_rules)

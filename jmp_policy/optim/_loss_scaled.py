@@ -14,7 +14,9 @@ from .._find_scale import find_scaled_state
 from .._finite import all_finite
 from .._float8_state import join_state, split_state
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_with_flax
+from .._messages import describe
 from .._rounding import is_half
+from .._scale_settings import suggest_loss_scale
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
 from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
@@ -116,7 +118,8 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
-        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}. For example: policy.loss_scale().")
+        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
+        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
@@ -268,8 +271,9 @@ class LossScaledUpdate(ParameterUpdate):
 def _check_state(state: PyTree) -> None:
     if not isinstance(state, LossScaledState):
         raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
-            "without them goes inside, tx.init(params)._replace(inner_state=restored)."
+            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
+            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
+            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
         )
 
 
