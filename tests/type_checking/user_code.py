@@ -112,9 +112,11 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y
 
 
-@jmp.autocast
-def double(x: jax.Array) -> jax.Array:
-    return x + x
+with jmp.use_policy("mixed_bfloat16"):
+
+    @jmp.autocast
+    def double(x: jax.Array) -> jax.Array:
+        return x + x
 
 
 @jmp.autocast("p=f32,c=bf16", rules=AutocastRules(functions={"softmax": "full"}), custom_rules="inside")
