@@ -10,7 +10,7 @@ from ..doctor import (
     Recommendation as Recommendation,
     diagnose as diagnose,
 )
-from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
+from ._compare import CompareOptions as CompareOptions, compare as compare
 from ._data import (
     Corpus as Corpus,
     load_corpus as load_corpus,
@@ -24,11 +24,13 @@ from ._gpt import (
     split_windows as split_windows,
 )
 from ._gpt_linen import GPT as _GPT
+from ._summary import RunSummary as RunSummary, ScaleHistory as ScaleHistory, StepFacts as StepFacts
 from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train
 from ._trainer import (
     Trainer as Trainer,
     make_trainer as make_trainer,
     measure_bits_per_byte as measure_bits_per_byte,
 )
+from ._verdict import VariantResult as VariantResult
 
 LinenGPT = _GPT  # there is one in nnx, too

@@ -9,6 +9,7 @@ from flax import nnx
 import jmp_policy as jmp
 
 from .._trees import PyTree
+from ..numerics import AuditReport, audit
 from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 
 
@@ -79,6 +80,15 @@ class NnxTrainer:
         graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
         return _pure_loss_fn(graphdef, params, others, windows)
 
+    def compute_logits(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
+        """The logits of given parameters, in the dtype in which the policy returns them."""
+        graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
+        return _compute_logits(graphdef, params, others, windows)
+
+    def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
+        """Audits the step, without running it."""
+        return audit(_train_step)(self.model, self.optimizer, windows)
+
     @property
     def params(self) -> nnx.State:
         """The parameters."""
@@ -111,6 +121,14 @@ def _pure_loss_fn(
     graphdef: nnx.GraphDef, params: PyTree, others: nnx.State, windows: jax.typing.ArrayLike
 ) -> jax.Array:
     return _loss_fn(nnx.merge(graphdef, params, others), windows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute_logits(
+    graphdef: nnx.GraphDef, params: PyTree, others: nnx.State, windows: jax.typing.ArrayLike
+) -> jax.Array:
+    inputs, _ = split_windows(windows)
+    return nnx.merge(graphdef, params, others)(inputs)
 
 
 @nnx.jit
