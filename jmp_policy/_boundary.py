@@ -14,6 +14,7 @@ from ._adapter import find_adapter, is_flax_object
 from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
 from ._get_policy import get_policy, is_policy_spec
 from ._messages import describe
+from ._misuse import NoContext, refuse_arguments, refuse_order
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
@@ -38,70 +39,114 @@ def with_policy(*, policy: PolicySpec = None, keep: Collection[str] = ()) -> Dec
 def with_policy(target: Jitted[P, R], policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Callable[P, R]: ...
 @overload
 def with_policy(target: F, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> F: ...
-def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = ()) -> Any:
+def with_policy(
+    target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = (), **mistaken: Any
+) -> Any:
     """Gives a function or a Flax module a policy.
 
-    A function's floating inputs (positional, keyword, nested) are cast to the compute dtype and its outputs to the
-    output dtype, once, at the outermost call. Flax modules among the arguments pass through uncast, for each has its
-    own policy. So do nnx Variables, alone or in optimizers, metrics and RNG streams, and any other object that JAX
-    does not take for a tree, with the arrays inside it. The quantization of a policy is for weights, and a function has
-    none. A Flax module, linen or nnx, casts in the same way at its boundary. Inside, it stores its parameters in the
-    param dtype, and every layer computes in the compute dtype; the parameter tree stays the same as without a policy.
-    Nothing is changed in place: the target stays as it is, only a decorated class is a new one.
+    A Flax module stores its parameters in float32, and computes in bfloat16:
 
-    Where several say what a layer computes in, the nearest wins:
+    >>> import jax, jax.numpy as jnp
+    >>> import jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(4), "mixed_bfloat16")
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
+    >>> y = model.apply(variables, jnp.ones((1, 8)))
+    >>> variables["params"]["kernel"].dtype, y.dtype
+    (dtype('float32'), dtype(bfloat16))
 
-    1. the `dtype` that an author wrote on the layer, a value other than the field's default;
-    2. what `with_policy` gave to the layer itself, then to the module around it, and so on outwards. A module has the
-       policy it was given last: the policy of an instance replaces its class's, and a second one the first, map or not;
-    3. in a `PolicyMap`, the first rule that covers the layer, be it by path, pattern or type, else the map's default;
-       inside of a module that has a policy of its own, the rules of a map around it decide nothing;
-    4. the default policy, where `with_policy` or a map was given none. It reaches nothing else.
+    A function gets its arguments in bfloat16, but for those that are kept:
 
-    The dtypes of parameters follow the same order without 1: a written `dtype` says what a layer computes in. A
-    function keeps the policy it has inside a second one, as with any decorator: replace it by decorating its
-    `__wrapped__`.
+    >>> @jmp.with_policy("mixed_bfloat16", keep=["position"])
+    ... def dtypes(x, position):
+    ...     return str(x.dtype), str(position.dtype)
+    >>> dtypes(jnp.ones(2), position=jnp.ones(2))
+    ('bfloat16', 'float32')
 
-    A module's policy holds while one of its methods runs. What is called past them has the policy of its caller: a
-    submodule of a bound linen module (`bound.dense(x)`, where `apply` with `method=lambda module, x: module.dense(x)`
-    has the policy), or an nnx method of a class without one (`Net.encode(net, x)`), which casts nothing. A linen module
-    that another one runs through `.apply`, as heads tied to a table do, stands inside of the one that makes the call:
-    under its own name, if the caller holds a module of that name. In a scan the carry keeps one dtype: attach the
-    policy around the scan, or to the linen class that `nn.scan` lifts; a policy or a rule for what runs inside needs
-    the carry's dtype as its output dtype.
+    What it does:
+
+    1. It casts floating inputs (positional, keyword, nested) to the compute
+       dtype, and outputs to the output dtype: once, at the outermost call.
+    2. It leaves uncast: Flax modules among the arguments, each of which has its
+       own policy; nnx Variables, alone or in optimizers, metrics and RNG
+       streams; and any other object that JAX does not take for a tree, with the
+       arrays inside it.
+    3. A Flax module stores its parameters in the param dtype, and every layer
+       in it computes in the compute dtype. The parameter tree stays the same as
+       without a policy.
+    4. A function has no weights, and so the quantization of a policy means
+       nothing to it.
+    5. Nothing is changed in place: a function, an instance and a class each
+       give a new one. A new nnx instance shares its Variables with the old one.
+
+    Where several say what a layer computes in, the first of these wins:
+
+    1. The `dtype` that an author wrote on the layer, a value other than the
+       field's default. It says what the layer computes in, and nothing of its
+       parameters: their dtypes follow rules 2 to 4.
+    2. What `with_policy` gave to the layer itself, then to the module around
+       it, and so on outwards. A module has the policy it was given last: the
+       policy of an instance replaces its class's, and a second one the first,
+       map or not.
+    3. In a `PolicyMap`, the first rule that covers the layer, be it by path,
+       pattern or type; else the map's default. Inside of a module that has a
+       policy of its own, the rules of a map around it decide nothing.
+    4. The default policy, where `with_policy` or a map was given none. It
+       reaches nothing else.
+
+    Where a policy holds:
+
+    1. A module's policy holds while one of its methods runs. What is called
+       past them has the policy of its caller: a submodule of a bound linen
+       module, `bound.dense(x)`, or an nnx method of a class without a policy,
+       `Net.encode(net, x)`, which casts nothing. For the submodule write
+       `apply` with `method=lambda module, x: module.dense(x)`, which has the
+       policy.
+    2. A linen module that another one runs through `.apply`, as heads tied to a
+       table do, stands inside of the one that makes the call: under its own
+       name, if the caller holds a module of that name.
+    3. In a scan the carry keeps one dtype. Attach the policy around the scan,
+       or to the linen class that `nn.scan` lifts. A policy or a rule for what
+       runs inside needs the carry's dtype as its output dtype.
+    4. A function keeps the policy it has inside a second one, as with any
+       decorator. To replace it, decorate its `__wrapped__`.
 
     Args:
-      target: a function, a linen or nnx class or instance. Without one, or with a policy here and none in second
-        place, the result is a decorator: `@with_policy(policy="mixed_bfloat16")`, `@with_policy("mixed_bfloat16")`. A
-        partial, or a class with subscripts, is one of a class or module with the policy. Static and class methods,
-        other partials, jitted functions and callable objects count as functions.
-      policy: anything that `get_policy` reads. `None` is the default policy, as of now: one that is set later does
-        not reach back. Of a `PolicyMap`, a function takes the policy of the root path `""`.
-      keep: names of arguments that enter uncast, such as float positions that half precision would ruin; of a module,
-        the arguments of that name of all its public methods.
+      target: a function, a linen or nnx class or instance. Without one, or with
+        a policy here and none in second place, the result is a decorator:
+        `@with_policy(policy="mixed_bfloat16")`,
+        `@with_policy("mixed_bfloat16")`. A partial, or a class with subscripts,
+        is one of a class or module with the policy. Static and class methods,
+        other partials, jitted functions and callable objects count as
+        functions.
+      policy: anything that `get_policy` reads. `None` is the default policy, as
+        of now: one that is set later does not reach back. Of a `PolicyMap`, a
+        function takes the policy of the root path `""`.
+      keep: names of arguments that enter uncast, such as float positions that
+        half precision would ruin; of a module, the arguments of that name of
+        all its public methods.
 
     Returns:
       What `target` is, with the policy.
 
     Raises:
-      TypeError: `target` is neither a function nor a Flax module; or, when it is called, what it returned would run
-        later, out of reach of the policy: a generator, a coroutine, or a module that it made.
-      ValueError: `get_policy` cannot read `policy`, or `keep` names something else than an argument.
-
-    >>> @with_policy("mixed_bfloat16", keep=["position"])
-    ... def dtypes(x, position):
-    ...     return str(x.dtype), str(position.dtype)
-    >>> dtypes(jnp.ones(2), position=jnp.ones(2))
-    ('bfloat16', 'float32')
+      TypeError: `target` is neither a function nor a Flax module; or, when it
+        is called, what it returned would run later, out of reach of the policy:
+        a generator, a coroutine, or a module that it made.
+      ValueError: `get_policy` cannot read `policy`, or `keep` names something
+        else than an argument.
     """
+    refuse_arguments("with_policy", mistaken, ("target", "policy", "keep"))
     target, captured = parse_target(target, policy)
     if target is NO_TARGET:
-        return lambda decorated: _give_policy(decorated, captured, keep)
+        return NoContext(lambda decorated: _give_policy(decorated, captured, keep), "with_policy")
     return _give_policy(target, captured, keep)
 
 
-def parse_target(target: Any, policy: PolicySpec) -> tuple[Any, Policy | PolicyMap]:
+def parse_target(target: Any, policy: PolicySpec, name: str = "with_policy") -> tuple[Any, Policy | PolicyMap]:
     """Returns what is given a policy, `NO_TARGET` for a decorator, and the policy, which may stand in first place."""
+    if policy is not None and target is not NO_TARGET and not is_policy_spec(policy) and is_policy_spec(target):
+        refuse_order(name, target, policy)
     if policy is None and target is not NO_TARGET and is_policy_spec(target):
         target, policy = NO_TARGET, target
     return target, get_policy(policy)

@@ -1,11 +1,15 @@
 """Finding the loss scale in whatever holds it, and its figures for a logger."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey
 
 from ._loss_scale import DynamicLossScale, LossScale, register_with_flax
+from ._messages import describe
+from ._scale_settings import suggest_loss_scale
 from ._scaled_state import NEVER_OUTSIDE, LossScaledState, check_not_inside, find_nodes, has_scaled_state
 from ._trees import PyTree
 
@@ -22,7 +26,8 @@ def get_loss_scale(state: PyTree) -> LossScale:
       ValueError: it holds none, or several; or it is inside the state of a transformation that goes on where
         `optim.loss_scaled` skips a step, such as `optax.MultiSteps`.
 
-    >>> get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
+    >>> import jmp_policy as jmp
+    >>> jmp.get_loss_scale({"step": 0, "scale": jmp.StaticLossScale(8.0)})
     StaticLossScale(loss_scale=8.0)
     """
     register_with_flax()
@@ -30,6 +35,12 @@ def get_loss_scale(state: PyTree) -> LossScale:
         return strip_variables(state)
     check_not_inside(NEVER_OUTSIDE, state)
     found = find_nodes(state, LossScale)
+    suggestion = "" if found else suggest_loss_scale(state)
+    if suggestion:
+        raise ValueError(
+            f"Expected a loss scale, or a state that holds one, got {describe(state)}. For example: {suggestion}; or, "
+            "so that the steps carry it, the state of jmp_policy.optim.loss_scaled(tx, loss_scale)."
+        )
     if len(found) != 1:
         raise ValueError(
             f"Expected a state that holds exactly one loss scale, got {type(state).__name__} with {len(found)}. "
@@ -57,18 +68,26 @@ def find_scaled_state(state: PyTree) -> LossScaledState:
 def metrics(state: PyTree) -> dict[str, Any]:
     """The figures of loss scaling as a flat dictionary of scalars, for any logger.
 
+    They are arrays, so that a jitted step can return them, and nothing is read back from the device. On the host
+    `jax.device_get` reads all at once and makes Python numbers of them, which JSON and every logger know. What is
+    joined to them by `|` becomes Python numbers too.
+
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
 
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32); of an optimizer's state also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). Nothing is read back from the device.
+      `skipped_steps` and `consecutive_skips` (int32). The dictionary is a pytree node of its own type.
 
     Raises:
       ValueError: the tree holds no loss scale, or several.
 
-    >>> metrics(jmp.NoOpLossScale())
-    {'loss_scale': np.float32(1.0), 'steps_since_growth': np.int32(0)}
+    >>> import jax, json
+    >>> import jax.numpy as jnp
+    >>> import jmp_policy as jmp
+    >>> loss, scale = jnp.float32(2.5), jmp.DynamicLossScale(2.0**10)
+    >>> json.dumps(jax.device_get({"loss": loss} | jmp.metrics(scale)))
+    '{"loss": 2.5, "loss_scale": 1024.0, "steps_since_growth": 0}'
     """
     scale = get_loss_scale(state)
     dynamic = isinstance(scale, DynamicLossScale)
@@ -80,7 +99,40 @@ def metrics(state: PyTree) -> dict[str, Any]:
         of_optimizer = find_scaled_state(state)
         for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
             figures[name] = getattr(of_optimizer, name)
-    return figures
+    return Metrics(figures)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Metrics(dict[str, Any]):
+    """A dictionary whose arrays are Python numbers once `jax.device_get` has read them.
+
+    That returns 0-dimensional arrays of numpy, which JSON and some loggers refuse. It rebuilds the dictionary from
+    them, and here they become numbers. Arrays of JAX and tracers, as `jit` rebuilds it from, stay.
+    """
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], tuple[str, ...]]:
+        """The figures with their names, as of a dictionary; their names, in order."""
+        return [(DictKey(name), figure) for name, figure in self.items()], tuple(self)
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[str, ...]]:
+        """The figures, and their names."""
+        return tuple(self.values()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], figures: Iterable[Any]) -> "Metrics":
+        """The dictionary of these figures."""
+        return cls(zip(names, map(_read_number, figures), strict=True))
+
+    def __or__(self, other: Any) -> Any:
+        return Metrics({**self, **other}) if isinstance(other, dict) else NotImplemented
+
+    def __ror__(self, other: Any) -> Any:
+        return Metrics({**other, **self}) if isinstance(other, dict) else NotImplemented
+
+
+def _read_number(figure: Any) -> Any:
+    is_on_host = isinstance(figure, np.ndarray | np.generic) and figure.ndim == 0
+    return figure.item() if is_on_host else figure
 
 
 def strip_variables(tree: T) -> T:

@@ -86,6 +86,26 @@ def map_rest(fun: Callable[[Any], Any], tree: T, *, is_leaf: Callable[[Any], boo
     return structure.unflatten([leaf if name else fun(leaf) for name, (_, leaf) in zip(names, keyed, strict=True)])
 
 
+def map_parts(map_rest: Callable[[T], T], map_state: Callable[[list[Any]], list[Any]], tree: T) -> T:
+    """Maps the state of a tree, a list of leaves, by one function, and the list of all other leaves by another.
+
+    The tree is rebuilt once, of leaves: a class of the user's may refuse to be made of `None`, as `split_state` makes
+    it. A tree without state is given to `map_rest` itself.
+
+    >>> tree = {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}
+    >>> map_parts(lambda leaves: [-x for x in leaves], lambda leaves: leaves, tree)
+    {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': -1.0}
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    names = name_state(tree)
+    if not any(names):
+        return map_rest(tree)
+    pairs = list(zip(names, leaves, strict=True))
+    rest: Any = map_rest([leaf for name, leaf in pairs if not name])  # type: ignore[arg-type]
+    mapped = iter(rest), iter(map_state([leaf for name, leaf in pairs if name]))
+    return structure.unflatten([next(mapped[bool(name)]) for name in names])
+
+
 def name_state(tree: object) -> list[str]:
     """Lists for each leaf the name that it has as state, and `""` for any other leaf."""
     return _name_leaves([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
@@ -105,12 +125,13 @@ def prepare_state(tree: T, loss_scale: ArrayLike) -> T:
     Raises:
       ValueError: a leaf is named as an amax history, and the other state of its product is missing.
     """
-    rest, state = split_state(tree)
-    _check_complete(rest)
-    if state is None:
+    keyed, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = _name_leaves([path for path, _ in keyed])
+    _check_complete([path for name, (path, _) in zip(names, keyed, strict=True) if not name])
+    if not any(names):
         return tree
-    prepare = lambda path, leaf: prepare_leaf(_last_word(path), leaf, loss_scale)
-    return join_state(rest, jax.tree_util.tree_map_with_path(prepare, state))
+    prepare = lambda name, leaf: prepare_leaf(name, leaf, loss_scale) if name else leaf
+    return structure.unflatten([prepare(name, leaf) for name, (_, leaf) in zip(names, keyed, strict=True)])
 
 
 def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array:
@@ -216,9 +237,8 @@ def _is_suspect(paths: Sequence[KeyPath]) -> bool:
     return OVERWRITE in text or _HISTORY in text
 
 
-def _check_complete(rest: object) -> None:
-    """Checks that nothing is state by its name alone in a tree from which state was taken."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+def _check_complete(paths: Sequence[KeyPath]) -> None:
+    """Checks that of the leaves that are no state, at these paths, none has a name of state."""
     for path in paths if _is_suspect(paths) else []:
         name = _last_word(path)
         if _HISTORY in name and name in STATE_NAMES:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ._find_scale import get_loss_scale
-from ._float8_state import explain_reuse, join_state, prepare_state, split_state, zero_unused
+from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
-from ._messages import warn_user
+from ._messages import describe, warn_user
 from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
 
@@ -52,43 +52,64 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiates `fun` with its loss scaled, and hands back true values.
 
-    The loss is multiplied by the scale, in float32, before the backward pass, so that gradients too small for
-    float16 survive it; the gradients are divided by the same scale afterwards, in float32. With a `NoOpLossScale`
-    this is `jax.value_and_grad`.
+    The loss and the gradients are those of the function, whatever the scale:
 
-    Where float8 layers have state among what is differentiated, its gradient is the next state: as true gradients make
-    it, whatever the scale, and the largest over all uses of a layer, in the steps of a scan too. State is known by its
-    names, as `quant.float8_state` gives them.
-
-    Args:
-      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
-        float32: a half-precision loss is rounded to 8 significant bits (bfloat16) or 11, and its cotangent is half
-        itself, which overflows at 65504 in float16; a warning says so while tracing.
-      argnums: which positional arguments to differentiate, as in `jax.value_and_grad`.
-      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
-      loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
-      allow_int: whether integer arguments may be differentiated, as in `jax.value_and_grad`.
-
-    Returns:
-      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is as
-      `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
-
-    Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`; or part of such a state stands alone.
-
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
-
-    >>> scale = jmp.StaticLossScale(2.0**10)
+    >>> import jax.numpy as jnp
+    >>> import jmp_policy as jmp
     >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float32) ** 2)
-    >>> loss, grads = value_and_grad(loss_fn, loss_scale=scale)(jnp.ones(2, jnp.float16))
+    >>> scale = jmp.StaticLossScale(2.0**10)
+    >>> grad_fn = jmp.value_and_grad(loss_fn, loss_scale=scale)
+    >>> loss, grads = grad_fn(jnp.ones(2, jnp.float16))
     >>> float(loss), grads.dtype, grads.tolist()
     (2.0, dtype('float32'), [2.0, 2.0])
+
+    What it does:
+
+    1. It multiplies the loss by the scale, in float32, before the backward
+       pass. Gradients too small for float16 survive it.
+    2. It divides the gradients by the same scale afterwards, in float32.
+    3. With a `NoOpLossScale` it is `jax.value_and_grad`.
+    4. Where float8 layers have state among what is differentiated, the gradient
+       of that state is the next state: as true gradients make it, whatever the
+       scale, and the largest over all uses of a layer, in the steps of a scan
+       too. State is known by its names, as `quant.float8_state` gives them.
+
+    Args:
+      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with
+        `has_aux`. Compute the loss in float32: a half-precision loss is rounded
+        to 8 significant bits (bfloat16) or 11, and its cotangent is half
+        itself, which overflows at 65504 in float16; a warning says so while
+        tracing.
+      argnums: which positional arguments to differentiate, as in
+        `jax.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      loss_scale: a `LossScale`, or any state that holds exactly one (an optax
+        state, a TrainState).
+      allow_int: whether integer arguments may be differentiated, as in
+        `jax.value_and_grad`.
+
+    Returns:
+      A function of the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The loss is as `fun` computed it. Gradients are
+      float32 or wider, and non-finite where the scaled backward pass
+      overflowed.
+
+    Raises:
+      ValueError: `loss_scale` holds no loss scale, or more than one; or a
+        float8 layer with state is used twice outside of `jax.jit`, or in a
+        branch for each example of `jax.vmap`; or part of such a state stands
+        alone.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
+    section 3.2.
     """
-    scale = get_loss_scale(loss_scale)
     differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
-    prepare = functools.partial(_prepare_arguments, argnums, scale)
-    return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
+
+    def differentiate_with(scale: LossScale) -> Callable[..., Any]:
+        prepare = functools.partial(_prepare_arguments, argnums, scale)
+        return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
+
+    return read_scale_at_call(differentiate_with, fun, loss_scale)
 
 
 @overload
@@ -132,6 +153,34 @@ def grad(
     Array(6., dtype=float32)
     """
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
+
+
+def read_scale_at_call(
+    differentiate_with: Callable[[LossScale], Callable[..., Any]], fun: Callable[..., Any], state: PyTree
+) -> Callable[..., Any]:
+    """Makes a function that takes the scale out of a state when it is called: an `nnx.Optimizer` has a new one by then.
+
+    Args:
+      differentiate_with: makes of a scale the function to call.
+      fun: what is differentiated.
+      state: what holds the scale.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      ValueError: `state` holds no scale, or several; now, at the line of the user.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad takes a function, got {describe(fun)}. For example: "
+            "value_and_grad(lambda params: loss_fn(params, batch), loss_scale=opt_state)(params)."
+        )
+    get_loss_scale(state)
+
+    @functools.wraps(fun)
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
+        return differentiate_with(get_loss_scale(state))(*args, **kwargs)
+
+    return value_and_true_grad
 
 
 def differentiate_scaled(
@@ -187,8 +236,7 @@ def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:
 
 def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
     """Makes true gradients of scaled ones; float8 state, which is its own next value, has no scale."""
-    rest, state = split_state(grads)
-    return join_state(scale.unscale(rest), zero_unused(state))
+    return map_parts(scale.unscale, zero_unused, grads)
 
 
 def warn_of_half(loss: object, scale: LossScale) -> None:

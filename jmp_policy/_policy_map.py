@@ -14,7 +14,7 @@ import jax
 from ._dtypes import parse_dtype
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from ._messages import quote
+from ._messages import describe, quote
 from ._paths import list_paths_to
 from ._policy import Policy, read_default
 
@@ -81,7 +81,7 @@ class PolicyMap:
 
     def __new__(cls, rules: Mapping[K, Spec] | Iterable[tuple[K, Spec]], default: Spec = None) -> "PolicyMap":
         """The one map of these rules."""
-        pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else rules
+        pairs: Iterable[Any] = rules.items() if isinstance(rules, Mapping) else _check_pairs(rules)
         fields = (
             tuple(_parse_rule(pair, i) for i, pair in enumerate(pairs)),
             None if default is None else _parse_rule_policy(default, "as default of a PolicyMap"),
@@ -215,6 +215,15 @@ def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:
     return [(rule.key, rule.policy) for rule in rules]
 
 
+def _check_pairs(rules: Any) -> Iterable[Any]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise TypeError(
+            f"The rules of a PolicyMap are a mapping or pairs, got {describe(rules)}. "
+            "For example: PolicyMap({'head': 'float32'}, default='mixed_bfloat16')."
+        )
+    return rules
+
+
 def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
     where = f"rule {position} of a PolicyMap"
     try:
@@ -226,11 +235,22 @@ def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
             re.compile(key)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. For example: r'block_\\d+/mlp'."
+                f"The key {quote(key)}, {where}, is not a valid pattern: {error}. {_show_pattern(key)}"
             ) from None
     elif not isinstance(key, type):
-        raise TypeError(f"The key {quote(key)}, {where}, is neither a pattern nor a module type. For example: 'head'.")
+        is_module = callable(key) and type(key).__module__ != "builtins"
+        example = type(key).__qualname__ if is_module else "'head'"
+        raise TypeError(
+            f"The key {describe(key)}, {where}, is neither a pattern nor a module type. For example: {example}."
+        )
     return MapRule(key, _parse_rule_policy(spec, f"for key {_spell(key)}, {where}"))
+
+
+def _show_pattern(key: str) -> str:
+    """Shows a valid pattern; of a glob such as `*norm`, the pattern that it stands for."""
+    if key.startswith(("*", "?")):
+        return f"Keys are regular expressions. For example: {re.sub('[*?]', '.*', key)!r}."
+    return "For example: r'block_\\d+/mlp'."
 
 
 def _parse_rule_policy(spec: Spec, where: str) -> Policy:
@@ -239,6 +259,12 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
         raise ValueError(f"{quote(spec)} {where} is not the policy of one module. For example: 'mixed_bfloat16'.")
+    if isinstance(spec, Mapping) and spec and "param_dtype" not in spec:
+        inner = next(iter(spec))
+        raise ValueError(
+            f"{quote(spec)} {where} is not the policy of one module: rules do not nest, and paths have slashes. "
+            f"For example: {{'head/{inner if isinstance(inner, str) else 'dense'}': 'mixed_bfloat16'}}."
+        )
     try:
         return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
     except ValueError as error:
@@ -270,9 +296,34 @@ def _explain_unused_rule(rule: MapRule, rules: PolicyMap, types: Mapping[str, An
     hiding = None if covered is None else rules.match(covered, types).rule
     if hiding is not None:
         return f"policy rule {_spell(rule.key)} decides nothing: the earlier rule {_spell(hiding.key)} hides it"
-    near = difflib.get_close_matches(str(rule.key), [path for path in types if path], 1, cutoff=0.4)
-    closest = f"; the closest path is {near[0]!r}" if near else ""
-    return f"policy rule {_spell(rule.key)} matches no module{closest}"
+    near = _find_nearest_type(rule.key, types) if isinstance(rule.key, type) else _find_nearest_path(rule.key, types)
+    return f"policy rule {_spell(rule.key)} matches no module{near and '; ' + near}"
+
+
+def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
+    """Names the path that a pattern comes nearest to, as a whole or in its last words."""
+    paths = [path for path in paths if path]
+    near = difflib.get_close_matches(key, paths, 1, cutoff=0.4)
+    if near:
+        return f"the closest path is {near[0]!r}"
+    depth = key.count("/") + 1
+    ends = {"/".join(path.split("/")[-depth:]): path for path in reversed(paths)}  # of paths that end alike the first
+    near = difflib.get_close_matches(key, ends, 1, cutoff=0.4)
+    if near:
+        return f"the closest path is {ends[near[0]]!r}, which r'(.*/)?{near[0]}' matches"
+    shown = [*map(repr, paths[:_SHOWN]), *["..."] * (len(paths) > _SHOWN)]
+    return f"the model has the paths {', '.join(shown)}" if paths else ""
+
+
+def _find_nearest_type(key: type, types: Mapping[str, Any]) -> str:
+    """Names the type of a module that comes nearest to another type: one of nnx has the name of linen's."""
+    found = {kind.__qualname__: kind for kind in types.values() if isinstance(kind, type)}
+    near = difflib.get_close_matches(key.__qualname__, found, 1, cutoff=0.4)
+    return f"the closest type is {found[near[0]].__module__}.{near[0]}" if near else ""
+
+
+_SHOWN = 5
+"""How many paths a sentence lists."""
 
 
 def _spell(key: Key) -> str:

@@ -1,6 +1,7 @@
 """What the settings of loss scales may be, as far as can be told: a number may be traced, or on other hosts."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -86,6 +87,28 @@ def check_scalar(value: object, name: str) -> None:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
+
+
+def suggest_loss_scale(value: object) -> str:
+    """What to write instead of a value that is no loss scale; the empty string, where that is not known.
+
+    >>> suggest_loss_scale("mixed_float16"), suggest_loss_scale(1024.0)
+    ("jmp_policy.get_policy('mixed_float16').loss_scale()", 'jmp_policy.StaticLossScale(1024.0)')
+    """
+    if value is None:
+        return "jmp_policy.NoOpLossScale()"
+    if isinstance(value, str):
+        is_policy = re.search(r"\d|float|half|full|infer|=", value)
+        return f"jmp_policy.get_policy({quote(value)}).loss_scale()" if is_policy else "jmp_policy.DynamicLossScale()"
+    if isinstance(value, int | float) or (isinstance(value, jax.Array | np.generic | np.ndarray) and value.ndim == 0):
+        return f"jmp_policy.StaticLossScale({'scale' if isinstance(value, Tracer) else float(value)})"
+    if isinstance(value, type):
+        return f"jmp_policy.{value.__name__}(2.0**15)" if hasattr(value, "unscale") else ""
+    if callable(getattr(value, "loss_scale", None)) or getattr(value, "__name__", "") == "loss_scale":
+        return "policy.loss_scale()"  # of a policy or a map, or the method, which is to be called
+    if hasattr(value, "init") and hasattr(value, "update"):  # a transformation of optax, which has no state itself
+        return "the state that it makes, opt_state = tx.init(params)"
+    return ""
 
 
 def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:

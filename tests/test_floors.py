@@ -21,6 +21,7 @@ FLOORS = {
     "_trees": 0,
     "_finite": 0,
     "_rounding": 0,
+    "_misuse": 1,
     "_loss_scale": 1,
     "_float8_format": 1,
     "_float8_recipe": 1,
@@ -50,6 +51,7 @@ FLOORS = {
     "compat": 8,
     "cli": 9,
     "demo": 9,
+    "doctor": 9,
     "__main__": 9,
 }
 
@@ -64,7 +66,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "autocast"), ("quant", "explanation"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"),
-              ("cli", "demo"), ("demo", "cli"), ("__main__", "cli")]  # fmt: skip
+              ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -136,7 +138,7 @@ def test_imports_go_down():
     def imports_from_above(path):
         here = top(name_of(path))
         inside = {top(name.removeprefix("jmp_policy.")) for name in imported(path) if name.startswith("jmp_policy.")}
-        if here in ("cli", "demo", "__main__"):
+        if here in ("cli", "demo", "doctor", "__main__"):
             inside &= set(FLOORS)  # they may import the package itself: `import jmp_policy as jmp`
         return {name for name in inside - {here} if FLOORS[name] >= FLOORS[here] and (here, name) not in SAME_FLOOR}
 
@@ -164,9 +166,17 @@ def test_the_core_imports_neither_flax_nor_optax():
 
 def test_the_library_never_imports_the_demo():
     def demo(path):
-        return {name for name in imported(path) if name.startswith(("jmp_policy.demo", "jmp_policy.cli"))}
+        above = ("jmp_policy.demo", "jmp_policy.cli", "jmp_policy.doctor")
+        return {name for name in imported(path) if name.startswith(above)}
 
     assert offenders(demo, [path for path in FILES if floor(path) < 9]) == {}
+
+
+def test_the_doctor_needs_no_extra():
+    def extra(path):
+        return {name for name in imported(path) if top(name) in ("matplotlib", "orbax") or "demo" in name.split(".")}
+
+    assert offenders(extra, [path for path in FILES if top(name_of(path)) == "doctor"]) == {}
 
 
 def test_the_adapters_are_the_one_import_by_name():

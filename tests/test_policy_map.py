@@ -1,6 +1,7 @@
 """Law 8: which rule covers which module, and what a bad map says."""
 
 import copy
+import functools
 import json
 import pickle
 
@@ -189,8 +190,20 @@ def test_rules_that_decide_nothing_are_named_and_explained():
         "policy rule 'a/b' decides nothing: the earlier rule 'a' hides it",
         "policy rule 'haed' matches no module; the closest path is 'head'",
         "policy rule Norm decides nothing: the earlier rule 'a' hides it",
-        "policy rule 'zzz' matches no module",
+        "policy rule 'zzz' matches no module; the model has the paths 'a', 'a/b', 'head'",
     ]
+
+
+def test_rule_that_matches_nothing_names_what_it_comes_nearest_to():
+    explain = lambda key, modules: PolicyMap({key: "float32"}).explain_unused(modules)[0].partition("; ")[2]
+    deep = ["transformer/decoder/block_0/attention", "transformer/decoder/lm_head"]
+    assert explain("transformer/decoder/lm_haed", deep) == "the closest path is 'transformer/decoder/lm_head'"
+    assert explain("haed", deep) == "the closest path is 'transformer/decoder/lm_head', which r'(.*/)?lm_head' matches"
+    assert PolicyMap({"(.*/)?lm_head": "float32"}).unused(deep) == ()
+    assert explain("zzz", [f"a{i}" for i in range(7)]) == "the model has the paths 'a0', 'a1', 'a2', 'a3', 'a4', ..."
+    assert explain("zzz", [""]) == explain(Norm, {"": dict}) == ""
+    other = type("Norm", (), {"__module__": "other.library"})  # as linen and nnx have layers of one name
+    assert explain(Norm, {"a": other}) == "the closest type is other.library.Norm"
 
 
 def test_a_rule_that_is_hidden_only_somewhere_is_used():
@@ -206,6 +219,16 @@ def test_a_rule_that_is_hidden_only_somewhere_is_used():
         (lambda: PolicyMap({"a{99999999999}": "float32"}), ValueError, r"is not a valid pattern: the repetition n"),
         (lambda: PolicyMap([("a", "float32"), (3, "float32")]), TypeError,
          r"^The key 3, rule 1 of a PolicyMap, is neither a pattern nor a module type\. For example: 'head'\.$"),
+        (lambda: PolicyMap({"*norm": "float32"}), ValueError,
+         r"nothing to repeat at position 0\. Keys are regular expressions\. For example: '\.\*norm'\.$"),
+        (lambda: PolicyMap({Norm(): "float32"}), TypeError,
+         r"^The key <.*Norm object .*, rule 0 of a PolicyMap, is neither .* For example: 'head'\.$"),
+        (lambda: PolicyMap({functools.partial(print): "float32"}), TypeError, r"module type\. For example: partial\.$"),
+        (lambda: PolicyMap("float32"), TypeError,
+         r"^The rules of a PolicyMap are a mapping or pairs, got 'float32'\. For example: PolicyMap\(\{'head': 'fl"),
+        (lambda: PolicyMap(None), TypeError, r"^The rules of a PolicyMap are a mapping or pairs, got None\."),
+        (lambda: PolicyMap({"a": {"b": "float32"}}), ValueError,
+         r"rule 0 of a PolicyMap is not the policy .* slashes\. For example: \{'head/b': 'mixed_bfloat16'\}\.$"),
         (lambda: PolicyMap({"a": "bflaot16"}), ValueError,
          r"^Unknown dtype or policy 'bflaot16'.* It stands for key 'a', rule 0 of a PolicyMap\.$"),
         (lambda: PolicyMap({}, default="x"), ValueError, r"^Unknown dtype or policy 'x'.* as default of a PolicyMap"),

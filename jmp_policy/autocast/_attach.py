@@ -16,6 +16,7 @@ from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
 from .._messages import describe, warn_user
+from .._misuse import NoContext, refuse_device
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._signatures import PolicySpec
@@ -44,11 +45,25 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    fun, captured = parse_target(fun, policy)
+    refuse_device("autocast", fun)
+    target, captured = parse_target(fun, policy, "autocast")
     check_policy(captured)
-    if fun is NO_TARGET:
-        return lambda target: _wrap_function(target, captured, moved, custom_rules)
-    return _wrap_function(fun, captured, moved, custom_rules)
+    if policy is None and target is fun and rules is None:
+        _warn_of_float32(captured)
+    if target is NO_TARGET:
+        return NoContext(lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast")
+    return _wrap_function(target, captured, moved, custom_rules)
+
+
+def _warn_of_float32(default: Policy | PolicyMap) -> None:
+    """Warns where no policy was given and the default one, which is float32 until somebody sets it, casts nothing."""
+    policies = [root_policy(default), *(rule.policy for rule in getattr(default, "rules", ()))]
+    if all(policy.compute_dtype == np.float32 for policy in policies):
+        warn_user(
+            "autocast was given no policy, and computes in float32 as the default one says: nothing runs in half. "
+            "For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
+            "autocast(loss_fn, 'float32') if that is meant."
+        )
 
 
 def _wrap_function(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:

@@ -1,16 +1,26 @@
 """`jmp-policy audit`."""
 
 import argparse
-import pkgutil
+import contextlib
+import functools
+import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._command import UserError, make_console
+from ._user_code import check_arguments, explain_errors, load_function, make_arguments
 
 if TYPE_CHECKING:
+    from ..numerics import AuditReport
     from ._command import Commands
+
+_EPILOG = """\
+For example, where train.py has train_step(state, batch): write in it
+`def make_args(): return make_state(), jax.ShapeDtypeStruct((8, 128), jnp.float32)`, and run
+`jmp-policy audit train:train_step --args train:make_args`. --json prints one document with these keys: versions, by
+package; device (platform, name, system, half_instructions); function; findings, a list (id, message, source, path,
+dtypes, backward, count); rows (path, operation, dtype, backward, count, flops, bytes); matmuls (operation, dtypes,
+dtype, source, path, backward, count, flops); uncounted_loops; flops; bytes."""
 
 
 def add_audit(commands: "Commands") -> None:
@@ -20,6 +30,7 @@ def add_audit(commands: "Commands") -> None:
         help="which operations of a function run in which dtype, and where that loses numbers",
         description="Trace a function, without running it, and print which of its operations run in which dtype, and "
         "what is likely to lose numbers or time, each with its line.",
+        epilog=_EPILOG,
     )
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:train_step, in this folder")
     parser.add_argument(
@@ -29,38 +40,47 @@ def add_audit(commands: "Commands") -> None:
         "jax.ShapeDtypeStructs suffice (default: no arguments)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with status 1 if anything is found")
-    parser.set_defaults(run=_audit)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.set_defaults(run=_run_audit)
 
 
-def _audit(arguments: argparse.Namespace) -> int:
+def _run_audit(arguments: argparse.Namespace) -> int:
     """Audits, and prints the report."""
-    from ..numerics import audit
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+        report = _audit_function(arguments.function, arguments.args)
+    if arguments.json:
+        from ..doctor import find_machine
 
-    fun = _load_function(arguments.function)
-    args = _load_function(arguments.args)() if arguments.args else ()
-    report = audit(fun)(*(args if isinstance(args, tuple) else (args,)))
-    make_console().print(str(report))
+        document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
+        print(json.dumps(document, indent=2))
+    else:
+        make_console().print(str(report))
     return 1 if arguments.strict and report.findings else 0
 
 
-def _load_function(name: str) -> Callable[..., Any]:
-    """The function of a name like `package.module:function`, found from the current folder as Python's `-m` does."""
-    module, separator, attributes = name.partition(":")
-    if not (module and separator and attributes):
-        raise UserError(f"{name!r} names no function. For example: train:train_step, or package.train:Model.apply.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def _audit_function(name: str, maker: str | None) -> "AuditReport":
+    """The report of a function of the user's.
+
+    Args:
+      name: the function.
+      maker: the function that returns its arguments.
+
+    Raises:
+      UserError: there is no such function, it takes other arguments, or the user's code raises.
+    """
+    from ..numerics import audit
+
+    fun = load_function(name)
+
+    @functools.wraps(fun)
+    def call_explained(*args: Any) -> Any:
+        with explain_errors(f"{name} raised"):
+            return fun(*args)
+
     try:
-        found: Any = pkgutil.resolve_name(f"{module}:")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(f"there is no module {error.name!r}, of {name!r}, here or among the installed ones") from None
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise UserError(f"{getattr(found, '__name__', found)} has no {attribute!r}, of {name!r}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise UserError(f"{name!r} is no function, but {found!r}")
-    return found
+        audit(fun)
+    except TypeError as error:  # it is a class, or a module of Flax
+        raise UserError(f"{name}: {error}") from None
+    args = () if maker is None else make_arguments(maker)
+    check_arguments(fun, args, name, maker)
+    return audit(call_explained)(*args)

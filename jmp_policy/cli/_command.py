@@ -42,7 +42,10 @@ def _int_from(text: str, least: int) -> int:
 
 
 def make_console() -> "Console":
-    """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too."""
+    """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too.
+
+    In a notebook it prints to the output of the cell, too, where rich would make a page of each line.
+    """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)

@@ -1,18 +1,21 @@
 """Parsing the command line, and turning errors into one line and an exit status."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from .._dtypes import did_you_mean
 from ._audit import add_audit
 from ._command import UserError
-from ._demo import add_compare, add_doctor, add_train
+from ._demo import add_compare, add_train
+from ._doctor import add_doctor
 
-COMMANDS = (add_train, add_compare, add_doctor, add_audit)
+COMMANDS = {"train": add_train, "compare": add_compare, "doctor": add_doctor, "audit": add_audit}
 
 # What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
-_DEMO_PACKAGES = ("rich", "orbax", "matplotlib")
+_DEMO_PACKAGES = ("orbax", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,11 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        arguments = _make_parser().parse_args(argv)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        return _run_command(arguments)
     except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
         return int(exit.code or 0)
-    try:
-        return _run_command(arguments)
     except KeyboardInterrupt:
         return _fail("interrupted", status=130)
 
@@ -50,11 +52,30 @@ def _run_command(arguments: argparse.Namespace) -> int:
         return _fail(str(error), status=1)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; what is misspelt is an error that offers the nearest name."""
+    parser = _make_parser()
+    command = next((word for word in argv if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        parser.error(f"there is no command {command!r}. {did_you_mean(command, COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse_arguments(arguments.parser, unknown)
+    if command is None:
+        *others, last = COMMANDS
+        parser.error(f"which command? {', '.join(others)} or {last}: jmp-policy --help says what they do")
+    return arguments
+
+
+def _make_parser() -> "_Parser":
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add_command in COMMANDS:
+    parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of what is installed")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for add_command in COMMANDS.values():
         add_command(commands)
+    for subparser in commands.choices.values():
+        subparser.set_defaults(parser=subparser)
     return parser
 
 
@@ -63,6 +84,27 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _PrintVersions(argparse.Action):
+    """Prints the versions when they are asked for: to look them up takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from ..doctor import list_versions
+
+        versions = list_versions()
+        others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")
+        print(f"jmp_policy {versions['jmp_policy']} ({others})")
+        parser.exit(0)
+
+
+def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Says which word of the command line is not understood."""
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    if word.startswith("-"):
+        options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
+        parser.error(f"there is no option {word!r}. {did_you_mean(word.partition('=')[0], options)}")
+    parser.error(f"{word!r} is one word too many. {parser.prog} --help shows what it takes")
 
 
 def _fail(message: str, *, status: int = 2) -> int:

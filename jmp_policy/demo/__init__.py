@@ -4,18 +4,18 @@ Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
 from ..cli._command import UserError as UserError
+from ..doctor import (
+    Diagnosis as Diagnosis,
+    MatmulRate as MatmulRate,
+    Recommendation as Recommendation,
+    diagnose as diagnose,
+)
 from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
 from ._data import (
     Corpus as Corpus,
     load_corpus as load_corpus,
     sample_batch as sample_batch,
     validation_batches as validation_batches,
-)
-from ._doctor import (
-    Diagnosis as Diagnosis,
-    MatmulRate as MatmulRate,
-    Recommendation as Recommendation,
-    diagnose as diagnose,
 )
 from ._gpt import (
     GPTConfig as GPTConfig,

@@ -12,6 +12,7 @@ from rich.console import Console
 import jmp_policy as jmp
 
 from ..cli._command import UserError
+from ..doctor import diagnose
 from ._checkpoints import Checkpoints
 from ._data import (
     Corpus,
@@ -23,7 +24,6 @@ from ._data import (
     validation_batches,
 )
 from ._display import StopRequest, TrainDisplay
-from ._doctor import diagnose
 from ._gpt import GPTConfig, TrainerConfig
 from ._plot import plot_run
 from ._run_folder import RunConfig, RunFolder

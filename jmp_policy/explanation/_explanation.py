@@ -1,8 +1,9 @@
 """The explanation: a row per module, what was amiss with the rules, and totals."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._paths import list_paths_to
@@ -13,16 +14,13 @@ from ..report import (
     Table,
     find_row,
     format_bytes,
+    is_fitting,
     list_places,
     name_place,
     shorten_dtypes,
     shorten_policy,
 )
 from ._half_sums import REMEDY
-
-_WIDE, _WIDER = 100, 150
-"""Terminals of so many columns show each row with its policy, and with its quantization; narrower ones have tables
-of their own for these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Row:
         return plain | {"policy": None if self.policy is None else self.policy.name}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Report):
     """What `jmp_policy.explain` found: a table in a terminal, and in a notebook.
 
@@ -86,14 +84,12 @@ class Explanation(Report):
     >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))
     >>> explanation[""].compute_dtypes, explanation.total_bytes
     (('bfloat16',), 32)
+    >>> explanation
+    <Explanation: 1 modules; print it for the table>
     >>> print(explanation)
-    module type  rule           param in  compute out  bytes
-    ────────────────────────────────────────────────────────
-    Dense  Dense its own policy f32   f32 bf16    bf16  32 B
-    <BLANKLINE>
-    rule            policy          modules
-    ───────────────────────────────────────
-    its own policy  mixed_bfloat16        1
+    module  type   policy          rule            param  in   compute  out   bytes
+    ───────────────────────────────────────────────────────────────────────────────
+    Dense   Dense  mixed_bfloat16  its own policy  f32    f32  bf16     bf16   32 B
     <BLANKLINE>
     parameters: 32 B, 100% of what they would take in float32
     """
@@ -130,27 +126,41 @@ class Explanation(Report):
             "float32_bytes": self.float32_bytes,
         }
 
+    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+        return f"<Explanation: {len(self.rows)} modules; print it for the table>"
+
     def _list_tables(self, width: int | None) -> list[Table]:
-        has_policies = any(row.policy is not None for row in self.rows)
-        quantization = ["quantization"] if any(row.quantization for row in self.rows) else []
+        rows, headers = self.rows, ["module", "type", *_HEADERS]
+        quantization = ["quantization"] if any(row.quantization for row in rows) else []
         if width is None:
             headers = ["module", "type", "policy", *_HEADERS, *quantization, "leaks into"]
-            return [_make_module_table(self.rows, headers, lambda row: row.path)]
-        indent = functools.partial(_indent, paths={row.path for row in self.rows})
-        if not has_policies:
-            return [_make_module_table(self.rows, ["module", "type", *_HEADERS], indent, gap=1)]
-        if width >= (_WIDER if quantization else _WIDE):
-            return [_make_module_table(self.rows, ["module", "type", "policy", *_HEADERS, *quantization], indent)]
-        modules = _make_module_table(self.rows, ["module", "type", *_HEADERS], indent, gap=1)
-        return [modules, _make_rule_table(self.rows), *(_make_quantization_table(self.rows) for _ in quantization)]
+            return [_make_module_table(rows, headers, module=lambda row: row.path)]
+        indent = functools.partial(_indent, paths={row.path for row in rows})
+        modules = _make_module_table(rows, headers, gap=1, module=indent)
+        if all(row.policy is None for row in rows):
+            return [modules]
+        whole = _make_module_table(rows, ["module", "type", "policy", *_HEADERS, *quantization], module=indent)
+        if is_fitting(whole, width):
+            return [whole]
+        # A narrow terminal has a table of the policies, and one of what was quantized. Where there is no room even for
+        # the rules, that table has their names, and the one of the modules has numbers.
+        numbers = {} if is_fitting(modules, width) else _number_rules(rows)
+        modules = _make_module_table(rows, headers, gap=1, module=indent, rule=lambda row: _name_rule(row, numbers))
+        return [modules, _make_rule_table(rows, numbers), *(_make_quantization_table(rows) for _ in quantization)]
 
     def _list_notes(self) -> list[str]:
         found = _describe_bytes(self), *_describe_leaks(self), *_describe_half_sums(self)
         return [*found, *self.unused, *self.unknown]
 
 
+Rule = tuple[str, Policy | None]
+"""Where a policy came from, and the policy."""
+
 _HEADERS = ("rule", "param", "in", "compute", "out", "bytes")
 """The columns of every table of modules."""
+
+_NAMES = ("module", "type", "policy", "bytes")
+"""The columns whose cells have one line; those of the others are lists and sentences."""
 
 _CELLS: dict[str, Callable[[Row], str]] = {
     "type": lambda row: row.type,
@@ -168,19 +178,32 @@ _CELLS: dict[str, Callable[[Row], str]] = {
 
 
 def _make_module_table(
-    rows: Sequence[Row], headers: Sequence[str], name_module: Callable[[Row], str], gap: int = 2
+    rows: Sequence[Row], headers: Sequence[str], gap: int = 2, **cells: Callable[[Row], str]
 ) -> Table:
-    """A row for each module."""
-    columns = [Column(header, is_number=header == "bytes", wraps=header != "bytes") for header in headers]
-    cells = _CELLS | {"module": name_module}
-    return Table(columns, [[cells[header](row) for header in headers] for row in rows], gap)
+    """A row for each module, in whose columns stands what `_CELLS` or the arguments of their names say."""
+    columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
+    said = _CELLS | cells
+    texts = [[said[header](row) for header in headers] for row in rows]
+    return Table(columns, texts, gap, headings=[_name_module(row) for row in rows])
 
 
-def _make_rule_table(rows: Sequence[Row]) -> Table:
+def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
     """A row for each rule and its policy."""
-    holding = [(row.rule, shorten_policy(row.policy)) for row in rows if row.policy is not None]
-    cells = [(rule, policy, str(holding.count((rule, policy)))) for rule, policy in dict.fromkeys(holding)]
-    return Table([Column("rule"), Column("policy"), Column("modules", is_number=True)], cells)
+    counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
+    cells = [
+        (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
+        for rule, count in counts.items()
+    ]
+    return Table([Column("rule", wraps=True), Column("policy"), Column("modules", is_number=True)], cells)
+
+
+def _number_rules(rows: Sequence[Row]) -> dict[Rule, int]:
+    rules = dict.fromkeys((row.rule, row.policy) for row in rows if row.policy is not None)
+    return {rule: number for number, rule in enumerate(rules, start=1)}
+
+
+def _name_rule(row: Row, numbers: Mapping[Rule, int]) -> str:
+    return str(numbers.get((row.rule, row.policy), row.rule))
 
 
 def _make_quantization_table(rows: Sequence[Row]) -> Table:
@@ -190,14 +213,18 @@ def _make_quantization_table(rows: Sequence[Row]) -> Table:
         if row.quantization:
             places.setdefault(row.quantization, []).append(name_place(row.path))
     cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
-    return Table([Column("quantization"), Column("modules")], cells)
+    return Table([Column("quantization", wraps=True), Column("modules", wraps=True)], cells)
 
 
 def _indent(row: Row, paths: set[str]) -> str:
     """The path of a module, without what the row of the module around it says already; marked if it has a note."""
     around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
-    name = row.path.removeprefix(f"{around[-1]}/") if around else row.path or row.type
-    return "  " * len(around) + name + (" (!)" if row.leaks_into or row.half_sums else "")
+    name = _name_module(row)
+    return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
+
+
+def _name_module(row: Row) -> str:
+    return (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
 
 
 def _describe_bytes(explanation: Explanation) -> str:

@@ -9,7 +9,7 @@ from flax import nnx
 from .._find_scale import get_loss_scale
 from .._finite import all_finite, select_tree
 from .._float8_state import zero_unused
-from .._grad import differentiate_scaled, drop_value, unscale_grads
+from .._grad import differentiate_scaled, drop_value, read_scale_at_call, unscale_grads
 from .._loss_scale import LossScale, NoOpLossScale
 from .._scaled_state import has_scaled_state
 from .._signatures import Aux, Loss, P
@@ -89,7 +89,8 @@ def value_and_grad(
     [[1.0], [1.0]]
     """
     differentiate = functools.partial(nnx.value_and_grad, **options)
-    differentiated = _differentiate_models(differentiate, fun, argnums, has_aux, loss_scale)
+    differentiate_with = functools.partial(_differentiate_models, differentiate, fun, argnums, has_aux)
+    differentiated = read_scale_at_call(differentiate_with, fun, loss_scale)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
@@ -149,10 +150,10 @@ def grad(
 
 
 def _differentiate_models(
-    differentiate: functools.partial[Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, loss_scale: PyTree
+    differentiate: functools.partial[Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, scale: LossScale
 ) -> Callable[..., Any]:
     """Makes the function that differentiates models, with respect to their float8 state too, where they have some."""
-    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, get_loss_scale(loss_scale))
+    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, scale)
 
     @functools.wraps(fun)
     def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +162,6 @@ def _differentiate_models(
             check_state_types(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
         if not any(find_states(args[position]) for position in positions):
             return plain(*args, **kwargs)
-        scale = get_loss_scale(loss_scale)
         prepared = prepare_states(fun, positions, scale.loss_scale)
         wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
         of_state = differentiate_scaled(differentiate, prepared, wrt, has_aux, scale, unscale=_unscale_models)

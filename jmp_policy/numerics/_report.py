@@ -226,8 +226,6 @@ class AuditReport(Report):
         counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
         return f"<AuditReport: {counts}; print it for the table>"
 
-    _wraps_notes = False  # a line of the source stays whole
-
     def _list_tables(self, width: int | None) -> list[Table]:
         tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
         return [*tables, _make_row_table(_choose_rows(self.rows))] if self.rows or width is None else tables
@@ -285,11 +283,12 @@ def _make_row_table(rows: Iterable[AuditRow]) -> Table:
         )
         for row in rows
     ]
-    return Table([*map(Column, texts), *map(_number_column, numbers)], cells)
+    headings = [cell[0] or "(no module)" for cell in cells]
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells, headings=headings)
 
 
 def _number_column(header: str) -> Column:
-    return Column(header, is_number=True, wraps=False)
+    return Column(header, is_number=True)
 
 
 def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -68,6 +69,13 @@ def find_running_line() -> str:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return next((f"{file}:{number} ({name})" for file, number, name in frames if not _is_library(file)), "")
+
+
+def find_raising_line(error: BaseException) -> str:
+    """Finds the innermost frame of the user's code that an error came through; none is the empty string."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = (f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in frames if not _is_library(frame.filename))
+    return next(lines, "")
 
 
 def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:

@@ -14,7 +14,9 @@ from .._find_scale import find_scaled_state
 from .._finite import all_finite
 from .._float8_state import join_state, split_state
 from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_with_flax
+from .._messages import describe
 from .._rounding import is_half
+from .._scale_settings import suggest_loss_scale
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
 from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
@@ -32,60 +34,92 @@ else:
     LossScaling = optax.GradientTransformationExtraArgs
 
 
-def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> "LossScaling":
-    """Carries a loss scale beside an optimizer's state, and skips steps whose gradients are not finite.
+def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> LossScaling:
+    """Carries a loss scale beside an optimizer's state, and skips steps whose
+    gradients are not finite.
 
-    A skipped step changes nothing but the loss scale and the skip counters: `optim.step` keeps every bit of the
-    parameters and of the inner state, `update` followed by `optax.apply_updates` does as well (the updates are -0.0),
-    subnormal parameters excepted where the backend flushes them. The decision is made on the device.
+    A step that overflowed changes no parameter, and halves the scale:
 
-    It goes outermost, once, around everything else. Elsewhere something goes on where it skips a step, or hides from it
-    that it should; `init`, `optim.step` and `value_and_grad` raise where they can tell.
+    >>> import jax.numpy as jnp, optax
+    >>> import jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.inf, 1.0])}
+    >>> opt_state = tx.init(params)
+    >>> params, opt_state = jmp.optim.step(tx, grads, opt_state, params)
+    >>> params["w"].tolist(), int(opt_state.skipped_steps)
+    ([1.0, 1.0], 1)
+    >>> float(opt_state.loss_scale.loss_scale)
+    2.0
 
-    ======================================================  ======================================================
-    works                                                   does not
-    ======================================================  ======================================================
-    `loss_scaled(chain(clip, adamw, add_decayed_weights))`  `chain(clip, loss_scaled(adamw), add_decayed_weights)`
-    `loss_scaled(MultiSteps(adamw, k))`                     `MultiSteps(loss_scaled(adamw), k)`
-    `loss_scaled(partition({"a": adamw, "b": sgd}, f))`     `partition({"a": loss_scaled(adamw), "b": sgd}, f)`
-    `loss_scaled(inject_hyperparams(adamw)(schedule))`      `inject_hyperparams(scaled_adamw)(schedule)`
-    `loss_scaled(adamw)`                                    `apply_if_finite(loss_scaled(adamw), n)`
-    ======================================================  ======================================================
+    What it does:
 
-    Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside, the accumulator would be nan for ever. Its
-    scale counts microbatches, where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows as often. A
-    clip outside hides an infinity, weight decay and schedules outside go on. `inject_hyperparams` of numbers may be
-    outside.
+    1. A skipped step changes nothing but the loss scale and the skip counters.
+       `optim.step` keeps every bit of the parameters and of the inner state.
+       `update` followed by `optax.apply_updates` does as well (the updates are
+       -0.0), subnormal parameters excepted where the backend flushes them.
+    2. The decision is made on the device.
+    3. It goes outermost, once, around everything else. Elsewhere something goes
+       on where it skips a step, or hides from it that it should; `init`,
+       `optim.step` and `value_and_grad` raise where they can tell.
+    4. Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside,
+       the accumulator would be nan for ever. Its scale counts microbatches,
+       where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows
+       as often.
+    5. A clip outside of it hides an infinity; weight decay and schedules
+       outside go on. `inject_hyperparams` of numbers may be outside.
 
-    A saved state is restored into one with the same kind of loss scale, and goes on with another, a new policy's
-    say, by `state._replace(loss_scale=policy.loss_scale())` (in nnx, which keeps each array in a Variable,
-    `jax.tree.map(nnx.OptArray, policy.loss_scale())`). One that was saved without `loss_scaled` is the inner state:
-    `tx.init(params)._replace(inner_state=restored)`.
+    These work:
+
+        loss_scaled(chain(clip, adamw, add_decayed_weights))
+        loss_scaled(MultiSteps(adamw, k))
+        loss_scaled(partition({"a": adamw, "b": sgd}, f))
+        loss_scaled(inject_hyperparams(adamw)(schedule))
+        loss_scaled(adamw)
+
+    These do not:
+
+        chain(clip, loss_scaled(adamw), add_decayed_weights)
+        MultiSteps(loss_scaled(adamw), k)
+        partition({"a": loss_scaled(adamw), "b": sgd}, f)
+        inject_hyperparams(scaled_adamw)(schedule)
+        apply_if_finite(loss_scaled(adamw), n)
+
+    Restoring a saved state:
+
+    1. It is restored into one with the same kind of loss scale.
+    2. It goes on with another scale, a new policy's say, by
+       `state._replace(loss_scale=policy.loss_scale())`; in nnx, which keeps
+       each array in a Variable, by
+       `jax.tree.map(nnx.OptArray, policy.loss_scale())`.
+    3. One that was saved without `loss_scaled` is the inner state:
+       `tx.init(params)._replace(inner_state=restored)`.
 
     Args:
-      inner: the transformation to wrap. It receives true gradients, as `jmp_policy.value_and_grad` returns them.
-      loss_scale: the loss scale to start from, for example `policy.loss_scale()`.
-      axis_name: a mapped axis, or several, on which gradients differ from device to device; a step is then skipped
-        on all of its devices if it overflowed on one. Not needed where gradients are averaged before.
+      inner: the transformation to wrap. It receives true gradients, as
+        `jmp_policy.value_and_grad` returns them.
+      loss_scale: the loss scale to start from, for example
+        `policy.loss_scale()`.
+      axis_name: a mapped axis, or several, on which gradients differ from
+        device to device; a step is then skipped on all of its devices if it
+        overflowed on one. Not needed where gradients are averaged before.
 
     Returns:
-      A transformation whose state is a `LossScaledState` and whose `update` passes extra arguments on.
+      A transformation whose state is a `LossScaledState` and whose `update`
+      passes extra arguments on.
 
     Raises:
-      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss scale.
-      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init` finds.
+      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss
+        scale.
+      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init`
+        finds.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
-
-    >>> tx = loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
-    >>> params = {"w": jnp.ones(2)}
-    >>> updates, state = tx.update({"w": jnp.array([jnp.inf, 1.0])}, tx.init(params), params)
-    >>> updates["w"].tolist(), float(state.loss_scale.loss_scale), int(state.skipped_steps)
-    ([-0.0, -0.0], 2.0, 1)
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
+    section 3.2.
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
-        raise TypeError(f"loss_scale must be a LossScale, got {loss_scale!r}. For example: policy.loss_scale().")
+        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
+        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
     if isinstance(inner.update, LossScaledUpdate):
         raise ValueError(_WRAPPED_TWICE)
 
@@ -102,7 +136,7 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
     return LossScaling(init, LossScaledUpdate(inner, axis_name))
 
 
-def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> "LossScaling":
+def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> LossScaling:
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
@@ -237,8 +271,9 @@ class LossScaledUpdate(ParameterUpdate):
 def _check_state(state: PyTree) -> None:
     if not isinstance(state, LossScaledState):
         raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}: a state that was saved "
-            "without them goes inside, tx.init(params)._replace(inner_state=restored)."
+            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
+            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
+            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
         )
 
 

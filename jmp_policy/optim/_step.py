@@ -1,6 +1,8 @@
 """One step of an optimizer, from gradients to new parameters, by the shortest way that the optimizer offers."""
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -9,6 +11,7 @@ import optax
 from jax import lax
 
 from .._float8_state import join_state, split_state
+from .._messages import describe
 from .._scaled_state import check_outermost, has_scaled_state
 from .._trees import PyTree
 from ._unseen import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
@@ -70,9 +73,18 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     >>> params["w"].tolist(), bool(opt_state.grads_finite)
     ([1.0, 1.0], False)
     """
+    check_transformation(tx, "tx")
     _check_shapes(grads, params)
+    with _explain_structure(grads, params):
+        return _step_any(tx, grads, opt_state, params, extra)
+
+
+def _step_any(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
+) -> tuple[PyTree, PyTree]:
+    """Steps with gradients that may be `float0`, and with float8 state among the parameters."""
     if has_float0(grads):
-        new_params, opt_state = step(tx, zero_float0(grads), opt_state, params, **extra)
+        new_params, opt_state = _step_any(tx, zero_float0(grads), opt_state, params, extra)
         return restore_float0(grads, new_params, params), opt_state
     if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
         return _step(tx, grads, opt_state, params, extra)
@@ -103,6 +115,21 @@ def _check_shapes(grads: PyTree, params: PyTree) -> None:
             )
 
 
+@contextlib.contextmanager
+def _explain_structure(grads: PyTree, params: PyTree) -> Iterator[None]:
+    """Adds to the error of JAX about two trees that differ, which of the step's arguments these are."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if jax.tree.structure(grads) != jax.tree.structure(params):
+            error.add_note(
+                f"The gradients are a {type(grads).__name__} of another structure than the parameters, a "
+                f"{type(params).__name__}. Take them of the same parameters, for example: loss, grads = "
+                "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+            )
+        raise
+
+
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
     """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
     if isinstance(tx, optax.MultiSteps):
@@ -110,14 +137,15 @@ def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs
     return optax.with_extra_args_support(tx)
 
 
-def check_transformation(inner: object) -> None:
-    """Checks that a transformation can be wrapped.
+def check_transformation(tx: object, name: str = "inner") -> None:
+    """Checks that an argument of this name is an optax transformation.
 
     Raises:
-      TypeError: it is not an optax transformation.
+      TypeError: it is not.
     """
-    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
-        raise TypeError(f"inner must be an optax transformation, got {inner!r}. For example: optax.adamw(1e-3).")
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        called = f"{getattr(tx, '__name__', 'optax.adamw')}(1e-3)" if callable(tx) else "optax.adamw(1e-3)"
+        raise TypeError(f"{name} must be an optax transformation, got {describe(tx)}. For example: {called}.")
 
 
 def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:

@@ -16,7 +16,9 @@ from ._palette import (
     Style as Style,
     find_style as find_style,
 )
-from ._report import Column as Column, Report as Report, Table as Table, find_row as find_row
+from ._report import Report as Report, find_row as find_row
+from ._table import Column as Column, Table as Table
+from ._terminal import is_fitting as is_fitting
 from ._wording import (
     format_bytes as format_bytes,
     format_count as format_count,

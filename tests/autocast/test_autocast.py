@@ -123,7 +123,8 @@ def test_gradients_have_the_dtype_of_the_parameters():
 def test_the_default_policy_is_that_of_the_decoration():
     with jmp.use_policy("mixed_bfloat16"):
         low = autocast(layer)
-    full = autocast(layer)
+    with pytest.warns(UserWarning, match="autocast was given no policy, and computes in float32"):
+        full = autocast(layer)
     with jmp.use_policy("mixed_float16"):
         assert product_dtypes(low, W, X) == ["bfloat16"]
         assert product_dtypes(full, W, X) == ["float32"]
@@ -157,7 +158,7 @@ def test_equal_policies_share_rewritten_bodies():
 def test_the_function_has_the_name_of_its_package_and_loads_it_when_it_is_needed():
     code = (
         "import sys, jmp_policy as jmp\nassert 'jmp_policy.interpreter' not in sys.modules\n"
-        "jmp.autocast(abs)\nassert 'jmp_policy.interpreter' in sys.modules and 'flax' not in sys.modules\n"
+        "jmp.autocast(abs, 'float16')\nassert 'jmp_policy.interpreter' in sys.modules and 'flax' not in sys.modules\n"
         "from jmp_policy.autocast import AutocastRules, _tables\n"
         "assert callable(jmp.autocast) and _tables.LOW and AutocastRules is jmp.AutocastRules\n"
         "assert {'autocast', 'AutocastRules'} <= set(dir(jmp))"

@@ -1,7 +1,9 @@
 """`jmp-policy audit`: the function is imported from the current folder, and what is wrong with its name is one line."""
 
+import json
 import sys
 
+import jax
 import pytest
 
 from jmp_policy.cli import main
@@ -24,7 +26,29 @@ def arguments():
 
 def one():
     return jax.ShapeDtypeStruct((8,), jnp.float16)
+
+def noisy(x):
+    print("tracing"); return jnp.cumsum(x)
+
+def named(x, *, scale: float): return x * scale
+def variadic(x, y=2, *rest): return x
+def unfit():
+    return jnp.ones((2, 3)), jnp.ones((2, 3))
+
+def branch(x):
+    return x if x.sum() > 0 else -x
+
+def failing():
+    raise RuntimeError("no data")
+
+def silent(x):
+    raise ValueError
 """
+
+
+def line_of(code: str, function: str) -> str:
+    """Where a piece of the module stands."""
+    return f"audited_module.py:{MODULE[: MODULE.index(code)].count(chr(10)) + 1} ({function})"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +58,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    sys.modules.pop("audited_module", None)
+    for name in ("audited_module", "broken"):
+        sys.modules.pop(name, None)
 
 
 def test_report_is_printed(capsys):
@@ -52,23 +77,127 @@ def test_findings_are_status_1_if_strict(capsys):
     assert "audited_module.py:9 (apply): half-cumulative" in capsys.readouterr().out.replace("Model.apply", "apply")
 
 
+def test_json_is_one_document_and_nothing_else(capsys):
+    command = ["audit", "audited_module:noisy", "--args", "audited_module:one", "--json"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == "tracing\n"  # what the function prints
+    assert list(document)[:3] == ["versions", "device", "function"]
+    assert document["versions"]["jax"] == jax.__version__
+    assert document["device"]["platform"] == "cpu"
+    assert document["function"] == "audited_module:noisy"
+    (finding,) = document["findings"]
+    assert finding["id"] == "half-cumulative"
+    assert finding["source"].endswith(line_of("print(", "noisy"))
+    assert [row["operation"] for row in document["rows"]] == ["cumsum"]
+    assert main([*command, "--strict"]) == 1
+
+
+def test_help_lists_the_keys_of_json_and_shows_arguments(capsys):
+    main(["audit", "audited_module:good", "--args", "audited_module:arguments", "--json"])
+    keys = list(json.loads(capsys.readouterr().out))
+    assert main(["audit", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [key for key in keys if key not in shown] == []
+    assert "def make_args(): return" in shown
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("good", "'good' names no function. For example: train:train_step"),
         ("absent_module:f", "there is no module 'absent_module', of 'absent_module:f'"),
-        ("audited_module:god", "audited_module has no 'god', of 'audited_module:god'"),
+        (
+            "audited_module.py:good",
+            "'audited_module.py', of 'audited_module.py:good', is not how Python names a module",
+        ),
+        ("./audited_module:good", "'./audited_module', of './audited_module:good', is not how Python names a module"),
+        ("audited_module:god", "audited_module has no 'god', of 'audited_module:god'. Did you mean 'good'?"),
+        ("audited_module:zzz", "audited_module has no 'zzz', of 'audited_module:zzz'\n"),
         ("audited_module:number", "'audited_module:number' is no function, but 3"),
+        ("audited_module:Model", "audited_module:Model: audit takes a function, got <class 'audited_module.Model'>"),
     ],
 )
 def test_bad_name_is_one_line_and_status_2(name, message, capsys):
     assert main(["audit", name]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"jmp-policy: error: {message}")
-    assert error.count("\n") == 1
+    check_error(capsys, message)
 
 
-def test_module_that_lacks_another_keeps_its_traceback(tmp_path):
-    (tmp_path / "lacking_module.py").write_text("import absent_module")
-    with pytest.raises(ModuleNotFoundError, match="absent_module"):
-        main(["audit", "lacking_module:f"])
+EXAMPLE = (
+    "For example, write `def make_args(): return x, w` in audited_module, where each is an array or, say, "
+    "jax.ShapeDtypeStruct((8, 128), jnp.float32), and add --args audited_module:make_args"
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "maker", "message"),
+    [
+        ("good", None, "MODULE:good takes (x, w), and there is no --args. EXAMPLE\n"),
+        ("good", "one", "--args MODULE:one returns 1 argument, but MODULE:good takes (x, w). EXAMPLE\n"),
+        ("good", "good", "--args MODULE:good is called without arguments, but takes (x, w): give them defaults\n"),
+        ("noisy", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:noisy takes (x). For example"),
+        ("one", "arguments", "--args MODULE:arguments returns 2 arguments, but MODULE:one takes (). Leave --args out."),
+        ("named", "one", "--args MODULE:one returns 1 argument, but MODULE:named takes (x, *, scale). Arguments by "
+         "name cannot be given: audit a function that passes scale itself.\n"),
+        ("variadic", None, "MODULE:variadic takes (x, y=2, *rest), and there is no --args. For example, write `def "
+         "make_args(): return x` in MODULE, where"),
+    ],
+)  # fmt: skip
+def test_other_arguments_are_one_line_that_shows_what_to_write(function, maker, message, capsys):
+    arguments = [] if maker is None else ["--args", f"audited_module:{maker}"]
+    assert main(["audit", f"audited_module:{function}", *arguments]) == 2
+    check_error(capsys, message.replace("EXAMPLE", EXAMPLE).replace("MODULE", "audited_module"))
+
+
+@pytest.mark.parametrize(
+    ("function", "maker", "message", "line"),
+    [
+        ("good", "unfit", "TypeError: dot_general requires contracting dimensions to have the same shape, got (3,) and "
+         "(2,)", line_of("return x @ w", "good")),
+        ("branch", "one", "TracerBoolConversionError: Attempted boolean conversion of traced array with shape bool[]",
+         line_of("return x if", "branch")),
+        ("silent", "one", "ValueError", line_of("raise ValueError", "silent")),
+    ],
+)  # fmt: skip
+def test_what_the_users_code_raises_is_one_line_with_its_place(function, maker, message, line, capsys):
+    assert main(["audit", f"audited_module:{function}", "--args", f"audited_module:{maker}"]) == 2
+    assert check_error(capsys, f"audited_module:{function} raised {message}, at ").endswith(f"{line}\n")
+
+
+def test_arguments_that_cannot_be_made_are_one_line(capsys):
+    assert main(["audit", "audited_module:good", "--args", "audited_module:failing"]) == 2
+    error = check_error(capsys, "--args audited_module:failing raised RuntimeError: no data, at ")
+    assert error.endswith(f"{line_of('raise Runt', 'failing')}\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "line"),
+    [
+        ("import absent_module", "ModuleNotFoundError: No module named 'absent_module', at ", "broken.py:1 (<module>)"),
+        ("1 / 0", "ZeroDivisionError: division by zero, at ", "broken.py:1 (<module>)"),
+        ("def f(:", "SyntaxError: invalid syntax (broken.py, line 1)", ""),
+        ("raise SystemExit('use it so')", "SystemExit: use it so, at ", "broken.py:1 (<module>)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line_with_its_place(code, message, line, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(code)
+    assert main(["audit", "broken:f"]) == 2
+    assert check_error(capsys, f"broken cannot be imported: it raised {message}").endswith(f"{line}\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
+    def inspect(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("jmp_policy.numerics._audit._inspect_program", inspect)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["audit", "audited_module:good", "--args", "audited_module:arguments"])
+
+
+def check_error(capsys, message: str) -> str:
+    """Checks that the error is one line that begins so, and returns it."""
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"jmp-policy: error: {message}")
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+    return captured.err

@@ -2,11 +2,14 @@
 
 import builtins
 import math
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import jmp_policy as jmp
 import jmp_policy.demo as demo
 from jmp_policy.cli import main
 
@@ -21,8 +24,14 @@ from jmp_policy.cli import main
         (["train", "--seed", "-1"], "jmp-policy train: error: argument --seed: expected an integer from 0 to"),
         (["train", "--api", "torch"], "jmp-policy train: error: argument --api: invalid choice: 'torch'"),
         (["compare", "--data", "no/such"], "jmp-policy: error: --data no/such does not exist"),
-        (["fly"], "jmp-policy: error: argument COMMAND: invalid choice: 'fly'"),
-        ([], "jmp-policy: error: the following arguments are required: COMMAND"),
+        (["fly"], "jmp-policy: error: there is no command 'fly'. Known are 'train', 'compare', 'doctor', 'audit'."),
+        (["docter"], "jmp-policy: error: there is no command 'docter'. Did you mean 'doctor'?"),
+        (["--verison"], "jmp-policy: error: there is no option '--verison'. Did you mean '--version'?"),
+        (["-x"], "jmp-policy: error: there is no option '-x'. Known are '--help', '--version'."),
+        (["train", "--polcy=x"], "jmp-policy train: error: there is no option '--polcy=x'. Did you mean '--policy'?"),
+        (["doctor", "cpu"], "jmp-policy doctor: error: 'cpu' is one word too many. jmp-policy doctor --help shows"),
+        (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
+        ([], "jmp-policy: error: which command? train, compare, doctor or audit: jmp-policy --help says what they do"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
@@ -45,13 +54,21 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(capsys, monkeypat
     for name in [name for name in sys.modules if name.startswith("jmp_policy.demo")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_orbax)
-    assert main(["doctor"]) == 2
+    assert main(["train"]) == 2
     assert capsys.readouterr().err == "jmp-policy: error: orbax is not installed: pip install 'jmp-policy[demo]'\n"
 
 
 def test_help_is_status_0(capsys):
     assert main(["--help"]) == 0
     assert "doctor" in capsys.readouterr().out
+
+
+def test_the_versions_are_one_line(capsys):
+    assert main(["--version"]) == 0
+    shown = capsys.readouterr().out
+    versions = [f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax")]
+    python = platform.python_version()
+    assert shown == f"jmp_policy {jmp.__version__} (python {python}, {', '.join(versions)})\n"
 
 
 @pytest.fixture
@@ -102,16 +119,4 @@ def test_comparison_is_shown_as_a_table(monkeypatch, capsys):
     assert main(["compare"]) == 0
     shown = capsys.readouterr().out
     for text in ("2.500", "nan", "12.50%", "1.00", "2.00", "10.0", "out/ holds table.json, loss.png"):
-        assert text in shown
-
-
-def test_doctor_shows_rates_and_a_recommendation(monkeypatch, capsys):
-    from jmp_policy.demo._doctor import MATMULS
-
-    rates = [demo.MatmulRate(kind, 0.15, 1.0) for kind in MATMULS[:-1]] + [demo.MatmulRate(MATMULS[-1], None, 0.0)]
-    advice = demo.Recommendation("float32", "half precision is slower here")
-    monkeypatch.setattr(demo, "diagnose", lambda: demo.Diagnosis("cpu", rates, {"float32": 1.0}, advice))
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    for text in ("Device: cpu", "bfloat16", "not supported", "Recommended policy: float32", "Why: half precision is"):
         assert text in shown

@@ -5,13 +5,13 @@ import json
 import math
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import tiny
 
 from jmp_policy import StaticLossScale
 from jmp_policy.demo import (
-    Diagnosis,
     GPTConfig,
     Recommendation,
     UserError,
@@ -206,7 +206,7 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
 @pytest.mark.usefixtures("table")
 def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     recommendation = Recommendation("mixed_bfloat16", "it was made up")
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: Diagnosis("", [], {}, recommendation))
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
     _, text = run(folder, policy=None, steps=1)
     assert "The doctor recommends mixed_bfloat16: it was made up." in text
     assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"

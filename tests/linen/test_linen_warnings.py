@@ -70,7 +70,7 @@ def test_rule_that_matches_nothing_is_named_once_however_often_the_model_is_trac
 
     model = jmp.with_policy(Fresh(0), unmatched())
     caught = said(lambda: [call() for call in calls_of(model)])
-    assert [str(warning.message) for warning in caught] == ["policy rule 'haed' matches no module"]
+    assert [str(w.message).partition(";")[0] for w in caught] == ["policy rule 'haed' matches no module"]
 
 
 def test_rule_that_matches_nothing_is_named_once_for_all_types_that_have_its_map():

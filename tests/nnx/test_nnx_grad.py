@@ -219,3 +219,25 @@ def test_array_references_hold_after_a_step_what_flax_leaves_in_them(x):
 
     ours = jmp.nnx.grad(loss_fn, loss_scale=jmp.DynamicLossScale())
     assert calls_after(ours) == calls_after(nnx.grad(loss_fn)) == 0.0
+
+
+@pytest.mark.parametrize("value_and_grad", [jmp.nnx.value_and_grad, jmp.value_and_grad], ids=["nnx", "core"])
+def test_function_made_once_outside_of_the_loop_reads_the_scale_of_each_step(value_and_grad):
+    """It was read where the function was made: the first step that overflowed would have overflowed for ever."""
+    model = nnx.Linear(1, 1, rngs=rngs())
+    tx, seen = jmp.optim.loss_scaled(optax.sgd(0.0), jmp.DynamicLossScale(2.0)), []
+    optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @jax.custom_vjp
+    def watch(x):
+        return x
+
+    watch.defvjp(lambda x: (x, None), lambda _, cotangent: (seen.append(float(cotangent)) or cotangent,))
+    of_model = value_and_grad is jmp.nnx.value_and_grad
+    call = (lambda model: model(jnp.ones((1, 1))).sum()) if of_model else (lambda w: w * 1.0)
+    argument = model if of_model else 1.0
+    differentiated = value_and_grad(lambda x: watch(call(x)), loss_scale=optimizer)
+    differentiated(argument)
+    optimizer.update(model, jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, nnx.Param)))
+    differentiated(argument)
+    assert seen == [2.0, 1.0]

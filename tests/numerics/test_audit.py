@@ -225,7 +225,7 @@ def test_text_has_the_tables_and_the_findings(monkeypatch):
     text = str(report)
     assert re.search(r"^bfloat16 +1 +0 +512 +100.0%$", text, re.MULTILINE)
     assert re.search(r"^ +dot_general +bf16 +forward +1 +512 +256 B$", text, re.MULTILINE)
-    assert str(report.findings[0]) in text
+    assert str(report.findings[0]) in re.sub(r"\n +", " ", text)
     assert "no findings" in str(audit(jnp.sin)(f32(3)))
 
 
@@ -243,7 +243,7 @@ def test_rows_of_least_work_are_left_out_of_the_text():
 
 def test_html_is_escaped():
     html = audit(lambda x: jnp.cumsum(x))(bf16(8))._repr_html_()
-    assert "<td>cumsum</td>" in html
+    assert ">cumsum</td>" in html
     assert "&lt;lambda&gt;" in html
     assert "<lambda>" not in html
 

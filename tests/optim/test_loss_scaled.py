@@ -117,7 +117,7 @@ class TestPlacement:
             jmp.optim.loss_scaled(0.1, jmp.NoOpLossScale())
 
     def test_what_is_no_loss_scale_is_refused(self):
-        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 1024.0. For example: policy"):
+        with pytest.raises(TypeError, match=r"loss_scale must be a LossScale, got 1024.0. For example: jmp_pol"):
             jmp.optim.loss_scaled(optax.sgd(1.0), 1024.0)
 
 
@@ -300,7 +300,7 @@ def test_state_saved_without_a_loss_scale_is_an_error_that_says_where_it_goes(wa
     tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
     params = {"w": jnp.ones(2)}
     take = tx.update if way == "update" else functools.partial(jmp.optim.step, tx)
-    with pytest.raises(TypeError, match=r"Expected the state of loss_scaled .* got tuple: .*_replace\(inner_state="):
+    with pytest.raises(TypeError, match=r"Expected the state of loss_scaled .* got tuple\. .*_replace\(inner_state="):
         take(params, optax.sgd(1.0).init(params), params)
 
 

@@ -96,7 +96,7 @@ def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
     assert "those quantized, 3 of 4: " in text
     assert "left: no quantization in its policy: head" in text
     assert "not seen" in text
-    assert "<td>blocks/dense</td>" in comparison._repr_html_()
+    assert ">blocks/dense</td>" in comparison._repr_html_()
     assert repr(comparison) == "<Comparison: 3 of 4 layers quantized; print it for the table>"
     assert json.loads(json.dumps(comparison.to_dict()))["rows"][0]["path"] == "first"
     errors, sizes = comparison.plot().axes

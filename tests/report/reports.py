@@ -1,0 +1,75 @@
+"""Reports of every kind, with the long names of real models."""
+
+import itertools
+
+import jmp_policy as jmp
+from jmp_policy.explanation import Explanation, Row
+from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul
+from jmp_policy.quant import Comparison, LayerComparison
+
+FLOAT8 = jmp.get_policy("float8(min_size=0)_from_params=float32,compute=bfloat16,output=float32")
+MIXED = jmp.get_policy("mixed_bfloat16")
+RULE = "encoder/layers_[0-9]+/self_attention/(query|key|value|out)"
+LAYERS = ("self_attention/query", "self_attention/key", "self_attention/relative_position_bias/rel_embedding", "mlp/wi")
+PATHS = [f"encoder/layers_{index}/{layer}" for index, layer in itertools.product((0, 11), LAYERS)]
+LEFT = "left: the sizes of its product (77, 64 and 1000) are no multiples of 16"
+
+
+def _explain_module(path: str) -> Row:
+    is_attention = "attention" in path
+    type = "MultiHeadDotProductAttention" if path.endswith("self_attention") else "DenseGeneral"
+    policy, rule = (FLOAT8, RULE) if is_attention else (MIXED, "its own policy")
+    if "/" not in path:
+        return Row(path, "TransformerEncoder", MIXED, "default", (), ("int32", "bool"), (), ("bfloat16",), 0, 0, ())
+    return Row(
+        path, type, policy, rule, ("float32",), ("bfloat16", "int32", "bool"), ("bfloat16", "float8_e4m3fn"),
+        ("float32",), 1_048_576, 1_048_576, ("", "encoder/layers_0") if path.endswith("query") else (),
+        "float8(min_size=0)" if is_attention else LEFT,
+        ("reduce_window_sum of 4096 numbers in bfloat16",) if path.endswith("wi") else (),
+    )  # fmt: skip
+
+
+def _explain() -> Explanation:
+    around = ["", "encoder", "encoder/layers_0", "encoder/layers_0/self_attention"]
+    unused = f"policy rule {RULE.replace('encoder', 'decoder')!r} matches no module"
+    return Explanation(tuple(map(_explain_module, [*around, *PATHS])), (unused,))
+
+
+def _audit() -> AuditReport:
+    operations = ("dynamic_update_slice", "conv_general_dilated", "reduce_window_sum", "convert_element_type")
+    dtypes = ("float32->float8_e4m3fn", "bfloat16", "float32", "float8_e5m2")
+    rows = [
+        AuditRow(path, operation, dtype, path in PATHS[:3], 96, 7_200_000_000_000, 280_000_000_000)
+        for path in ("", *PATHS)
+        for operation, dtype in zip(operations, dtypes, strict=True)
+    ]
+    source = "/home/someone/projects/translation/training/transformer_layers.py:1234 (compute_attention_scores)"
+    findings = [
+        Finding("float16-softmax", "a softmax in float16: small probabilities become zero", source, path, ("float16",),
+                backward=True, count=3)
+        for path in PATHS[:2]
+    ]  # fmt: skip
+    matmuls = [Matmul("dot_general", (dtype,), dtype, source, PATHS[0], False, 96, 10**12) for dtype in dtypes[1:]]
+    return AuditReport(tuple(rows), tuple(findings), tuple(matmuls), (source,))
+
+
+def _compare() -> Comparison:
+    formats = ("int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)", LEFT)
+    rows = [
+        LayerComparison(path, "DenseGeneral", format, 4_194_304, 1_048_576, 0.0123, 0.0456)
+        for path, format in zip(PATHS, itertools.cycle(formats))
+    ]
+    return Comparison(tuple(rows), 0.0789)
+
+
+REPORTS = {"explanation": _explain(), "audit": _audit(), "comparison": _compare()}
+"""By name; each holds every kind of row and note that its class has."""
+
+NAMES = {
+    "explanation": [*PATHS[1:], RULE, "DenseGeneral", "MultiHeadDotProductAttention", "f8_e4m3fn",
+                    "float8(min_size=0)_from_p=f32,c=bf16,o=f32"],
+    "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
+              "/home/someone/projects/translation/training/transformer_layers.py:1234"],
+    "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
+}  # fmt: skip
+"""The names that must be whole in the text of each."""

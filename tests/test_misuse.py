@@ -1,0 +1,178 @@
+"""What newcomers write by mistake, or by the habit of another library, and what the errors tell them to write."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+
+POLICY = jmp.get_policy("mixed_bfloat16")
+LINEN = nn.Sequential([nn.Dense(2), nn.relu])
+NNX = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+AUTOCAST = "For example: autocast(loss_fn, 'params=float32,compute={},output=none')"
+WITH_POLICY = "For example: with_policy(model, 'params=float32,compute={},output=float32')"
+
+
+def loss_fn(w):
+    return jnp.sum(w**2)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jmp.autocast("mixed_bfloat16"), AUTOCAST.format("bfloat16") + ", or @autocast('mixed_bfloat16') a"),
+        (lambda: jmp.autocast(policy="mixed_bfloat16"), "autocast is no context manager: it rewrites a function"),
+        (lambda: jmp.with_policy(POLICY), WITH_POLICY.format("bfloat16") + ", or @with_policy('mixed_bfloat16') above"),
+        (lambda: jmp.with_policy(), "with_policy is no context manager: it gives a policy to a function or a model."),
+        (lambda: jmp.with_policy(POLICY), "What they take as default policy holds in `with use_policy('mixed_bf"),
+    ],
+)
+def test_decorator_after_with_says_what_to_write(make, text):
+    with pytest.raises(TypeError, match=re.escape(text)), make():
+        pass
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype("bfloat16"), "torch.bfloat16"], ids=repr)
+def test_dtype_in_place_of_a_policy_is_shown_as_one(dtype):
+    with pytest.raises(TypeError, match="^" + re.escape("autocast has no argument 'device_type', 'dtype'. The policy")):
+        jmp.autocast(device_type="cuda", dtype=dtype)
+    with pytest.raises(TypeError, match=re.escape(AUTOCAST.format("bfloat16"))):
+        jmp.autocast(loss_fn, dtype=dtype)
+    with pytest.raises(TypeError, match=re.escape("with_policy has no argument 'dtype'. The policy says which dtype")):
+        jmp.with_policy(LINEN, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"dtype": jnp.float16}, AUTOCAST.format("float16")),
+        ({"dtype": "half"}, AUTOCAST.format("bfloat16")),
+        ({"device": "cuda"}, "autocast has no argument 'device'. It is the same on every device. " + AUTOCAST[:20]),
+        ({"enabled": False}, "A policy of float32 leaves float32 as it is. For example: autocast(fun, 'float32')."),
+        ({"polcy": "mixed_bfloat16"}, "autocast has no argument 'polcy'. Did you mean 'policy'? For example: auto"),
+        ({"keep": ["x"]}, "autocast has no argument 'keep'. Known are 'fun', 'policy', 'rules', 'custom_rules'."),
+    ],
+)
+def test_arguments_that_autocast_does_not_have_say_what_to_write(arguments, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        jmp.autocast(loss_fn, **arguments)
+
+
+@pytest.mark.parametrize("device", ["cuda", "CPU", "cuda:0"])
+def test_device_in_place_of_a_function_says_what_autocast_takes(device):
+    with pytest.raises(TypeError, match=f"^autocast takes a function and a policy, .* got '{device}'. For example: "):
+        jmp.autocast(device)
+
+
+@pytest.mark.parametrize(
+    ("give", "text"),
+    [
+        (lambda: jmp.with_policy("mixed_bfloat16", LINEN),
+         "with_policy takes the policy in second place, got 'mixed_bfloat16' in first and a Sequential in second. "
+         "For example: with_policy(model, 'mixed_bfloat16')."),
+        (lambda: jmp.with_policy(POLICY, NNX), "a Linear in second. For example: with_policy(model, policy)."),
+        (lambda: jmp.with_policy("float32", nn.Dense), "Dense in second. For example: with_policy(Dense, 'float32')."),
+        (lambda: jmp.with_policy(jnp.bfloat16, loss_fn), "in second. For example: with_policy(loss_fn, policy)."),
+        (lambda: jmp.autocast("float16", lambda x: x), "in second. For example: autocast(loss_fn, 'float16')."),
+        (lambda: jmp.autocast("float16", loss_fn), "autocast takes the policy in second place, got 'float16' in "),
+    ],
+)  # fmt: skip
+def test_policy_before_its_target_says_the_order(give, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        give()
+
+
+@pytest.mark.parametrize("decorate", [jmp.autocast, lambda fun: jmp.autocast()(fun)], ids=["autocast", "autocast()"])
+def test_autocast_that_forgot_its_policy_is_warned_of_at_the_users_line(decorate):
+    text = r"no policy, and computes in float32 .* nothing runs in half\. For example: autocast\(loss_fn, 'params"
+    with pytest.warns(UserWarning, match=text) as record:
+        decorate(loss_fn)
+    assert record[0].filename == __file__
+    with jmp.use_policy(jmp.PolicyMap({"head": "float32"}, "float32")), pytest.warns(UserWarning, match=text):
+        decorate(loss_fn)
+
+
+def test_autocast_that_casts_or_was_told_not_to_is_not_warned_of():
+    jmp.autocast(loss_fn, "float32")
+    jmp.autocast(loss_fn, rules=jmp.AutocastRules(scopes={"head": "bfloat16"}))
+    for default in ("mixed_bfloat16", jmp.PolicyMap({"head": "bfloat16"}, "float32"), "infer"):
+        with jmp.use_policy(default):
+            jmp.autocast(loss_fn)
+
+
+TX = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.NoOpLossScale())
+
+
+@pytest.mark.parametrize(
+    ("given", "example"),
+    [
+        ("mixed_float16", "jmp_policy.get_policy('mixed_float16').loss_scale()"),
+        ("dynamic", "jmp_policy.DynamicLossScale()"),
+        (1024.0, "jmp_policy.StaticLossScale(1024.0)"),
+        (2**15, "jmp_policy.StaticLossScale(32768.0)"),
+        (np.float32(8), "jmp_policy.StaticLossScale(8.0)"),
+        (jnp.float32(8), "jmp_policy.StaticLossScale(8.0)"),
+        (None, "jmp_policy.NoOpLossScale()"),
+        (POLICY, "policy.loss_scale()"),
+        (jmp.PolicyMap({"head": "float32"}), "policy.loss_scale()"),
+        (POLICY.loss_scale, "policy.loss_scale()"),
+        (jmp.DynamicLossScale, "jmp_policy.DynamicLossScale(2.0**15)"),
+        (TX, "the state that it makes, opt_state = tx.init(params)"),
+    ],
+    ids=lambda x: repr(x)[:30],
+)  # fmt: skip
+def test_what_is_no_loss_scale_is_shown_as_one(given, example):
+    for take in (jmp.get_loss_scale, jmp.metrics, lambda given: jmp.value_and_grad(loss_fn, loss_scale=given),
+                 lambda given: jmp.nnx.value_and_grad(loss_fn, loss_scale=given)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^Expected a loss scale, or a state that holds one, got ") as error:
+            take(given)
+        assert f"For example: {example}; or, so that the steps carry it, the state of " in str(error.value)
+    if given is not TX:
+        with pytest.raises(TypeError, match="loss_scale must be a LossScale") as refused:
+            jmp.optim.loss_scaled(optax.sgd(1.0), given)
+        assert f"For example: {example}." in str(refused.value)
+
+
+def test_traced_number_is_shown_as_a_scale_too():
+    with pytest.raises(ValueError, match=r"For example: jmp_policy\.StaticLossScale\(scale\); or"):
+        jax.eval_shape(jmp.get_loss_scale, jnp.float32(8))
+
+
+@pytest.mark.parametrize("value_and_grad", [jmp.value_and_grad, jmp.nnx.value_and_grad])
+def test_loss_in_place_of_a_loss_function_says_what_to_write(value_and_grad):
+    text = r"^value_and_grad takes a function, got Array\(2\., .*\. For example: value_and_grad\(lambda params: loss"
+    with pytest.raises(TypeError, match=text):
+        value_and_grad(loss_fn(jnp.ones(2)), loss_scale=jmp.NoOpLossScale())
+
+
+PARAMS = {"w": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda: jmp.optim.step(optax.adam, PARAMS, (), PARAMS), "tx must be an optax transformation, got <function "),
+        (lambda: jmp.optim.step(optax.adam, PARAMS, (), PARAMS), "For example: adam(1e-3)."),
+        (lambda: jmp.optim.step(PARAMS, TX, (), PARAMS), "tx must be an optax transformation, got {'w': Array("),
+        (lambda: jmp.optim.loss_scaled("adam", jmp.NoOpLossScale()), "got 'adam'. For example: optax.adamw(1e-3)."),
+        (lambda: jmp.optim.step(TX, PARAMS, PARAMS, TX.init(PARAMS)),
+         "got dict. It is made by opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads,"),
+    ],
+)  # fmt: skip
+def test_steps_of_what_is_no_optimizer_or_no_state_say_what_to_write(step, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        step()
+
+
+@pytest.mark.parametrize("tx", [TX, optax.sgd(1.0)], ids=["loss_scaled", "sgd"])
+@pytest.mark.parametrize("grads", [{"params": PARAMS}, (1.0, PARAMS)], ids=["variables", "loss and grads"])
+def test_gradients_of_another_tree_are_named_beside_the_error_of_jax(tx, grads):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - whose text is JAX's
+        jmp.optim.step(tx, grads, tx.init(PARAMS), PARAMS)
+    note = f"The gradients are a {type(grads).__name__} of another structure than the parameters, a dict. Take them of"
+    assert any(note in text for text in error.value.__notes__)
