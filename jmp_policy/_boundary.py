@@ -155,7 +155,8 @@ def parse_target(target: Any, policy: PolicySpec, name: str = "with_policy") -> 
 def policy_of(target: Any) -> Policy | PolicyMap | None:
     """The policy that a function or module was given by `with_policy`, or `None`.
 
-    >>> policy_of(with_policy(lambda x: x, "mixed_float16")).name
+    >>> import jmp_policy as jmp
+    >>> jmp.policy_of(jmp.with_policy(lambda x: x, "mixed_float16")).name
     'mixed_float16'
     """
     named = unwrap_alias(target)

@@ -74,7 +74,8 @@ def half_dtype() -> Any:
 
     The scalar type, not the `np.dtype`, so that `half_dtype()(2**15)` makes an array, as in DeepMind's `jmp`.
 
-    >>> half_dtype()(2.0**15).dtype in (jnp.float16, jnp.bfloat16)
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.half_dtype()(2.0**15).dtype in (jnp.float16, jnp.bfloat16)
     True
     """
     return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16

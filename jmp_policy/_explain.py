@@ -33,10 +33,11 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
     Raises:
       TypeError: `model` is not a Flax module. What the model itself raises comes through.
 
+    >>> import jax, jmp_policy as jmp
     >>> from flax import linen as nn
     >>> rules = jmp.PolicyMap({"layers_1": "float32", "layer_0": "float32"}, "mixed_bfloat16")
     >>> model = jmp.with_policy(nn.Sequential([nn.Dense(4), nn.LayerNorm()]), rules)
-    >>> explanation = explain(model, jax.ShapeDtypeStruct((8, 3), "float32"))
+    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), "float32"))
     >>> [(row.path, row.rule, row.compute_dtypes) for row in explanation.rows]
     [('', 'default', ()), ('layers_0', 'default', ('bfloat16',)), ('layers_1', 'layers_1', ('float32',))]
     >>> explanation.total_bytes, explanation.unused

@@ -19,7 +19,8 @@ def all_finite(tree: PyTree) -> jax.Array:
     Integers, bools, keys and other leaves that cannot be infinite count as finite. Each array is read once. GPUs and
     TPUs write nothing of its size; on CPUs XLA writes one byte for each number before it reduces them.
 
-    >>> bool(all_finite({"a": jnp.ones(3), "b": None})), bool(all_finite([jnp.array([1.0, jnp.nan])]))
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": None})), bool(jmp.all_finite([jnp.array([1.0, jnp.nan])]))
     (True, False)
     """
     inexact = [x for x in jax.tree.leaves(tree) if _may_be_infinite(x)]
@@ -40,7 +41,8 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
     Raises:
       AssertionError: `pred` is not a boolean scalar; an AssertionError because DeepMind's `jmp` raises one.
 
-    >>> select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})["w"].tolist()
     [0.0, 0.0]
     """
     is_array = isinstance(pred, bool | np.generic | np.ndarray | jax.Array)

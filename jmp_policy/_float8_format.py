@@ -78,7 +78,8 @@ class CurrentScaling:
 
     Source: NVIDIA Transformer Engine's `Float8CurrentScaling`; torchao's `float8` training (tensorwise and rowwise).
 
-    >>> str(CurrentScaling()), str(CurrentScaling("row"))
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.CurrentScaling()), str(jmp.quant.CurrentScaling("row"))
     ('current', 'current/row')
     """
 
@@ -116,7 +117,8 @@ class DelayedScaling:
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling`.
 
-    >>> str(DelayedScaling()), str(DelayedScaling("most_recent", delay=2))
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> str(jmp.quant.DelayedScaling()), str(jmp.quant.DelayedScaling("most_recent", delay=2))
     ('delayed', 'delayed/most_recent/2')
 
     >>> from flax import linen as nn
@@ -203,8 +205,11 @@ class Float8:
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.
 
-    >>> str(Float8()), str(Float8(amax_history_length=16)), str(Float8("current/row", margin=1))
-    ('float8', 'float8/16', 'float8(recipe=current/row,margin=1)')
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.Float8()), str(jmp.quant.Float8(amax_history_length=16))
+    ('float8', 'float8/16')
+    >>> str(jmp.quant.Float8("current/row", margin=1))
+    'float8(recipe=current/row,margin=1)'
     """
 
     recipe: Recipe

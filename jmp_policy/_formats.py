@@ -37,7 +37,8 @@ class Int8:
     Source: Jacob et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference,
     CVPR 2018; Dettmers et al., LLM.int8(), NeurIPS 2022 (a scale per row and column).
 
-    >>> str(Int8()), str(Int8(activations=False))
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.Int8()), str(jmp.quant.Int8(activations=False))
     ('int8', 'int8(activations=false)')
     """
 
@@ -85,7 +86,8 @@ class Int4:
 
     Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
 
-    >>> str(Int4()), str(Int4(block_size=64)), str(Int4(block_size=-1))
+    >>> import jmp_policy as jmp
+    >>> str(jmp.quant.Int4()), str(jmp.quant.Int4(block_size=64)), str(jmp.quant.Int4(block_size=-1))
     ('int4/128', 'int4/64', 'int4/-1')
     """
 

@@ -33,7 +33,8 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       fun: any function of trees of arrays.
 
-    >>> force_full_precision(jnp.cumsum)(jnp.ones(3, jnp.bfloat16)).dtype
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.force_full_precision(jnp.cumsum)(jnp.ones(3, jnp.bfloat16)).dtype
     dtype(bfloat16)
     """
 

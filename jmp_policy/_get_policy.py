@@ -39,10 +39,11 @@ def get_policy(spec: "PolicySpec") -> Policy | PolicyMap:
     Raises:
       ValueError: the string, dtype or config is none of these.
 
-    >>> get_policy("p=f32,c=bf16") is get_policy("mixed_bfloat16")
+    >>> import jmp_policy as jmp
+    >>> jmp.get_policy("p=f32,c=bf16") is jmp.get_policy("mixed_bfloat16")
     True
-    >>> stored = PolicyMap({"head": "float32"}, "bfloat16").get_config()
-    >>> get_policy(stored)["head"].name
+    >>> stored = jmp.PolicyMap({"head": "float32"}, "bfloat16").get_config()
+    >>> jmp.get_policy(stored)["head"].name
     'float32'
     """
     if isinstance(spec, Policy):
@@ -99,7 +100,8 @@ def default_policy() -> Policy | PolicyMap:
 
     It reaches only what `with_policy` or `autocast` is applied to, and is captured at that moment.
 
-    >>> default_policy().name
+    >>> import jmp_policy as jmp
+    >>> jmp.default_policy().name
     'float32'
     """
     return read_default()
@@ -121,7 +123,8 @@ def set_default_policy(spec: "PolicySpec") -> None:
     Args:
       spec: anything that `get_policy` reads.
 
-    >>> set_default_policy("float32")
+    >>> import jmp_policy as jmp
+    >>> jmp.set_default_policy("float32")
     """
     set_default(get_policy(spec), spec)
 
@@ -132,8 +135,9 @@ def use_policy(spec: "PolicySpec") -> AbstractContextManager[None]:
     Args:
       spec: anything that `get_policy` reads.
 
-    >>> with use_policy("mixed_bfloat16"):
-    ...     default_policy().name
+    >>> import jmp_policy as jmp
+    >>> with jmp.use_policy("mixed_bfloat16"):
+    ...     jmp.default_policy().name
     'mixed_bfloat16'
     """
     return temporarily_set_default(get_policy(spec), spec)

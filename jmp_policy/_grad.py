@@ -149,7 +149,8 @@ def grad(
 ) -> Callable[..., Any]:
     """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
 
-    >>> grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
+    >>> import jmp_policy as jmp
+    >>> jmp.grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
     Array(6., dtype=float32)
     """
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)

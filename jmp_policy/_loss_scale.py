@@ -34,7 +34,8 @@ class LossScale(Uncast):
     The scale is float32 and no cast narrows it. `scale` and `unscale` work in float32 or wider: 2**15 times a
     float16 loss of 2 is already infinite in float16.
 
-    >>> isinstance(NoOpLossScale(), LossScale)
+    >>> import jmp_policy as jmp
+    >>> isinstance(jmp.NoOpLossScale(), jmp.LossScale)
     True
     """
 
@@ -64,8 +65,9 @@ class LossScale(Uncast):
 class NoOpLossScale(LossScale):
     """Scales nothing: for float32 and bfloat16, whose exponent range needs no help.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> grads = {"w": jnp.ones(2)}
-    >>> NoOpLossScale().scale(grads) is grads
+    >>> jmp.NoOpLossScale().scale(grads) is grads
     True
     """
 
@@ -101,7 +103,8 @@ class StaticLossScale(LossScale):
     Raises:
       ValueError: `loss_scale` is not a positive normal number of float32.
 
-    >>> StaticLossScale(1024.0).scale(jnp.float16(100))
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.StaticLossScale(1024.0).scale(jnp.float16(100))
     Array(102400., dtype=float32)
     """
 
@@ -148,7 +151,8 @@ class DynamicLossScale(LossScale):
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; growth follows DeepMind's
     `jmp`; hysteresis follows Megatron-LM's `DynamicGradScaler` and DeepSpeed's `DynamicLossScaler`.
 
-    >>> scale = DynamicLossScale(2.0**15, period=2)
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> scale = jmp.DynamicLossScale(2.0**15, period=2)
     >>> for finite in (True, True, False):
     ...     scale = scale.adjust(jnp.array(finite))
     ...     print(float(scale.loss_scale))

@@ -43,8 +43,9 @@ class Policy:
     Raises:
       ValueError: a dtype is not a floating dtype, or the precision or quantization is unknown.
 
-    >>> policy = Policy("float32", "bfloat16", "float32")
-    >>> policy is Policy(np.float32, "bf16", jax.numpy.float32)
+    >>> import jax, numpy as np, jmp_policy as jmp
+    >>> policy = jmp.Policy("float32", "bfloat16", "float32")
+    >>> policy is jmp.Policy(np.float32, "bf16", jax.numpy.float32)
     True
     >>> policy.cast_to_compute((np.ones(2, np.float32), np.arange(2)))
     (array([1, 1], dtype=bfloat16), array([0, 1]))
@@ -92,7 +93,8 @@ class Policy:
     def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
         """The same policy with another output dtype.
 
-        >>> str(Policy("float32", "float16", "float16").with_output_dtype("full"))
+        >>> import jmp_policy as jmp
+        >>> str(jmp.Policy("float32", "float16", "float16").with_output_dtype("full"))
         'params=float32,compute=float16,output=float32'
         """
         return self.replace(output_dtype=output_dtype)
@@ -114,7 +116,8 @@ class Policy:
     def resolve(self, *inputs: Any) -> "Policy":
         """Fills a missing compute dtype in from the first floating array of the inputs, or float32 if there is none.
 
-        >>> str(Policy("float32", None, None).resolve(3, np.ones(2, np.float16)))
+        >>> import numpy as np, jmp_policy as jmp
+        >>> str(jmp.Policy("float32", None, None).resolve(3, np.ones(2, np.float16)))
         'params=float32,compute=float16,output=none'
         """
         if self.compute_dtype is not None:
@@ -124,7 +127,8 @@ class Policy:
     def loss_scale(self) -> LossScale:
         """A loss scale that fits: dynamic if the compute dtype is float16, whose range is small, else a no-op.
 
-        >>> Policy("float32", "bfloat16", "float32").loss_scale()
+        >>> import jmp_policy as jmp
+        >>> jmp.Policy("float32", "bfloat16", "float32").loss_scale()
         NoOpLossScale()
         """
         return DynamicLossScale() if self.compute_dtype == np.float16 else NoOpLossScale()
@@ -133,7 +137,8 @@ class Policy:
     def name(self) -> str:
         """The shortest string that `get_policy` reads back as this policy.
 
-        >>> Policy("float32", "float16", "float16").name
+        >>> import jmp_policy as jmp
+        >>> jmp.Policy("float32", "float16", "float16").name
         'mixed_float16'
         """
         if self.quantization is not None:
@@ -149,7 +154,8 @@ class Policy:
     def get_config(self) -> dict[str, str | None]:
         """The fields as plain strings and `None`, for JSON.
 
-        >>> Policy("float32", "float16", None).get_config()
+        >>> import jmp_policy as jmp
+        >>> jmp.Policy("float32", "float16", None).get_config()
         {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
         """  # noqa: E501
         return {name: None if value is None else str(value) for name, value in self._fields().items()}

@@ -70,7 +70,8 @@ class PolicyMap:
       ValueError: a key is not a valid pattern, or a value not a valid policy.
       TypeError: a key is neither a string nor a type.
 
-    >>> rules = PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
+    >>> import jmp_policy as jmp
+    >>> rules = jmp.PolicyMap({"head": "float32", r"block_\\d+": "mixed_bfloat16"}, default="bfloat16")
     >>> rules["head"].name, rules["block_0/mlp/up"].name, rules["embed"].name
     ('float32', 'mixed_bfloat16', 'bfloat16')
     """
@@ -103,7 +104,8 @@ class PolicyMap:
           module_type: the module's type; or the types of it and of the modules around it, by path, because a key
             that is a type also covers what is inside.
 
-        >>> PolicyMap({dict: "bfloat16"}, "float32").resolve("a/b", {"a": dict, "a/b": list}).name
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({dict: "bfloat16"}, "float32").resolve("a/b", {"a": dict, "a/b": list}).name
         'bfloat16'
         """
         return self.match(path, module_type).policy
@@ -121,7 +123,8 @@ class PolicyMap:
     def loss_scale(self) -> LossScale:
         """Dynamic if any policy of the map computes in float16, else a no-op.
 
-        >>> type(PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
+        >>> import jmp_policy as jmp
+        >>> type(jmp.PolicyMap({"head": "float32"}, "mixed_float16").loss_scale()).__name__
         'DynamicLossScale'
         """
         default = self.default or read_default()
@@ -134,7 +137,8 @@ class PolicyMap:
         Args:
           modules: the paths of a model's modules, or their types by path.
 
-        >>> PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32"}).unused(["", "a", "a/b", "head"])
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"a": "bfloat16", "a/b": "float32", "haed": "float32"}).unused(["", "a", "a/b", "head"])
         ('a/b', 'haed')
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
@@ -144,7 +148,8 @@ class PolicyMap:
     def explain_unused(self, modules: Iterable[str] | Mapping[str, type]) -> list[str]:
         """A sentence for each key of `unused`: why it decides nothing, and what it may have meant.
 
-        >>> PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"haed": "float32"}).explain_unused(["", "head"])
         ["policy rule 'haed' matches no module; the closest path is 'head'"]
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
@@ -154,7 +159,8 @@ class PolicyMap:
     def get_config(self) -> dict[str, Any]:
         """The map as plain lists, dictionaries and strings, for JSON; a type is written as its module and name.
 
-        >>> PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"head": "float32"}).get_config()["rules"][0][0]
         {'path': 'head'}
         """
         return {
@@ -181,7 +187,8 @@ class PolicyMap:
     def with_default(self, default: "Policy | PolicyMap") -> "PolicyMap":
         """This map with its open default closed: what it does not cover is left to `default`.
 
-        >>> PolicyMap({"head": "float32"}).with_default(Policy(None, None, None)).default.name
+        >>> import jmp_policy as jmp
+        >>> jmp.PolicyMap({"head": "float32"}).with_default(jmp.Policy(None, None, None)).default.name
         'infer'
         """
         if self.default is not None:

@@ -50,6 +50,7 @@ class LossScaledState(_Fields):
       skipped_steps: how many steps were skipped, an int32 scalar.
       consecutive_skips: how many of them are the most recent ones in a row, an int32 scalar.
 
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
     >>> bool(state.grads_finite), int(state.skipped_steps)
     (True, 0)

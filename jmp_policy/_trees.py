@@ -37,7 +37,8 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     Raises:
       ValueError: `dtype` names no floating dtype.
 
-    >>> cast_floating([np.ones(2, np.float32), 3], "bfloat16")
+    >>> import numpy as np, jmp_policy as jmp
+    >>> jmp.cast_floating([np.ones(2, np.float32), 3], "bfloat16")
     [array([1, 1], dtype=bfloat16), 3]
     """
     if dtype is None:
@@ -52,7 +53,8 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
 def cast_to_half(tree: T) -> T:
     """Casts floating arrays to the backend's half precision: bfloat16 on TPU, float16 elsewhere.
 
-    >>> cast_to_half(np.float32(1)).dtype == half_dtype()
+    >>> import numpy as np, jmp_policy as jmp
+    >>> jmp.cast_to_half(np.float32(1)).dtype == jmp.half_dtype()
     True
     """
     return cast_floating(tree, half_dtype())
@@ -61,7 +63,8 @@ def cast_to_half(tree: T) -> T:
 def cast_to_full(tree: T) -> T:
     """Casts floating arrays to float32.
 
-    >>> cast_to_full(np.float16(1)).dtype
+    >>> import numpy as np, jmp_policy as jmp
+    >>> jmp.cast_to_full(np.float16(1)).dtype
     dtype('float32')
     """
     return cast_floating(tree, np.float32)
@@ -79,6 +82,7 @@ def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic | ja
 def is_floating(leaf: object) -> bool:
     """Whether a leaf is one that `cast_floating` casts.
 
+    >>> import jax.numpy as jnp
     >>> is_floating(np.float32(1)), is_floating(1.0), is_floating(jnp.arange(3))
     (True, False, False)
     """
@@ -88,6 +92,7 @@ def is_floating(leaf: object) -> bool:
 def first_floating_dtype(tree: PyTree) -> np.dtype | None:
     """The dtype JAX gives the first floating array of a tree, or `None` if it holds none.
 
+    >>> import jax.numpy as jnp
     >>> first_floating_dtype((3, jnp.arange(2), jnp.ones(2, jnp.float16)))
     dtype('float16')
     """
@@ -98,6 +103,7 @@ def first_floating_dtype(tree: PyTree) -> np.dtype | None:
 def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """The leaves of a tree that `cast_floating` casts, given the same `is_leaf`: not the numbers of a loss scale.
 
+    >>> import jmp_policy as jmp
     >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
     [np.float32(2.0)]
     """

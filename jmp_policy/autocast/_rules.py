@@ -42,8 +42,9 @@ class AutocastRules:
     Raises:
       ValueError: nothing has that name as a primitive, function, class or policy.
 
-    >>> rules = AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
-    >>> rules == AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})
+    >>> import jmp_policy as jmp
+    >>> rules = jmp.AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
+    >>> rules == jmp.AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})
     True
     """
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from .._dtypes import did_you_mean
 from ._audit import add_audit
 from ._command import UserError
-from ._demo import add_compare, add_train
+from ._compare import add_compare
+from ._demo import add_train
 from ._doctor import add_doctor
 
 COMMANDS = {"train": add_train, "compare": add_compare, "doctor": add_doctor, "audit": add_audit}

@@ -71,8 +71,9 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
 
     Source: the documentation of `torch.amp.GradScaler`, its methods `state_dict` and `update`.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> saved = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
-    >>> scale = loss_scale_from_state_dict(saved | {"_growth_tracker": 8})
+    >>> scale = jmp.compat.torch.loss_scale_from_state_dict(saved | {"_growth_tracker": 8})
     >>> float(scale.adjust(jnp.array(True)).loss_scale)
     2048.0
     """
@@ -111,7 +112,8 @@ def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
 
     Source: the documentation of `torch.amp.GradScaler.state_dict`.
 
-    >>> grad_scaler_state_dict(jmp.DynamicLossScale(1024.0, counter=7))["_growth_tracker"]
+    >>> import jmp_policy as jmp
+    >>> jmp.compat.torch.grad_scaler_state_dict(jmp.DynamicLossScale(1024.0, counter=7))["_growth_tracker"]
     7
     """
     scale = get_loss_scale(state)

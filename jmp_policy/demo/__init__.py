@@ -10,7 +10,7 @@ from ..doctor import (
     Recommendation as Recommendation,
     diagnose as diagnose,
 )
-from ._compare import CompareOptions as CompareOptions, VariantResult as VariantResult, compare as compare
+from ._compare import CompareOptions as CompareOptions, compare as compare
 from ._data import (
     Corpus as Corpus,
     load_corpus as load_corpus,
@@ -30,5 +30,6 @@ from ._trainer import (
     make_trainer as make_trainer,
     measure_bits_per_byte as measure_bits_per_byte,
 )
+from ._verdict import VariantResult as VariantResult
 
 LinenGPT = _GPT  # there is one in nnx, too

@@ -1,4 +1,8 @@
-"""The same short training under several policies, side by side."""
+"""The same short training under several policies, side by side, in a setting in which float16 needs its loss scale.
+
+The setting is an ordinary one: a small GPT on text, the optimizer of `train`, and a loss that is the mean over the
+tokens of a large batch. The batch is what matters: `_underflow.py` says why.
+"""
 
 import dataclasses
 import json
@@ -8,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 import jmp_policy as jmp
 
 from .._trees import PyTree
+from ..report import Style, find_style
 from ._data import Corpus, check_size, load_corpus, sample_batch
 from ._display import TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
+from ._gpt_nnx import NnxTrainer
 from ._plot import plot_comparison
 from ._run_folder import json_value, new_folder
-from ._trainer import NATS_PER_BIT, Trainer, make_trainer, read_scaling_figures
+from ._trainer import NATS_PER_BIT, read_scaling_figures
+from ._underflow import measure_zeroed, measure_zeroed_at_logits
+from ._verdict import VariantResult
+
+COMPARE_MODEL = GPTConfig(width=32, depth=2, heads=2, context=64)
+"""Smaller than the model of `train`, so that four trainings on large batches take minutes on a CPU."""
+
+COMPARE_BATCH_SIZE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +42,11 @@ class Variant:
     name: str
     policy: jmp.Policy
     loss_scale: jmp.LossScale | None = None
+
+    @property
+    def style(self) -> Style:
+        """How its curve looks."""
+        return find_style(self.policy, is_scaled=self.loss_scale is None)
 
 
 _MIXED_FLOAT16 = jmp.Policy("float32", "float16", "float16")
@@ -59,36 +76,13 @@ class CompareOptions:
     steps: int = 200
     seed: int = 0
     out: Path | None = None
-    model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
-    batch_size: int = 16
+    model: GPTConfig = COMPARE_MODEL
+    batch_size: int = COMPARE_BATCH_SIZE
 
-
-@dataclasses.dataclass(frozen=True)
-class VariantResult:
-    """One row of the comparison.
-
-    Attributes:
-      name: the policy and its loss scaling.
-      final_loss: the mean training loss of the last tenth of the steps, in bits per byte.
-      difference: its difference to the loss in float32.
-      zeroed_gradient_share: of the gradient's elements, how many are exactly zero although the gradient in float32,
-        of the same batch and the same parameters (those that float32 training ended with), is not.
-      skipped_steps: steps that overflowed.
-      loss_scale: the loss scale at the end.
-      parameter_bytes: memory of the stored parameters: the arguments of the forward and backward pass.
-      activation_bytes: its temporaries, of which most are activations kept for the backward pass.
-      step_seconds: the median time of a step.
-    """
-
-    name: str
-    final_loss: float
-    difference: float
-    zeroed_gradient_share: float
-    skipped_steps: int
-    loss_scale: float
-    parameter_bytes: int
-    activation_bytes: int
-    step_seconds: float
+    @property
+    def tokens(self) -> int:
+        """The bytes that the loss of a step is the mean of."""
+        return self.batch_size * self.model.context
 
 
 def compare(options: CompareOptions, console: Console) -> tuple[Path, list[VariantResult]]:
@@ -103,24 +97,37 @@ def compare(options: CompareOptions, console: Console) -> tuple[Path, list[Varia
     corpus = load_corpus(options.data)
     check_size(corpus, options.model.context)
     folder = new_folder(options.out, prefix="compare-")
+    _describe(options, corpus, console)
     runs = {variant.name: _train(variant, options, corpus, console) for variant in VARIANTS}
     rows = _make_rows(runs, _draw_windows(options, corpus, options.steps))
-    plot_comparison(folder / "loss.png", {name: run.losses for name, run in runs.items()})
+    styles = {variant.name: variant.style for variant in VARIANTS}
+    losses = {name: run.losses for name, run in runs.items()}
+    plot_comparison(folder / "loss.png", losses, styles, bytes_per_step=options.tokens)
     table = [{key: json_value(value) for key, value in dataclasses.asdict(row).items()} for row in rows]
     (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     return folder, rows
 
 
+def _describe(options: CompareOptions, corpus: Corpus, console: Console) -> None:
+    model, size = options.model, len(corpus.train) + len(corpus.validation)
+    blocks = f"{model.depth} blocks of width {model.width}"
+    windows = f"{options.batch_size} windows of {model.context} bytes"
+    console.print(f"model  byte-level GPT in nnx, {blocks}, {model.heads} heads; AdamW")
+    console.print(f"batch  {windows}: the loss of a step is the mean over {options.tokens:,} bytes")
+    console.print(f"data   {size:,} bytes of {corpus.source}")
+    console.print(f"steps  {options.steps} under each of {len(VARIANTS)} policies, seed {options.seed}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    trainer: Trainer
+    trainer: NnxTrainer
     losses: list[float]
     seconds: list[float]
 
 
 def _train(variant: Variant, options: CompareOptions, corpus: Corpus, console: Console) -> _Run:
     config = TrainerConfig(variant.policy, options.model, options.seed, loss_scale=variant.loss_scale)
-    run = _Run(make_trainer("nnx", config), [], [])
+    run = _Run(NnxTrainer(config), [], [])
     with TrainDisplay(console, steps=options.steps, done=0) as display:
         display.note(variant.name)
         for step in range(options.steps):
@@ -142,34 +149,31 @@ def _make_rows(runs: dict[str, _Run], windows: np.ndarray) -> list[VariantResult
     reference = next(iter(runs.values()))
     params = reference.trainer.params
     gradients = {name: _compile_gradient(run.trainer, params, windows) for name, run in runs.items()}
-    grads = {name: gradient(params, windows) for name, gradient in gradients.items()}
-    expected = next(iter(grads.values()))
+    expected = gradients[next(iter(runs))](params, windows)
     rows = []
     for name, run in runs.items():
         memory = gradients[name].memory_analysis()
+        zeroed_share, zeroed_layer_shares = measure_zeroed(gradients[name](params, windows), expected)
+        logits, loss_scale = run.trainer.compute_logits(params, windows), jmp.get_loss_scale(run.trainer.opt_state)
         row = VariantResult(
             name=name,
             final_loss=_average_last_losses(run.losses),
             difference=_average_last_losses(run.losses) - _average_last_losses(reference.losses),
-            zeroed_gradient_share=_measure_zeroed_share(grads[name], expected),
+            zeroed_gradient_share=zeroed_share,
             **read_scaling_figures(run.trainer),
             parameter_bytes=memory.argument_size_in_bytes - windows.nbytes,
             activation_bytes=memory.temp_size_in_bytes,
             step_seconds=statistics.median(run.seconds),
+            zeroed_logits_share=measure_zeroed_at_logits(logits, windows, loss_scale),
+            zeroed_layer_shares=zeroed_layer_shares,
         )
         rows.append(row)
     return rows
 
 
-def _compile_gradient(trainer: Trainer, params: PyTree, windows: np.ndarray) -> Any:
+def _compile_gradient(trainer: NnxTrainer, params: PyTree, windows: np.ndarray) -> Any:
     loss_scale = jmp.get_loss_scale(trainer.opt_state)
     return jax.jit(jmp.grad(trainer.loss_fn, loss_scale=loss_scale)).lower(params, windows).compile()
-
-
-def _measure_zeroed_share(grads: PyTree, expected: PyTree) -> float:
-    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True))
-    zeroed = sum(int(jnp.sum((grad == 0) & (reference != 0))) for grad, reference in pairs)
-    return zeroed / sum(reference.size for _, reference in pairs)
 
 
 def _average_last_losses(losses: list[float]) -> float:

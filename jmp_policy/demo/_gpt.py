@@ -86,7 +86,9 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraAr
     return _make_optimizer(config.policy, config.loss_scale, config.learning_rate)
 
 
-@functools.cache  # a compiled step belongs to its optimizer: a second run in one process compiles nothing again
+# A compiled step belongs to its optimizer: a second run in one process compiles nothing again. Bounded, since a key
+# holds the arrays of a loss scale; twice the variants of `compare` fit.
+@functools.lru_cache(maxsize=8)
 def _make_optimizer(
     policy: jmp.Policy, loss_scale: jmp.LossScale | None, learning_rate: float
 ) -> optax.GradientTransformationExtraArgs:

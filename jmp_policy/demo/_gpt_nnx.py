@@ -79,6 +79,11 @@ class NnxTrainer:
         graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
         return _pure_loss_fn(graphdef, params, others, windows)
 
+    def compute_logits(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
+        """The logits of given parameters, in the dtype in which the policy returns them."""
+        graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
+        return _compute_logits(graphdef, params, others, windows)
+
     @property
     def params(self) -> nnx.State:
         """The parameters."""
@@ -111,6 +116,14 @@ def _pure_loss_fn(
     graphdef: nnx.GraphDef, params: PyTree, others: nnx.State, windows: jax.typing.ArrayLike
 ) -> jax.Array:
     return _loss_fn(nnx.merge(graphdef, params, others), windows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute_logits(
+    graphdef: nnx.GraphDef, params: PyTree, others: nnx.State, windows: jax.typing.ArrayLike
+) -> jax.Array:
+    inputs, _ = split_windows(windows)
+    return nnx.merge(graphdef, params, others)(inputs)
 
 
 @nnx.jit

@@ -8,6 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..report import Style
+from ._verdict import SAME
+
+HORIZON = 10  # steps of a moving mean
+
 Curve = tuple[Sequence[float], Sequence[float]]
 
 
@@ -31,28 +36,49 @@ def plot_run(path: Path, train: Curve, validation: Curve, baselines: Mapping[str
     _save(figure, axes, path)
 
 
-def plot_comparison(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
+def plot_comparison(
+    path: Path, losses: Mapping[str, Sequence[float]], styles: Mapping[str, Style], *, bytes_per_step: int
+) -> None:
     """Draws the training loss of several runs, by name, and beside it their differences to the first.
 
     Args:
       path: the PNG file to write.
       losses: for each run the loss of every step in bits per byte; nan where it was not finite.
+      styles: how the curve of each run looks.
+      bytes_per_step: of how many bytes the loss of a step is the mean.
     """
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
     curves, differences = figure.subplots(1, 2)
-    _label(curves, "Training loss", "bits per byte")
-    (reference, expected), *_ = losses.items()
-    for index, (name, values) in enumerate(losses.items()):
-        # Widths shrink, so that curves that coincide all show.
-        style = {"color": f"C{index}", "linewidth": 4.5 - index, "alpha": 0.8, "label": name}
-        curves.plot(range(1, len(values) + 1), _smooth(values), **style)
-        if name != reference:
-            gap = np.asarray(values) - np.asarray(expected)
-            differences.plot(range(1, len(values) + 1), gap, **style | {"linewidth": 1.5})
-    differences.axhline(0.0, color="0.4", linewidth=1.0)
-    _label(differences, f"Difference to {reference}", "bits per byte")
-    differences.legend()
+    (reference, expected), *others = losses.items()
+    for name, values in losses.items():
+        _plot_raw_and_smooth(curves, values, styles[name], name)
+    gaps = {name: np.asarray(values) - np.asarray(expected) for name, values in others}
+    for name, gap in gaps.items():
+        _plot_raw_and_smooth(differences, gap, styles[name])
+    curves.plot([], [], color="0.4", linewidth=0.8, alpha=0.6, label="thin and pale: each step")
+    curves.plot([], [], color="0.4", linewidth=2.0, label=f"otherwise: mean of the last {HORIZON} steps")
+    differences.axhline(0.0, **styles[reference].line)
+    differences.axhspan(-SAME, SAME, color="0.5", alpha=0.15, linewidth=0, label=f"within {SAME:g}")
+    curves.set_ylim(*_limits([value for values in losses.values() for value in _skip_first(_smooth(values, HORIZON))]))
+    smooth_gaps = [value for gap in gaps.values() for value in _smooth(gap, HORIZON)]
+    differences.set_ylim(*_limits([-3 * SAME, 3 * SAME, *smooth_gaps]))
+    _label(curves, "Training loss", "loss (bits per byte)")
+    _label(differences, f"Difference to {reference}", f"loss - loss in {reference} (bits per byte)")
+    for axes in (curves, differences):
+        axes.set_xlabel(f"step (of {bytes_per_step:,} bytes)")
+    differences.legend(loc="upper left")
     _save(figure, curves, path)
+
+
+def _plot_raw_and_smooth(axes: Axes, values: Sequence[float] | np.ndarray, style: Style, label: str = "") -> None:
+    steps = range(1, len(values) + 1)
+    axes.plot(steps, values, color=style.color, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, _smooth(values, HORIZON), **style.line, label=label or None)
+
+
+def _skip_first(values: list[float]) -> list[float]:
+    """Without the steep beginning, beside which nothing could be told apart."""
+    return values[len(values) // 5 :]
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:
@@ -73,7 +99,7 @@ def _save(figure: Figure, axes: Axes, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _smooth(values: Sequence[float], horizon: int = 20) -> list[float]:
+def _smooth(values: Sequence[float] | np.ndarray, horizon: int = 20) -> list[float]:
     """The mean over the last `horizon` steps; not by running sums, in which one nan would stay for ever."""
     return [float(np.mean(values[max(0, end - horizon) : end])) for end in range(1, len(values) + 1)]
 

@@ -22,6 +22,7 @@ Program = Jaxpr | ClosedJaxpr
 def float_dtype(atom: Atom) -> Any:
     """The dtype of a real floating array, else `None`; refs and PRNG keys have none.
 
+    >>> import jax
     >>> float_dtype(jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0])
     dtype('float32')
     """
@@ -32,6 +33,7 @@ def float_dtype(atom: Atom) -> Any:
 def is_float(atom: Atom) -> bool:
     """Whether a variable or literal is a real floating array.
 
+    >>> import jax
     >>> is_float(jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0])
     True
     """
@@ -60,6 +62,7 @@ def replace_body(
 def multiplies_only(eqn: JaxprEqn) -> bool:
     """Whether an equation is written as a matmul and sums nothing: an outer product, as `einsum("i,j->ij")` traces to.
 
+    >>> import jax, jax.numpy as jnp
     >>> outer = jax.make_jaxpr(lambda x: jnp.einsum("i,j->ij", x, x))(jnp.ones(2))
     >>> [multiplies_only(eqn) for eqn in outer.eqns if eqn.primitive.name == "dot_general"]
     [True]
@@ -75,6 +78,7 @@ def name_stack(eqn: JaxprEqn) -> str:
 
     The backward pass of a remat carries the stack of the forward pass as well. Here it stands once.
 
+    >>> import jax, jax.numpy as jnp
     >>> fun = jax.named_scope("net")(jax.grad(jax.checkpoint(jnp.sin)))
     >>> remat = jax.make_jaxpr(fun)(1.0).eqns[-1]
     >>> str(remat.source_info.name_stack), name_stack(remat)
@@ -133,6 +137,7 @@ class Inside(NamedTuple):
 def bodies_of(eqn: JaxprEqn) -> list[Inside]:
     """The programs that an equation runs; none where only its primitive knows what to do with them.
 
+    >>> import jax
     >>> [scan] = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3))(1.0).eqns
     >>> [(len(body.program.eqns), body.carry, body.trips) for body in bodies_of(scan)]
     [(1, range(0, 1), 3)]

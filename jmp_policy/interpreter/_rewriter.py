@@ -23,6 +23,7 @@ class Rewriter:
     Args:
       rule: says what becomes of each equation. `Rule` names what one must have.
 
+    >>> import jax.numpy as jnp
     >>> class Cosine(Rule):  # puts a cosine where a sine was, and copies all else
     ...     cosine = jax.make_jaxpr(jnp.cos)(1.0).eqns[0]
     ...     def contexts(self, outer, program):

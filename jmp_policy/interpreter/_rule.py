@@ -121,6 +121,7 @@ class Rule(abc.ABC):
       rewritten: rewritten programs, by old program and then by rule, kinds, context and wanted dtypes. A rule that
         refers to objects which must not live as long as the programs needs a mapping of its own.
 
+    >>> import jax.numpy as jnp
     >>> class Narrow(Rule):  # runs all operations in float16; `Rewriter` has what becomes of a program
     ...     half = Kind(np.dtype("float16"))
     ...     def contexts(self, outer, program):

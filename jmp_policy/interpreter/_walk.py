@@ -21,6 +21,7 @@ class Step(NamedTuple):
       around: the equations around it, outermost first, each with the body of it that the step is in.
       trips: how often it runs.
 
+    >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.named_scope("net")(jnp.sin))(1.0)
     >>> [(step.name, step.scope) for step in walk(program.jaxpr)]
     [('sin', 'net')]
@@ -50,6 +51,7 @@ def walk(
       trips: how often it runs.
       live_only: whether equations are passed over whose results nothing uses, as the compiler does.
 
+    >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
     >>> [step.name for step in walk(program.jaxpr)]
     ['link', 'sin', 'mul', 'link']

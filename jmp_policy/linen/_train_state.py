@@ -19,8 +19,9 @@ class TrainState(train_state.TrainState):
     was. With float8 layers `params` is `{"params": ..., "_overwrite_with_gradient": ...}`, as in Flax's own class.
     The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
 
-    >>> tx = optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
-    >>> state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> state = jmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     >>> loss, grads = jmp.value_and_grad(lambda p: jnp.sum(p["w"] / 0.0), loss_scale=state)(state.params)
     >>> state = state.apply_gradients(grads=grads)
     >>> int(state.step), state.params["w"].tolist(), float(jmp.get_loss_scale(state).loss_scale)

@@ -56,6 +56,7 @@ def cast_params(model: M, policy: "PolicySpec") -> M:
     Returns:
       A model of the same structure. It has no policy yet.
 
+    >>> import jmp_policy as jmp
     >>> from flax import nnx
     >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     >>> half = jmp.nnx.cast_params(model, "bfloat16")

@@ -33,6 +33,7 @@ class Float8State(nnx.Variable):
     A policy that is attached again finds them there. A policy whose histories have another length makes new ones, and
     one that keeps no state takes them away. In the bridges to linen they are the collection of the same name.
 
+    >>> import jmp_policy as jmp
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), "float8/16_from_mixed_bfloat16")
     >>> state = nnx.state(model, jmp.nnx.Float8State)["_overwrite_with_gradient"]

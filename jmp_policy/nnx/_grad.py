@@ -81,10 +81,11 @@ def value_and_grad(
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> loss_fn = lambda model: model(jnp.ones((1, 2))).sum()
-    >>> loss, grads = value_and_grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)
+    >>> loss, grads = jmp.nnx.value_and_grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)
     >>> grads["kernel"][...].tolist()
     [[1.0], [1.0]]
     """
@@ -141,9 +142,11 @@ def grad(
 ) -> Callable[..., Any]:
     """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> grad(lambda model: model(jnp.ones((1, 2))).sum(), loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
+    >>> loss_fn = lambda model: model(jnp.ones((1, 2))).sum()
+    >>> jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
     (1,)
     """
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)

@@ -26,11 +26,12 @@ class Optimizer(nnx.Optimizer):
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> import optax
     >>> from flax import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0))
-    >>> optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    >>> optimizer = jmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
     >>> grads = jmp.nnx.grad(lambda model: model(jnp.full((1, 2), jnp.inf)).sum(), loss_scale=optimizer)(model)
     >>> optimizer.update(model, grads)
     >>> int(optimizer.step[...]), float(jmp.get_loss_scale(optimizer).loss_scale)

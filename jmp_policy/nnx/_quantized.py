@@ -25,6 +25,7 @@ class QuantizedParam(nnx.Variable):
 
     Optimizers and gradients of `nnx.Param` pass it by. Its arrays are part of `nnx.state` as any others.
 
+    >>> import jmp_policy as jmp
     >>> from flax import nnx
     >>> model = jmp.quant.quantize(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "int8_from_float32")
     >>> type(model.kernel).__name__, model.kernel[...]

@@ -46,10 +46,11 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
 
     Source: NVIDIA published a speed-up over a baseline that ran in float32 unnoticed (TransformerEngine issue 2976).
 
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
     ...     logits = x @ w.astype(jnp.bfloat16)
     ...     return -jnp.mean(jax.nn.log_softmax(logits).astype(jnp.float32))
-    >>> report = audit(jax.grad(loss))(jnp.ones((3, 4)), jax.ShapeDtypeStruct((8, 3), jnp.bfloat16))
+    >>> report = jmp.numerics.audit(jax.grad(loss))(jnp.ones((3, 4)), jax.ShapeDtypeStruct((8, 3), jnp.bfloat16))
     >>> [(row.dtype, row.backward, row.flops) for row in report.rows if row.operation == "dot_general"]
     [('bfloat16', False, 192), ('bfloat16', True, 192)]
     >>> [finding.id for finding in report.findings]

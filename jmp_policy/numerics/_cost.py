@@ -29,6 +29,7 @@ def count_flops(eqn: JaxprEqn) -> int:
 
     XLA counts like this, too. A product with the padding of a convolution does not count.
 
+    >>> import jax, jax.numpy as jnp
     >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns[0]
     >>> count_flops(eqn)
     60

@@ -56,7 +56,8 @@ def cast_state(
       ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
         `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
 
-    >>> tx = cast_state(optax.adamw(1e-3), mu_dtype="bfloat16", nu_dtype="float32")
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.cast_state(optax.adamw(1e-3), mu_dtype="bfloat16", nu_dtype="float32")
     >>> state = tx.init({"w": jnp.ones(2, jnp.float16)})
     >>> state[0].mu["w"].dtype, state[0].nu["w"].dtype
     (dtype(bfloat16), dtype('float32'))

@@ -24,9 +24,10 @@ def accumulate(total: T, grads: PyTree) -> T:
       total: gradients, as `jmp_policy.value_and_grad` returns them, or zeros like them.
       grads: the gradients of another microbatch, taken at the same parameters.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> first = {"w": jnp.float32(1), "_overwrite_with_gradient": {"input_scale": jnp.float32([3.0])}}
     >>> second = {"w": jnp.float32(2), "_overwrite_with_gradient": {"input_scale": jnp.float32([2.0])}}
-    >>> total = accumulate(first, second)
+    >>> total = jmp.optim.accumulate(first, second)
     >>> float(total["w"]), total["_overwrite_with_gradient"]["input_scale"].tolist()
     (3.0, [3.0])
     """
@@ -44,8 +45,9 @@ def pmean(grads: T, axis_name: Any) -> T:
       grads: gradients, as `jmp_policy.value_and_grad` returns them.
       axis_name: a mapped axis, or several.
 
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> grads = {"w": jnp.float32([1, 3]), "_overwrite_with_gradient": {"input_scale": jnp.float32([[1], [3]])}}
-    >>> mean = jax.vmap(lambda grads: pmean(grads, "devices"), axis_name="devices")(grads)
+    >>> mean = jax.vmap(lambda grads: jmp.optim.pmean(grads, "devices"), axis_name="devices")(grads)
     >>> mean["w"].tolist(), mean["_overwrite_with_gradient"]["input_scale"].tolist()
     ([2.0, 2.0], [[3.0], [3.0]])
     """
@@ -67,8 +69,9 @@ def global_norm(grads: PyTree) -> jax.Array:
     Returns:
       A real scalar, float32 or wider; not finite where a gradient is not.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> grads = {"w": jnp.float16([300.0, 400.0]), "_overwrite_with_gradient": {"input_scale": jnp.float32([7.0])}}
-    >>> float(global_norm(grads))
+    >>> float(jmp.optim.global_norm(grads))
     500.0
     """
     rest, _ = split_state(grads)

@@ -19,7 +19,8 @@ class KahanState(NamedTuple):
       inner_state: the state of the wrapped transformation.
       compensation: what to add to a half-precision parameter to get nearer to its true value, in its dtype.
 
-    >>> state = kahan(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.bfloat16)})
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> state = jmp.optim.kahan(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.bfloat16)})
     >>> state.compensation["w"].dtype, state.compensation["w"].tolist()
     (dtype(bfloat16), [0.0, 0.0])
     """
@@ -51,7 +52,8 @@ def kahan(inner: Transformation) -> optax.GradientTransformationExtraArgs:
     Source: Kahan, Further remarks on reducing truncation errors, 1965; Zamirai et al., Revisiting BFloat16 Training,
     2020.
 
-    >>> tx = kahan(optax.sgd(1.0))
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.kahan(optax.sgd(1.0))
     >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
     >>> state = tx.init(params)
     >>> for _ in range(40):

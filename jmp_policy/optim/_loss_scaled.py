@@ -145,7 +145,8 @@ def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) 
     It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
     infinities lower, and share a step that is skipped where one of them overflows:
 
-    >>> tx, losses = skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx, losses = jmp.optim.skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
     >>> params, scales = jnp.float32(2.0), {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**8)}
     >>> grads = {name: jmp.grad(losses[name], loss_scale=scales[name])(params) for name in losses}
     >>> scales = {name: scale.adjust(jmp.all_finite(grads[name])) for name, scale in scales.items()}
@@ -175,7 +176,8 @@ def check(state: PyTree, *, patience: int = 10) -> None:
       FloatingPointError: training is stuck.
       ValueError: `state` holds no such state, or several.
 
-    >>> check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
     """
     found = find_scaled_state(state)
     scale, skips = found.loss_scale, int(found.consecutive_skips)

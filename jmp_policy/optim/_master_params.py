@@ -36,10 +36,11 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.
 
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.kahan(optax.sgd(1.0))
     >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
     >>> params, opt_state = jmp.optim.step(tx, {"w": jnp.array([2.0**-10, 0.0])}, tx.init(params), params)
-    >>> params["w"].tolist(), master_params(opt_state, params)["w"].tolist()
+    >>> params["w"].tolist(), jmp.optim.master_params(opt_state, params)["w"].tolist()
     ([1.0, 1.0], [0.9990234375, 1.0])
     """
     state, plain = strip_variables((_only_state(opt_state), params))
@@ -70,11 +71,12 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` or `master` do not fit it.
 
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.master_weights(optax.sgd(1.0), mode="split")
     >>> wide = {"w": jnp.float32([0.1])}
     >>> params = jmp.cast_floating(wide, "bfloat16")
-    >>> params, opt_state = with_master_params(tx.init(params), params, wide)
-    >>> params["w"].tolist(), master_params(opt_state, params)["w"] == wide["w"]
+    >>> params, opt_state = jmp.optim.with_master_params(tx.init(params), params, wide)
+    >>> params["w"].tolist(), jmp.optim.master_params(opt_state, params)["w"] == wide["w"]
     ([0.10009765625], Array([ True], dtype=bool))
     """
     state = _only_state(opt_state)

@@ -21,7 +21,8 @@ class MasterWeightsState(NamedTuple):
       inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
       master: the float32 parameters, for each that is half precision.
 
-    >>> master_weights(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.float16)}).master
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.master_weights(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.float16)}).master
     {'w': Array([1., 1.], dtype=float32)}
     """
 
@@ -36,7 +37,8 @@ class SplitWeightsState(NamedTuple):
       inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
       remainder: the low 16 bits of the float32 parameters, uint16, for each that is bfloat16.
 
-    >>> master_weights(optax.sgd(1.0), mode="split").init({"w": jnp.ones(2, jnp.bfloat16)}).remainder
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.master_weights(optax.sgd(1.0), mode="split").init({"w": jnp.ones(2, jnp.bfloat16)}).remainder
     {'w': Array([0, 0], dtype=uint16)}
     """
 
@@ -75,7 +77,8 @@ def master_weights(inner: Transformation, mode: str = "float32") -> optax.Gradie
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1; the split follows Split-SGD-BF16,
     Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019.
 
-    >>> tx = master_weights(optax.sgd(1.0), mode="split")
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.master_weights(optax.sgd(1.0), mode="split")
     >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
     >>> state = tx.init(params)
     >>> for _ in range(40):

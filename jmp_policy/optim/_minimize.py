@@ -57,10 +57,11 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
       ValueError: at the step, as `value_and_grad` and `optim.step` do: `opt_state` holds no loss scale though `tx` is
         `loss_scaled`, or that is inside of a transformation that goes on where it skips a step.
 
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
     >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32) ** 2)
     >>> params = jnp.ones(2)
-    >>> train_step = jax.jit(minimize(loss_fn, tx))
+    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
     >>> params, opt_state, loss = train_step(params, tx.init(params), jnp.float16([1.0, 0.5]))
     >>> params.tolist(), float(loss)
     ([0.0, 0.75], 1.25)
@@ -125,6 +126,7 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCast
       fun: a function of parameters that JAX can trace.
       params: its argument, a tree of arrays.
 
+    >>> import jax.numpy as jnp
     >>> loss_fn = lambda w: jnp.sum(w["a"].astype(jnp.float16)) * w["b"]
     >>> copies, fun = extract_half_casts(loss_fn, {"a": jnp.ones(2), "b": 3.0})
     >>> copies["a"].dtype, copies["b"], float(fun(copies))

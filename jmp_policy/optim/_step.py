@@ -67,9 +67,10 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
       ValueError: gradients do not have the shapes of their parameters; or `tx` is a transformation of optax with a
         `loss_scaled` inside. `optax.inject_hyperparams` of numbers may be outside of it, and nothing else.
 
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
     >>> params = {"w": jnp.ones(2)}
-    >>> params, opt_state = step(tx, {"w": jnp.array([1.0, jnp.nan])}, tx.init(params), params)
+    >>> params, opt_state = jmp.optim.step(tx, {"w": jnp.array([1.0, jnp.nan])}, tx.init(params), params)
     >>> params["w"].tolist(), bool(opt_state.grads_finite)
     ([1.0, 1.0], False)
     """

@@ -20,7 +20,8 @@ class StochasticRoundingState(NamedTuple):
       inner_state: the state of the wrapped transformation.
       key: the data of the random key for the next step, uint32.
 
-    >>> stochastic_rounding(optax.sgd(1.0), jax.random.key(3)).init({"w": jnp.ones(2, jnp.bfloat16)}).key
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(3)).init({"w": jnp.ones(2, jnp.bfloat16)}).key
     Array([0, 3], dtype=uint32)
     """
 
@@ -57,7 +58,8 @@ def stochastic_rounding(inner: Transformation, key: jax.Array) -> optax.Gradient
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
     BFloat16 Training, 2020.
 
-    >>> tx = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
     >>> params = {"w": jnp.ones(10_000, jnp.bfloat16)}
     >>> params, _ = jmp.optim.step(tx, {"w": jnp.full(10_000, 1e-3)}, tx.init(params), params)
     >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4

@@ -39,7 +39,8 @@ class QuantizedArray(Uncast):
       layout: which axes are summed over.
       dtype: the dtype that the weight had.
 
-    >>> w = quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> w = jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
     >>> w
     QuantizedArray(int8, shape=(2, 2), dtype=float32)
     >>> jnp.allclose(w.dequantize(), jnp.array([[1.0, -4.0], [0.504, 2.016]]), atol=0.005).item()
@@ -131,14 +132,20 @@ class QuantizedArray(Uncast):
         raise MisreadAttribute(self, amiss)
 
     def __getitem__(self, index: Any) -> Any:
-        raise MisreadType(self, "A quantized weight cannot be indexed; what its dequantize() returns can.")
+        amiss = "A quantized weight cannot be indexed; what its dequantize() returns can."
+        if index is Ellipsis:  # as the Variables of nnx read themselves
+            amiss += (
+                " A float model of nnx has no place for it; restore its state into a quantized one: "
+                f"nnx.update(quant.quantize(model, '{self.format}_from_mixed_bfloat16'), state)."
+            )
+        raise MisreadType(self, amiss)
 
     def __jax_array__(self) -> Any:
         raise MisreadType(
             self,
-            f"{self!r} is quantized, and stands in a place that does not know how to compute with it. A layer does "
-            f"under the policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); "
-            "anywhere else use its dequantize().",
+            f"{self!r} is quantized, and was read by a layer or code that computes with floats. Give the model the "
+            f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in code of your "
+            "own read its dequantize().",
         )
 
     def __repr__(self) -> str:
@@ -179,7 +186,8 @@ def quantize_array(
       TypeError: `array` is not a floating array, or has no axes or elements.
       ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind.
 
-    >>> quantize_array(jnp.ones((256, 8)), "int4").scale.shape
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
     """
     format = integers_of(parse_quantization(quantization))

@@ -51,9 +51,10 @@ def calibrate(
     Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
     calibration).
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
     >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), "int8_from_float32")
-    >>> clips = calibrate(model, [jnp.linspace(-3, 2, 64)[None]], clip="absmax")
+    >>> clips = jmp.quant.calibrate(model, [jnp.linspace(-3, 2, 64)[None]], clip="absmax")
     >>> clips, jmp.quant.quantize(model, "int8_from_float32", input_clips=clips).kernel[...].input_clip
     ({'': 3.0}, Array(3., dtype=float32))
     """

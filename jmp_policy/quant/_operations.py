@@ -55,8 +55,9 @@ def dot_general(
       ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
         another one; or a state is missing, or given to a recipe that has none.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
-    >>> dot_general(x, w, (((1,), (0,)), ((), ())), quantization="int8").tolist()[0]
+    >>> jmp.quant.dot_general(x, w, (((1,), (0,)), ((), ())), quantization="int8").tolist()[0]
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
@@ -78,7 +79,8 @@ def einsum(
 
     Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
 
-    >>> einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> jmp.quant.einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
@@ -101,8 +103,9 @@ def conv_general_dilated(
     multiplied in bfloat16 or float32. Other arguments, result and errors are as for JAX's operation and for
     `dot_general`.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
-    >>> conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
+    >>> jmp.quant.conv_general_dilated(x, w, (1,), "VALID", quantization="int8").tolist()
     [[[2.0, 2.0, 2.0]]]
     """
     return _multiply(describe_convolution(lhs, rhs, window_strides, padding, **options), quantization, state)
@@ -173,8 +176,10 @@ def float8_state(quantization: Quantization | str) -> State:
     Raises:
       ValueError: `quantization` has no state.
 
-    >>> x, w, state = jnp.full((16, 16), 3.0), jnp.ones((16, 16)), float8_state("float8/2(min_size=0)")
-    >>> product = lambda s: dot_general(x, w, (((1,), (0,)), ((), ())), quantization="float8/2(min_size=0)", state=s)
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> x, w, float8 = jnp.full((16, 16), 3.0), jnp.ones((16, 16)), "float8/2(min_size=0)"
+    >>> state = jmp.quant.float8_state(float8)
+    >>> product = lambda s: jmp.quant.dot_general(x, w, (((1,), (0,)), ((), ())), quantization=float8, state=s)
     >>> jax.grad(lambda s: product(s).sum())(state)["input_amax_history"].tolist()
     [3.0, 0.0]
     """

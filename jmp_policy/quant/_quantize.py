@@ -82,8 +82,9 @@ def quantize(
     Warns:
       A rule of the map decides for no module; of variables, for none that has parameters.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}}
-    >>> quantize(params, "int8_from_float32")["dense"]["kernel"]
+    >>> jmp.quant.quantize(params, "int8_from_float32")["dense"]["kernel"]
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})

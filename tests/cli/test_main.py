@@ -111,12 +111,3 @@ def test_stuck_and_interrupted_runs_end_in_one_line(trained, capsys, error, stat
     trained(error)
     assert main(["train"]) == status
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_comparison_is_shown_as_a_table(monkeypatch, capsys):
-    row = demo.VariantResult("mixed_float16, no scaling", 2.5, math.nan, 0.125, 3, 1.0, 2**20, 2**21, 0.01)
-    monkeypatch.setattr(demo, "compare", lambda options, console: (Path("out"), [row]))
-    assert main(["compare"]) == 0
-    shown = capsys.readouterr().out
-    for text in ("2.500", "nan", "12.50%", "1.00", "2.00", "10.0", "out/ holds table.json, loss.png"):
-        assert text in shown

@@ -6,6 +6,7 @@ import pytest
 from matplotlib.image import imread
 
 from jmp_policy.demo._plot import plot_comparison, plot_run
+from jmp_policy.report import find_style
 
 
 @pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], [3.0, math.nan, 2.0], [math.nan], []])
@@ -15,6 +16,9 @@ def test_a_run_of_any_losses_has_a_plot(tmp_path, losses):
     assert imread(tmp_path / "loss.png").std() > 0.01
 
 
-def test_a_comparison_has_a_plot(tmp_path):
-    plot_comparison(tmp_path / "loss.png", {"float32": [3.0, 2.0], "half": [3.0, 2.1], "broken": [3.0, math.inf]})
+@pytest.mark.parametrize("broken", [[3.0, math.inf], [math.nan, math.nan]])
+def test_a_comparison_of_any_losses_has_a_plot(tmp_path, broken):
+    losses = {"float32": [3.0, 2.0], "bfloat16": [3.0, 2.1], "float16": broken}
+    styles = {name: find_style(name) for name in losses}
+    plot_comparison(tmp_path / "loss.png", losses, styles, bytes_per_step=1024)
     assert imread(tmp_path / "loss.png").std() > 0.01

@@ -82,9 +82,9 @@ def test_weight_that_blocks_do_not_divide_is_named_in_training(module, path):
 def test_integers_without_a_policy_for_them_are_refused(policy):
     model = Net() if policy is None else jmp.with_policy(Net(), policy)
     message = (
-        "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized, and stands in a place that does "
-        "not know how to compute with it. A layer does under the policy it was quantized with: with_policy(model, "
-        "'int8(min_size=0)_from_mixed_bfloat16'); anywhere else use its dequantize()."
+        "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized, and was read by a layer or "
+        "code that computes with floats. Give the model the policy it was quantized with: with_policy(model, "
+        "'int8(min_size=0)_from_mixed_bfloat16'); in code of your own read its dequantize()."
     )
     with raises(TypeError, message):
         model.apply(quant.quantize(VARIABLES, INT8), X)

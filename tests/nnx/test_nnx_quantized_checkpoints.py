@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import jmp_policy as jmp
 from jmp_policy.quant import quantize
 
 X = jnp.linspace(-1.0, 1.0, 2 * 8).reshape(2, 8)
@@ -75,3 +76,17 @@ def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     shards = state["body"]["kernel"][...].values.addressable_shards
     assert {shard.data.shape[-1] for shard in shards} == {2}
     assert_same(nnx.merge(graphdef, state), model, out)
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_quantized_state_in_a_float_model_says_where_it_goes(policy):
+    layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    state = nnx.state(quantize(layer, "int8(min_size=0)_from_float32"))
+    model = layer if policy is None else jmp.with_policy(layer, policy)
+    example = r"nnx\.update\(quant\.quantize\(model, 'int8\(min_size=0\)_from_mixed_bfloat16'\), state\)"
+    nnx.update(model, state)
+    with pytest.raises(TypeError, match="A float model of nnx has no place for it; restore its state .*: " + example):
+        model(jnp.ones((1, 4)))
+    merged = nnx.merge(nnx.graphdef(layer), state)
+    with pytest.raises(TypeError, match=r"was read by a layer or code that computes with floats\. Give the model the"):
+        merged(jnp.ones((1, 4)))

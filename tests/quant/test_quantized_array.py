@@ -160,10 +160,10 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
         (lambda: quantize_array(jnp.ones(4), "int8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
         (lambda: weights()[0].dequantize("int8"), ValueError, r"^Unknown dtype 'int8'\."),
         (lambda: jnp.asarray(weights()[0]), TypeError,
-         r"^QuantizedArray\(int8, .*\) is quantized, and stands in a place that does not know .*use its deq"),
-        (lambda: weights()[2] + jnp.ones(2), TypeError, r"unsupported operand|is quantized, and stands in "),
+         r"^QuantizedArray\(int8, .*\) is quantized, and was read by a layer or code that .*read its deq"),
+        (lambda: weights()[2] + jnp.ones(2), TypeError, r"unsupported operand|is quantized, and was read by "),
         (lambda: jnp.dot(jnp.ones((2, 16)), weights()[2]), TypeError,
-         r"stands in a place that does not know .*with_policy\(model, 'int4/8_from_mixed_bfloat16'\)"),
+         r"Give the model the policy it was quantized with: with_policy\(model, 'int4/8_from_mixed_bfloat16'\)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error(make, error, text):

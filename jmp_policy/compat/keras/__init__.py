@@ -1,9 +1,11 @@
 """The mixed-precision names of Keras 3 and of `tf.keras.mixed_precision.experimental`.
 
->>> set_dtype_policy("mixed_bfloat16")
->>> dtype_policy(), jmp.default_policy().name
+>>> import jmp_policy as jmp
+>>> from jmp_policy.compat import keras
+>>> keras.set_dtype_policy("mixed_bfloat16")
+>>> keras.dtype_policy(), jmp.default_policy().name
 (<DTypePolicy "mixed_bfloat16">, 'mixed_bfloat16')
->>> set_dtype_policy("float32")
+>>> keras.set_dtype_policy("float32")
 
 They are Keras's in name, attributes, errors and files, which `dtype_policies.serialize` writes and `deserialize` reads.
 They differ in what follows.

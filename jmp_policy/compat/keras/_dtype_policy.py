@@ -28,7 +28,9 @@ class DTypePolicy:
 
     Source: `keras.DTypePolicy` of Keras 3.
 
-    >>> policy = DTypePolicy("mixed_float16")
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.DTypePolicy("mixed_float16")
     >>> policy, policy.compute_dtype, policy.variable_dtype
     (<DTypePolicy "mixed_float16">, 'float16', 'float32')
     >>> jmp.get_policy(policy).name
@@ -91,7 +93,8 @@ class DTypePolicy:
 class FloatDTypePolicy(DTypePolicy):
     """Keras's other name for `DTypePolicy`; the two are equal.
 
-    >>> FloatDTypePolicy("bfloat16") == DTypePolicy("bfloat16")
+    >>> from jmp_policy.compat import keras
+    >>> keras.FloatDTypePolicy("bfloat16") == keras.DTypePolicy("bfloat16")
     True
     """
 

@@ -29,7 +29,9 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
     Source: `keras.dtype_policies.DTypePolicyMap` of Keras 3.
 
-    >>> policies = DTypePolicyMap("mixed_bfloat16")
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policies = keras.DTypePolicyMap("mixed_bfloat16")
     >>> policies["head"] = "float32"
     >>> policies["head"], policies["body"]
     (<DTypePolicy "float32">, <DTypePolicy "mixed_bfloat16">)

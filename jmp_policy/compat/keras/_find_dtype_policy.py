@@ -84,6 +84,7 @@ def convert_policy(policy: JmpPolicy) -> DTypePolicy:
     Raises:
       ValueError: it quantizes to int8 what computes in float16, which Keras cannot express.
 
+    >>> import jmp_policy as jmp
     >>> convert_policy(jmp.get_policy("float8_from_bfloat16"))
     <QuantizedDTypePolicy "float8(recipe=delayed)_from_bfloat16">
     """

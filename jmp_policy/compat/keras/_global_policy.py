@@ -19,7 +19,8 @@ def dtype_policy() -> DTypePolicy:
       ValueError: the default policy is a `PolicyMap` with types as keys, or quantizes to int8 what computes in float16,
         which Keras cannot express.
 
-    >>> dtype_policy()
+    >>> from jmp_policy.compat import keras
+    >>> keras.dtype_policy()
     <DTypePolicy "float32">
     """
     current, origin = default_policy(), default_origin()
@@ -48,10 +49,11 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
     Raises:
       ValueError: `policy` is none of these.
 
-    >>> set_dtype_policy("mixed_bfloat16")
-    >>> dtype_policy()
+    >>> from jmp_policy.compat import keras
+    >>> keras.set_dtype_policy("mixed_bfloat16")
+    >>> keras.dtype_policy()
     <DTypePolicy "mixed_bfloat16">
-    >>> set_dtype_policy("float32")
+    >>> keras.set_dtype_policy("float32")
     """
     if isinstance(policy, str):
         policy = parse_dtype_policy(policy)
@@ -68,10 +70,11 @@ def set_policy(policy: DTypePolicy | str | None) -> None:
 
     Source: `tf.keras.mixed_precision.experimental.set_policy` of TensorFlow 2.0 to 2.4.
 
-    >>> set_policy("mixed_float16")
-    >>> type(global_policy().loss_scale).__name__
+    >>> from jmp_policy.compat import keras
+    >>> keras.set_policy("mixed_float16")
+    >>> type(keras.global_policy().loss_scale).__name__
     'DynamicLossScale'
-    >>> set_policy(None)
+    >>> keras.set_policy(None)
     """
     if policy is None:
         set_dtype_policy("float32")

@@ -26,7 +26,8 @@ class Policy(DTypePolicy):
 
     Source: `tf.keras.mixed_precision.experimental.Policy` of TensorFlow 2.0 to 2.4.
 
-    >>> policy = Policy("mixed_float16", loss_scale=1024)
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.Policy("mixed_float16", loss_scale=1024)
     >>> policy, policy.should_cast_variables
     (<Policy "mixed_float16", loss_scale=StaticLossScale(loss_scale=1024.0)>, True)
     """
@@ -53,9 +54,11 @@ class Policy(DTypePolicy):
     def resolve(self, *inputs: Any) -> "Policy":
         """This policy with what it infers filled in from the first floating input, as at a layer's first call.
 
-        >>> Policy("infer").resolve(jnp.ones(2, jnp.float16)).name
+        >>> import jax.numpy as jnp
+        >>> from jmp_policy.compat import keras
+        >>> keras.Policy("infer").resolve(jnp.ones(2, jnp.float16)).name
         'float16'
-        >>> Policy("infer_float32_vars").resolve(jnp.ones(2, jnp.float16)).name
+        >>> keras.Policy("infer_float32_vars").resolve(jnp.ones(2, jnp.float16)).name
         'float16_with_float32_vars'
         """
         if self.compute_dtype is not None:

@@ -43,7 +43,9 @@ def LossScaleOptimizer(
 
     Source: `keras.optimizers.LossScaleOptimizer` of Keras 3, and of `tf.keras` for `dynamic`.
 
-    >>> state = LossScaleOptimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+    >>> import jax.numpy as jnp, optax
+    >>> from jmp_policy.compat import keras
+    >>> state = keras.LossScaleOptimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)})
     >>> float(state.loss_scale.loss_scale), state.loss_scale.period
     (32768.0, 2000)
     """

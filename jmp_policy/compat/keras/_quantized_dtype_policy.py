@@ -35,7 +35,9 @@ class QuantizedDTypePolicy(DTypePolicy):
 
     Source: `keras.dtype_policies.QuantizedDTypePolicy` of Keras 3.
 
-    >>> policy = QuantizedDTypePolicy("int8", "mixed_bfloat16")
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.QuantizedDTypePolicy("int8", "mixed_bfloat16")
     >>> policy, policy.quantization_mode, policy.compute_dtype, policy.variable_dtype
     (<QuantizedDTypePolicy "int8_from_mixed_bfloat16">, 'int8', 'bfloat16', 'float32')
     >>> jmp.get_policy(policy) is jmp.get_policy("int8_from_mixed_bfloat16")
@@ -99,7 +101,9 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 
     Source: `keras.dtype_policies.QuantizedFloat8DTypePolicy` of Keras 3.
 
-    >>> policy = QuantizedFloat8DTypePolicy("float8", "mixed_bfloat16", amax_history_length=16)
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.QuantizedFloat8DTypePolicy("float8", "mixed_bfloat16", amax_history_length=16)
     >>> policy, policy.amax_history_length
     (<QuantizedFloat8DTypePolicy "float8_from_mixed_bfloat16">, 16)
     >>> jmp.get_policy(policy).name
@@ -154,7 +158,9 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
 
     Source: `keras.dtype_policies.Int4DTypePolicy` of Keras 3.
 
-    >>> policy = Int4DTypePolicy("int4/-1", "mixed_bfloat16")
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy.compat import keras
+    >>> policy = keras.Int4DTypePolicy("int4/-1", "mixed_bfloat16")
     >>> policy, policy.quantization_mode, policy.block_size
     (<Int4DTypePolicy "int4/-1_from_mixed_bfloat16">, 'int4', -1)
     >>> jmp.get_policy(policy) is jmp.get_policy("int4/-1_from_mixed_bfloat16")

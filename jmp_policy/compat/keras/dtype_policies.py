@@ -1,6 +1,8 @@
 """`keras.dtype_policies`: the classes of dtype policies, and how one is found, written and read.
 
->>> get("int8_from_mixed_bfloat16"), get(jnp.bfloat16)
+>>> import jax.numpy as jnp
+>>> from jmp_policy.compat.keras import dtype_policies
+>>> dtype_policies.get("int8_from_mixed_bfloat16"), dtype_policies.get(jnp.bfloat16)
 (<QuantizedDTypePolicy "int8_from_mixed_bfloat16">, <DTypePolicy "bfloat16">)
 """
 
@@ -31,7 +33,8 @@ def get(identifier: Any) -> DTypePolicy:
 
     Source: `keras.dtype_policies.get` of Keras 3.
 
-    >>> get({"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}})
+    >>> from jmp_policy.compat import keras
+    >>> keras.dtype_policies.get({"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}})
     <DTypePolicy "mixed_bfloat16">
     """
     if identifier is None:
@@ -54,7 +57,8 @@ def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
 
     Source: `keras.dtype_policies.serialize` of Keras 3.
 
-    >>> serialize(Int4DTypePolicy("int4/64", "bfloat16"))["config"]
+    >>> from jmp_policy.compat import keras
+    >>> keras.dtype_policies.serialize(keras.Int4DTypePolicy("int4/64", "bfloat16"))["config"]
     {'mode': 'int4/64', 'source_name': 'bfloat16'}
     """
     if not isinstance(dtype_policy, DTypePolicy):
@@ -77,7 +81,9 @@ def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | Non
 
     Source: `keras.dtype_policies.deserialize` of Keras 3.
 
-    >>> deserialize(serialize(DTypePolicyMap("float32", {"head": "bfloat16"})))["head"]
+    >>> from jmp_policy.compat import keras
+    >>> saved = keras.dtype_policies.serialize(keras.DTypePolicyMap("float32", {"head": "bfloat16"}))
+    >>> keras.dtype_policies.deserialize(saved)["head"]
     <DTypePolicy "bfloat16">
     """
     if isinstance(config, dict) and config.get("class_name") == DTypePolicyMap.__name__ and "config" in config:
