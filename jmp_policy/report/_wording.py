@@ -40,10 +40,20 @@ def format_bytes(count: int) -> str:
     >>> format_bytes(0), format_bytes(999), format_bytes(1500), format_bytes(65_536), format_bytes(280_000_000_000)
     ('', '999 B', '1.5 kB', '65.5 kB', '280 GB')
     """
-    if count < 1000:
+    unit, size = choose_byte_unit(count)
+    if size == 1:
         return f"{count} B" if count else ""
+    return f"{count / size:.3g} {unit}"
+
+
+def choose_byte_unit(count: int) -> tuple[str, int]:
+    """The largest unit of which a number of bytes is at least one, and how many bytes that is.
+
+    >>> choose_byte_unit(0), choose_byte_unit(65_536)
+    (('B', 1), ('kB', 1000))
+    """
     power = min((len(str(count)) - 1) // 3, len(_PREFIXES))
-    return f"{count / 1000**power:.3g} {_PREFIXES[power - 1]}B"
+    return f"{('', *_PREFIXES)[power]}B", 1000**power
 
 
 def format_count(count: int) -> str:
