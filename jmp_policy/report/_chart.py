@@ -56,8 +56,10 @@ class BarChart:
       legend: what each color means.
       line_name: what the dashed line means.
 
-    >>> panel = Panel("Output error", "%", [Bars([1.0, None], CHANGED)], line=2.0, missing="not seen")
-    >>> figure = BarChart(["first", "second"], [panel], {"quantized": CHANGED}, "the model itself").draw()
+    >>> from jmp_policy import report
+    >>> bars = report.Bars([1.0, None], report.CHANGED)
+    >>> panel = report.Panel("Output error", "%", [bars], line=2.0, missing="not seen")
+    >>> figure = report.BarChart(["first", "second"], [panel], {"quantized": report.CHANGED}, "the model itself").draw()
     >>> [axes.get_title() for axes in figure.axes]
     ['Output error']
     """

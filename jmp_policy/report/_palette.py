@@ -16,7 +16,8 @@ class Style:
       dash: the line style, as matplotlib reads it.
       width: the width of the line in points.
 
-    >>> Style("#0072B2", (0, (4, 2)), 1.8).line
+    >>> from jmp_policy import report
+    >>> report.Style("#0072B2", (0, (4, 2)), 1.8).line
     {'color': '#0072B2', 'linestyle': (0, (4, 2)), 'linewidth': 1.8, 'zorder': 2.82}
     """
 
@@ -71,11 +72,12 @@ def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:
     Raises:
       ValueError: the string is neither, or the policy computes in a dtype without a style.
 
-    >>> find_style("mixed_bfloat16") == find_style("bfloat16")
+    >>> from jmp_policy import report
+    >>> report.find_style("mixed_bfloat16") == report.find_style("bfloat16")
     True
-    >>> find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES["float16 without a loss scale"]
+    >>> report.find_style("mixed_float16", is_scaled=False) == report.FORMAT_STYLES["float16 without a loss scale"]
     True
-    >>> find_style("int8_from_mixed_bfloat16").color
+    >>> report.find_style("int8_from_mixed_bfloat16").color
     '#009E73'
     """
     if isinstance(format, Policy):
