@@ -33,6 +33,7 @@ from .autocast import autocast as autocast  # the function, which has the name o
 if _typing.TYPE_CHECKING:
     from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim, quant as quant
     from .autocast import AutocastRules as AutocastRules
+    from .checkpoints import convert_state as convert_state
 
 __version__ = "0.1.0"
 
@@ -45,8 +46,10 @@ if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one
             return _importlib.import_module(f".{name}", __name__)
         if name == "AutocastRules":
             return _importlib.import_module(".autocast._rules", __name__).AutocastRules
+        if name == "convert_state":
+            return _importlib.import_module(".checkpoints", __name__).convert_state
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "AutocastRules"})
+    return sorted({*globals(), *_LAZY, "AutocastRules", "convert_state"})

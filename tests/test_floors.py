@@ -46,6 +46,7 @@ FLOORS = {
     "explanation": 6,
     "report": 6,
     "_explain": 7,
+    "checkpoints": 7,
     "linen": 7,
     "nnx": 7,
     "compat": 8,

@@ -10,7 +10,7 @@ from ._command import make_console, positive_int, seed
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..demo import TrainResult
+    from ..demo import RunSummary, TrainResult
     from ._command import Commands
 
 
@@ -24,7 +24,7 @@ def add_train(commands: "Commands") -> None:
     )
     parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
     parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
-    parser.add_argument("--policy", help="such as float8_from_mixed_bfloat16 (default: what the doctor recommends)")
+    parser.add_argument("--policy", help="such as float8_from_mixed_bfloat16 (default: half precision, by the doctor)")
     parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
     parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
     parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")
@@ -40,15 +40,25 @@ def _train(arguments: argparse.Namespace) -> int:
     options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})
     console = make_console()
     result = train(options, console)
+    _print_summary(result.summary, console)
     if result.finished:
-        _print_train_result(result, console)
+        _print_losses(result, console)
         return 0
     resume = f"jmp-policy train --resume --out {result.folder}"
     console.print(f"stopped and saved at step {result.step}; continue with: {resume}")
     return 130
 
 
-def _print_train_result(result: "TrainResult", console: "Console") -> None:
+def _print_summary(summary: "RunSummary", console: "Console") -> None:
+    from rich.table import Table
+
+    table = Table("what the policy did", "")
+    for row in summary.list_rows():
+        table.add_row(*row)
+    console.print(table, soft_wrap=False)
+
+
+def _print_losses(result: "TrainResult", console: "Console") -> None:
     from rich.table import Table
 
     table = Table("validation loss", "bits per byte")
@@ -58,5 +68,5 @@ def _print_train_result(result: "TrainResult", console: "Console") -> None:
         table.add_row(name, "not finite" if math.isnan(loss) else f"{loss:.3f}")
     console.print(table, soft_wrap=False)
     verdict = "beats" if result.validation < result.bigram else "does not beat"
-    files = "metrics.jsonl, loss.png, checkpoints/"
+    files = "summary.json, metrics.jsonl, loss.png, checkpoints/"
     console.print(f"The model {verdict} the bigram baseline. {result.folder}/ holds {files}")

@@ -10,6 +10,7 @@ from flax import linen as nn
 import jmp_policy as jmp
 
 from .._trees import PyTree
+from ..numerics import AuditReport, audit
 from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 
 
@@ -79,6 +80,10 @@ class LinenTrainer:
     def loss_fn(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters."""
         return _loss_fn({**self.state.params, "params": params}, self.state.apply_fn, windows)
+
+    def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
+        """Audits the step, without running it."""
+        return audit(_train_step)(self.state, windows)
 
     @property
     def params(self) -> PyTree:

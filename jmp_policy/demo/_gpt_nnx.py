@@ -9,6 +9,7 @@ from flax import nnx
 import jmp_policy as jmp
 
 from .._trees import PyTree
+from ..numerics import AuditReport, audit
 from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 
 
@@ -83,6 +84,10 @@ class NnxTrainer:
         """The logits of given parameters, in the dtype in which the policy returns them."""
         graphdef, _, others = nnx.split(self.model, nnx.Param, ...)
         return _compute_logits(graphdef, params, others, windows)
+
+    def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
+        """Audits the step, without running it."""
+        return audit(_train_step)(self.model, self.optimizer, windows)
 
     @property
     def params(self) -> nnx.State:

@@ -7,8 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from ..report import Style
+from .._policy import Policy
+from ..report import FORMAT_STYLES, OTHER_STYLES, REFERENCE_LINE, UNSCALED, Style, find_style, shorten_policy
 from ._verdict import SAME
 
 HORIZON = 10  # steps of a moving mean
@@ -16,24 +18,63 @@ HORIZON = 10  # steps of a moving mean
 Curve = tuple[Sequence[float], Sequence[float]]
 
 
-def plot_run(path: Path, train: Curve, validation: Curve, baselines: Mapping[str, float]) -> None:
-    """Draws the training and validation loss of a run over the baselines.
+def plot_run(
+    path: Path,
+    policy: Policy,
+    *,
+    losses: Curve,
+    validation: Curve,
+    baselines: Mapping[str, float],
+    scales: Curve,
+    skipped: Sequence[int],
+) -> None:
+    """Draws the training and validation loss of a run over the baselines, and the loss scale below.
 
     Args:
       path: the PNG file to write.
-      train: the steps, and the training loss of each in bits per byte.
+      policy: the policy of the run.
+      losses: the steps, and the training loss of each in bits per byte; nan where it was not finite.
       validation: the steps of the evaluations, and the validation loss of each.
       baselines: bits per byte by name, drawn as horizontal lines.
+      scales: counts of steps from 0 on, and the loss scale after so many.
+      skipped: the steps that overflowed.
     """
-    figure, axes = _figure("Byte-level GPT")
-    steps, losses = train
-    axes.plot(steps, losses, color="C0", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, _smooth(losses), color="C0", label="training")
-    axes.plot(*validation, color="C1", marker="o", markersize=4, label="validation")
-    for style, (name, bits) in zip((":", "--"), baselines.items(), strict=False):
-        axes.axhline(bits, color="0.4", linestyle=style, linewidth=1.2, label=f"{name} baseline")
-    axes.set_ylim(*_limits([*losses, *validation[1], *baselines.values()]))
-    _save(figure, axes, path)
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+    _draw_losses(above, find_style(policy).color, losses, validation)
+    for dash, (name, bits) in zip(("dotted", "dashdot"), baselines.items(), strict=False):
+        above.axhline(bits, **REFERENCE_LINE | {"linestyle": dash, "label": f"{name} baseline"})
+    above.set_ylim(*_limits([*losses[1], *validation[1], *baselines.values()]))
+    _label(above, f"Byte-level GPT under {shorten_policy(policy)}", "loss in bits per byte")
+    above.set_xlabel("")  # the panel below has the steps
+    _draw_scale(below, scales, skipped)
+    _save(figure, above, path)
+
+
+def _draw_losses(axes: Axes, color: str, losses: Curve, validation: Curve) -> None:
+    steps, values = losses
+    marker = "." if len(steps) < 3 else ""  # one step alone makes no line
+    axes.plot(steps, values, color=color, alpha=0.4, linewidth=0.7, marker=marker, label="training, each step")
+    axes.plot(steps, _smooth(values), color=color, linewidth=2.2, label="training, mean of the last 20 steps")
+    style = OTHER_STYLES[2].line | {"marker": "o", "markersize": 5}
+    axes.plot(*validation, **style, label="validation")
+
+
+def _draw_scale(axes: Axes, scales: Curve, skipped: Sequence[int]) -> None:
+    """Draws the scale on an axis of powers of two, and each skipped step where it began to fall."""
+    axes.step(*scales, where="post", **OTHER_STYLES[0].line)
+    _label(axes, "", "loss scale (a factor)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(scales[1]) / 2, max(scales[1]) * 2)
+    if set(scales[1]) == {1.0}:
+        axes.text(0.5, 0.7, "no loss scale: only float16 needs one", transform=axes.transAxes, ha="center")
+    scale_after = dict(zip(*scales, strict=True))
+    falls = [(step, scale_after[step - 1]) for step in skipped if step - 1 in scale_after]
+    if falls:
+        color = FORMAT_STYLES[UNSCALED].color  # what is lost without a scale
+        axes.plot(*zip(*falls, strict=True), "x", color=color, label=f"skipped step ({len(falls)})")
+        axes.legend()
 
 
 def plot_comparison(
@@ -79,13 +120,6 @@ def _plot_raw_and_smooth(axes: Axes, values: Sequence[float] | np.ndarray, style
 def _skip_first(values: list[float]) -> list[float]:
     """Without the steep beginning, beside which nothing could be told apart."""
     return values[len(values) // 5 :]
-
-
-def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    _label(axes, title, "bits per byte")
-    return figure, axes
 
 
 def _label(axes: Axes, title: str, ylabel: str) -> None:

@@ -1,6 +1,7 @@
-"""The folder of a training run: its configuration, metrics, plot and checkpoints."""
+"""The folder of a training run: its configuration, metrics, summary, plot and checkpoints."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -30,6 +31,8 @@ class RunConfig:
       batch_size: windows in a batch.
       learning_rate: the highest learning rate.
       steps: where the run ends; the one thing that may change when it is resumed.
+      growth_period: how many finite steps in a row double the loss scale, in float16; the library's default if `None`,
+        which is how runs of older versions go on.
     """
 
     api: str
@@ -41,6 +44,11 @@ class RunConfig:
     batch_size: int
     learning_rate: float
     steps: int
+    growth_period: int | None = None
+
+    def make_loss_scale(self) -> jmp.LossScale:
+        """The loss scale of the first step; equal settings give the same object, and so one compiled step."""
+        return _make_loss_scale(self.policy, self.growth_period)
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a JSON object."""
@@ -55,12 +63,21 @@ class RunConfig:
         return cls(**config | {"policy": policy, "model": model, "data": tuple(config["data"])})
 
 
+@functools.cache
+def _make_loss_scale(policy: jmp.Policy, period: int | None) -> jmp.LossScale:
+    scale = policy.loss_scale()
+    if period is None or not isinstance(scale, jmp.DynamicLossScale):
+        return scale
+    return jmp.DynamicLossScale(period=period)
+
+
 class RunFolder:
     """A folder that holds one run."""
 
     def __init__(self, path: Path):
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.summary = path / "summary.json"
         self.plot = path / "loss.png"
         self.checkpoints = path / "checkpoints"
 
@@ -109,10 +126,21 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written.
         """
-        temporary = self.path / "config.tmp"
+        self._write_json(self.path / "config.json", config.to_json())
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes what came of the run so far, whole or not at all.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        self._write_json(self.summary, summary)
+
+    def _write_json(self, file: Path, record: dict[str, Any]) -> None:
+        temporary = file.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path / "config.json")
+            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, file)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 

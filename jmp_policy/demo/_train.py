@@ -27,12 +27,19 @@ from ._display import StopRequest, TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
 from ._plot import plot_run
 from ._run_folder import RunConfig, RunFolder
-from ._trainer import NATS_PER_BIT, make_trainer, measure_bits_per_byte, read_scaling_figures
+from ._summary import RunSummary, ScaleHistory, examine_step, follow_loss_scale, spell_scale
+from ._trainer import NATS_PER_BIT, Trainer, make_trainer, measure_bits_per_byte, read_scaling_figures
 
 DEFAULT_STEPS = 1500
+# The library's 2,000, as in jmp and PyTorch, is for runs of many thousand steps: this one would end before the scale
+# moves. Short runs take a shorter period; fairseq divides its own by the number of devices, for the same reason. The
+# price is a skipped step in a hundred, once the scale is as high as the gradients allow.
+GROWTH_PERIOD = 100
 EVALUATE_EVERY = 250
 CHECKPOINT_EVERY = 100
 EVALUATION_BATCHES = 64
+
+_FLOAT32 = jmp.Policy("float32", "float32", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +50,8 @@ class TrainOptions:
 
     Attributes:
       api: the Flax API, `"nnx"` (the default) or `"linen"`.
-      policy: a policy as `get_policy` reads it; by default what `diagnose` recommends.
+      policy: a policy as `get_policy` reads it; by default what `diagnose` recommends, if that is half precision, and
+        `mixed_float16` if not.
       data: text files and folders; by default the Python standard library.
       steps: where to stop.
       seed: the seed of parameters and batches, 0 by default.
@@ -75,6 +83,7 @@ class TrainResult:
       validation: the loss of the model; nan unless the run finished.
       unigram: the loss of the byte frequencies.
       bigram: the loss of the frequencies of pairs.
+      summary: what the policy did.
     """
 
     folder: Path
@@ -83,6 +92,7 @@ class TrainResult:
     validation: float
     unigram: float
     bigram: float
+    summary: RunSummary
 
 
 def train(options: TrainOptions, console: Console) -> TrainResult:
@@ -97,11 +107,15 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
     run.describe(console)
     with Checkpoints(folder.checkpoints) as checkpoints:
         step = _restore(run, checkpoints)
-        step = run.loop(step, checkpoints, console)
+        try:
+            step = run.loop(step, checkpoints, console)
+        except FloatingPointError:
+            run.plot()  # which shows since when training is stuck
+            raise
     run.plot()
     finished = step == config.steps
     validation = folder.metrics.curve("validation_loss")[1][-1] if finished else math.nan
-    return TrainResult(folder.path, step, finished, validation, **run.baselines)
+    return TrainResult(folder.path, step, finished, validation, **run.baselines, summary=run.summarize(step))
 
 
 class TrainingRun:
@@ -116,9 +130,7 @@ class TrainingRun:
 
     def __init__(self, folder: RunFolder, config: RunConfig, corpus: Corpus):
         self.folder, self.config, self.corpus = folder, config, corpus
-        self.trainer = make_trainer(
-            config.api, TrainerConfig(config.policy, config.model, config.seed, config.learning_rate)
-        )
+        self.trainer = self._make_trainer(config.policy, config.make_loss_scale())
         self._sizes = {"batch_size": config.batch_size, "context": config.model.context}
         self._windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
         self.baselines = {
@@ -133,6 +145,7 @@ class TrainingRun:
         size = len(corpus.train) + len(corpus.validation)
         console.print(f"model   byte-level GPT in {config.api}, {count:,} parameters")
         console.print(f"policy  {config.policy}")
+        console.print(f"scale   {_describe_loss_scale(config.make_loss_scale())}")
         console.print(f"data    {size:,} bytes of {corpus.source}")
         console.print(f"out     {self.folder.path}")
 
@@ -161,9 +174,35 @@ class TrainingRun:
         return step
 
     def plot(self) -> None:
-        """Draws the losses of all steps so far."""
-        metrics = self.folder.metrics
-        plot_run(self.folder.plot, metrics.curve("loss"), metrics.curve("validation_loss"), self.baselines)
+        """Draws the losses of all steps so far, and the loss scale."""
+        metrics, scale = self.folder.metrics, self._follow_loss_scale()
+        steps, scales = metrics.curve("loss_scale")
+        plot_run(
+            self.folder.plot,
+            self.config.policy,
+            losses=metrics.curve("loss"),
+            validation=metrics.curve("validation_loss"),
+            baselines=self.baselines,
+            scales=([0, *steps], [scale.first, *scales]),
+            skipped=scale.skipped,
+        )
+
+    def summarize(self, step: int) -> RunSummary:
+        """Says what the policy did up to a step, and writes it to `summary.json`."""
+        windows = sample_batch(self.corpus.train, seed=self.config.seed, step=0, **self._sizes)
+        facts = examine_step(self.trainer, self._make_trainer(_FLOAT32, jmp.NoOpLossScale()), windows)
+        summary = RunSummary(self.config.policy.name, step, facts, self._follow_loss_scale())
+        self.folder.write_summary(summary.to_json())
+        return summary
+
+    def _follow_loss_scale(self) -> ScaleHistory:
+        first = jmp.metrics(self.config.make_loss_scale())["loss_scale"]
+        return follow_loss_scale(float(first), self.folder.metrics.read())
+
+    def _make_trainer(self, policy: jmp.Policy, loss_scale: jmp.LossScale) -> Trainer:
+        config = self.config
+        trainer = TrainerConfig(policy, config.model, config.seed, config.learning_rate, loss_scale)
+        return make_trainer(config.api, trainer)
 
     def _train_step(self, step: int, display: TrainDisplay) -> None:
         start = time.perf_counter()
@@ -196,6 +235,7 @@ def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfi
         batch_size=options.batch_size or 16,
         learning_rate=TrainerConfig.learning_rate,
         steps=options.steps or DEFAULT_STEPS,
+        growth_period=GROWTH_PERIOD,
     )
     return RunFolder.create(options.out, config), config, corpus
 
@@ -250,6 +290,22 @@ def _parse_policy(spec: str) -> jmp.Policy:
 
 
 def _choose_policy(console: Console) -> jmp.Policy:
-    recommendation = diagnose(half_only=True).recommendation
-    console.print(f"The doctor recommends {recommendation.policy}: {recommendation.reason}.")
-    return _parse_policy(recommendation.policy)
+    """What the doctor recommends; mixed_float16 where that is float32, since half precision is what a run shows."""
+    diagnosis = diagnose(half_only=True)
+    recommendation = diagnosis.recommendation
+    if recommendation.policy != "float32":
+        console.print(f"The doctor recommends {recommendation.policy}: {recommendation.reason}.")
+        return _parse_policy(recommendation.policy)
+    speedup = diagnosis.steps["float16"].speedup.value
+    console.print(
+        f"float32 would be as fast or faster here: a pass in float16 runs at {speedup:.2f}x its speed. "
+        "--policy float32 trains so; jmp-policy doctor says why."
+    )
+    return _parse_policy("mixed_float16")
+
+
+def _describe_loss_scale(scale: jmp.LossScale) -> str:
+    if not isinstance(scale, jmp.DynamicLossScale):
+        return "none: only float16 needs one"
+    start = spell_scale(float(scale.loss_scale))
+    return f"{start} at first, doubled by {scale.period:,} finite steps in a row, halved by an overflow"

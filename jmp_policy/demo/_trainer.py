@@ -9,11 +9,12 @@ import numpy as np
 import jmp_policy as jmp
 
 from .._trees import PyTree
+from ..numerics import AuditReport
 from ._gpt import TrainerConfig
 
 NATS_PER_BIT = float(np.log(2))
 
-LossFn = Callable[[PyTree, np.ndarray], jax.Array]
+LossFn = Callable[[PyTree, jax.typing.ArrayLike], jax.Array]
 
 
 class Trainer(Protocol):
@@ -43,6 +44,10 @@ class Trainer(Protocol):
 
     def loss_fn(self, params: PyTree, windows: jax.typing.ArrayLike) -> jax.Array:
         """The loss of given parameters: a pure and compiled function, to differentiate and look into."""
+        ...
+
+    def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
+        """Audits the step on such windows, which is traced and not run."""
         ...
 
 

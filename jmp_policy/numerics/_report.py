@@ -161,6 +161,8 @@ class AuditReport(Report):
     >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
     >>> [finding.id for finding in report.findings], report.flops, report.bytes
     (['float16-exp'], 144, 160)
+    >>> report.matmul_shares
+    {'float16': 1.0}
     >>> report
     <AuditReport: 2 rows, 1 matmuls, 1 findings; print it for the table>
     >>> report.assert_no("float16-softmax")
@@ -180,6 +182,15 @@ class AuditReport(Report):
     def bytes(self) -> int:
         """The bytes of all rows."""
         return sum(row.bytes for row in self.rows)
+
+    @property
+    def matmul_shares(self) -> dict[str, float]:
+        """By dtype, the share of the flops of `matmuls` that run in it."""
+        work = dict.fromkeys((matmul.dtype for matmul in self.matmuls), 0)
+        for matmul in self.matmuls:
+            work[matmul.dtype] += matmul.flops
+        total = max(1, sum(work.values()))  # an empty matrix is no work
+        return {dtype: flops / total for dtype, flops in work.items()}
 
     def assert_matmuls_in(self, dtype: DTypeLike) -> None:
         """Checks that every matrix product and convolution runs in a dtype, forward and backward.

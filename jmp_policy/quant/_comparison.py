@@ -5,10 +5,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..report import BEFORE, CHANGED, KEPT, BarChart, Bars, Column, Panel, Report, Table, find_row, format_bytes
-
-_WIDE = 100
-"""A terminal of so many columns has room for wider gaps between the columns of the table."""
+from ..report import (
+    BEFORE,
+    KEPT,
+    BarChart,
+    Bars,
+    Column,
+    Panel,
+    Report,
+    Table,
+    choose_byte_unit,
+    find_row,
+    find_style,
+    format_bytes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +80,9 @@ class Comparison(Report):
     >>> comparison["head"].bytes_after, comparison.bytes_before
     (4352, 16384)
     >>> print(comparison)
-    layer type  format  before   after weight error    SQNR output error
-    ────────────────────────────────────────────────────────────────────
-    head  Dense int8   16.4 kB 4.35 kB          1 % 40.0 dB          2 %
+    layer  type   format   before    after  weight error     SQNR  output error
+    ───────────────────────────────────────────────────────────────────────────
+    head   Dense  int8    16.4 kB  4.35 kB           1 %  40.0 dB           2 %
     <BLANKLINE>
     weights: 16.4 kB, now 4.35 kB: 26.6%
     output of the model: 2 % off
@@ -114,19 +124,29 @@ class Comparison(Report):
         }
 
     def plot(self) -> Any:
-        """Bars of the output error and the bytes of each layer, as a `matplotlib.figure.Figure`."""
+        """Bars of the output error and the bytes of each layer, as a `matplotlib.figure.Figure`.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
         rows = self.rows
-        colors = [CHANGED if row.is_quantized else KEPT for row in rows]
-        line = 100 * self.output_error
+        colors = [_choose_color(row) for row in rows]
         errors = [None if row.output_error is None else 100 * row.output_error for row in rows]
-        before, after = [row.bytes_before / 1e3 for row in rows], [row.bytes_after / 1e3 for row in rows]
+        unit, divisor = choose_byte_unit(max((row.bytes_before for row in rows), default=0))
+        before = [row.bytes_before / divisor for row in rows]
+        after = [row.bytes_after / divisor for row in rows]
+        formats = {row.quantization.partition("(")[0]: _choose_color(row) for row in self.quantized}
+        has_left = len(self.quantized) < len(rows)
         chart = BarChart(
+            kind="layer",
             names=[row.path or row.type for row in rows],
             panels=[
-                Panel("Output error", "% of the norm before", [Bars(errors, colors)], line, missing="not seen"),
-                Panel("Weights", "kB", [Bars(before, BEFORE), Bars(after, colors, height=0.5)]),
+                Panel(
+                    "Output error", "% of the norm before", [Bars(errors, colors)], 100 * self.output_error, "not seen"
+                ),
+                Panel("Weights", unit, [Bars(before, BEFORE), Bars(after, colors, height=0.5)]),
             ],
-            legend={"before": BEFORE, "quantized": CHANGED, "left as it was": KEPT},
+            legend={"before": BEFORE, **formats, **({"left as it was": KEPT} if has_left else {})},
             line_name="the model itself",
         )
         return chart.draw()
@@ -138,15 +158,23 @@ class Comparison(Report):
     def _list_tables(self, width: int | None) -> list[Table]:
         texts, numbers = ("layer", "type", "format"), ("before", "after", "weight error", "SQNR", "output error")
         columns = [*map(Column, texts), *(Column(number, is_number=True) for number in numbers)]
-        return [Table(columns, [*map(_list_cells, self.rows)], gap=1 if width is None or width < _WIDE else 2)]
+        return [Table(columns, [*map(_list_cells, self.rows)])]
 
     def _list_notes(self) -> list[str]:
         before, after, quantized = self.bytes_before, self.bytes_after, self.quantized
-        notes = [f"weights: {format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}"]
-        if quantized and len(quantized) < len(self.rows):
-            share = sum(row.bytes_after for row in quantized) / sum(row.bytes_before for row in quantized)
+        if not before:
+            notes = ["weights: 0 B"]
+        else:
+            notes = [f"weights: {format_bytes(before)}, now {format_bytes(after)}: {after / before:.1%}"]
+        size = sum(row.bytes_before for row in quantized)
+        if size and len(quantized) < len(self.rows):
+            share = sum(row.bytes_after for row in quantized) / size
             notes.append(f"those quantized, {len(quantized)} of {len(self.rows)}: {share:.1%}")
         return [*notes, f"output of the model: {_format_error(self.output_error)} off", *_list_reasons(self.rows)]
+
+
+def _choose_color(row: LayerComparison) -> str:
+    return find_style(row.quantization).color if row.is_quantized else KEPT
 
 
 def _list_cells(row: LayerComparison) -> tuple[str, ...]:

@@ -1,15 +1,14 @@
 """How the library shows what it found: tables with notes, in a terminal and in a notebook, and bar charts."""
 
 from ._chart import (
-    BEFORE as BEFORE,
-    CHANGED as CHANGED,
-    KEPT as KEPT,
     BarChart as BarChart,
     Bars as Bars,
     Panel as Panel,
 )
 from ._palette import (
+    BEFORE as BEFORE,
     FORMAT_STYLES as FORMAT_STYLES,
+    KEPT as KEPT,
     OTHER_STYLES as OTHER_STYLES,
     REFERENCE_LINE as REFERENCE_LINE,
     UNSCALED as UNSCALED,
@@ -20,6 +19,7 @@ from ._report import Report as Report, find_row as find_row
 from ._table import Column as Column, Table as Table
 from ._terminal import is_fitting as is_fitting
 from ._wording import (
+    choose_byte_unit as choose_byte_unit,
     format_bytes as format_bytes,
     format_count as format_count,
     list_places as list_places,

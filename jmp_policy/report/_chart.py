@@ -1,15 +1,21 @@
 """Bar charts: bars in a row for each name, several measures side by side."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from ._palette import REFERENCE_LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CHANGED, KEPT, BEFORE, WHOLE = "C0", "0.65", "0.9", "C3"
-"""Colors: of what changed, of what stayed, of what was before, and of the whole."""
+# In inches. A figure grows with its names, so that none is cut and no two collide.
+_PANEL_WIDTH, _CHARACTER_WIDTH, _LEGEND_WIDTH = 4.4, 0.085, 1.9
+_ROW_HEIGHT, _OTHER_HEIGHT = 0.24, 1.9
+_NAME_SIZE = 9
+"""The font size of names, in points."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Panel:
       title: what is measured.
       unit: the unit, below the axis.
       bars: the bars, later ones over the ones before.
-      line: where a dashed line crosses all names, if anywhere.
+      line: where a line crosses all names, if anywhere.
       missing: the word in place of a bar that has no length.
     """
 
@@ -51,52 +57,72 @@ class BarChart:
     """Several measures of the same names, side by side.
 
     Attributes:
+      kind: what has a name: the label of the axis of names.
       names: what has a bar in each panel, the first on top.
       panels: the measures.
       legend: what each color means.
-      line_name: what the dashed line means.
+      line_name: what the line means.
 
-    >>> from jmp_policy import report
-    >>> bars = report.Bars([1.0, None], report.CHANGED)
-    >>> panel = report.Panel("Output error", "%", [bars], line=2.0, missing="not seen")
-    >>> figure = report.BarChart(["first", "second"], [panel], {"quantized": report.CHANGED}, "the model itself").draw()
-    >>> [axes.get_title() for axes in figure.axes]
-    ['Output error']
+    >>> from jmp_policy.report import BarChart, Bars, Panel
+    >>> panel = Panel("Output error", "%", [Bars([1.0, None], "C0")], line=2.0, missing="not seen")
+    >>> figure = BarChart("layer", ["first", "second"], [panel], {"quantized": "C0"}, "the model itself").draw()
+    >>> [(axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
+    [('Output error', '%', 'layer')]
     """
 
+    kind: str
     names: Sequence[str]
     panels: Sequence[Panel]
     legend: Mapping[str, str]
     line_name: str
 
     def draw(self) -> "Figure":
-        """Draws the chart."""
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
+        """Draws the chart.
 
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.lines import Line2D
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise ImportError("A plot needs matplotlib, which is not installed: pip install matplotlib") from error
+
+        width = _PANEL_WIDTH * len(self.panels) + _CHARACTER_WIDTH * max(map(len, self.names), default=0)
+        height = _OTHER_HEIGHT + _ROW_HEIGHT * len(self.names)
         # The figure itself, not pyplot: no display is looked for, and no global state is left behind.
-        figure = Figure(figsize=(5 * len(self.panels), 1.8 + 0.28 * len(self.names)), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         all_axes = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
         for axes, panel in zip(all_axes, self.panels, strict=True):
             _draw_panel(axes, panel)
-        all_axes[0].set_yticks(range(len(self.names)), self.names)
-        all_axes[0].invert_yaxis()
-        line = Line2D([], [], color=WHOLE, linestyle="--", label=self.line_name)
+        first = all_axes[0]
+        first.set_yticks(range(len(self.names)), self.names, fontsize=_NAME_SIZE)
+        first.set_ylim(len(self.names) - 0.4, -0.6)
+        first.set_ylabel(self.kind)
+        line = Line2D([], [], **REFERENCE_LINE, label=self.line_name)
         patches = [Patch(color=color, label=name) for name, color in self.legend.items()]
-        figure.legend(handles=[line, *patches], loc="outside lower center", ncols=1 + len(patches), frameon=False)
+        columns = max(1, min(1 + len(patches), int(width / _LEGEND_WIDTH)))
+        figure.legend(handles=[line, *patches], loc="outside lower center", ncols=columns, frameon=False)
         return figure
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     for bars in panel.bars:
-        lengths = [length or 0.0 for length in bars.lengths]
+        lengths = [length if _is_drawn(length) else 0.0 for length in bars.lengths]
         axes.barh(range(len(lengths)), lengths, color=bars.colors, height=bars.height)
         for position, length in enumerate(bars.lengths):
-            if length is None:
-                axes.text(0, position, f" {panel.missing}", va="center", color=KEPT)
-    if panel.line is not None:
-        axes.axvline(panel.line, color=WHOLE, linestyle="--")
+            if not _is_drawn(length):
+                word = panel.missing if length is None else "not finite"
+                axes.text(0, position, f" {word}", va="center", color=REFERENCE_LINE["color"], fontsize=_NAME_SIZE)
+    if panel.line is not None and math.isfinite(panel.line):
+        axes.axvline(panel.line, **REFERENCE_LINE)
     axes.set(title=panel.title, xlabel=panel.unit)
+    axes.set_xlim(left=0)
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
+
+
+def _is_drawn(length: float | None) -> bool:
+    return length is not None and math.isfinite(length)

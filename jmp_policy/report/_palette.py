@@ -1,6 +1,7 @@
 """One look for each number format, in every plot: a color, a dash and a width."""
 
 import dataclasses
+import re
 from typing import Any
 
 from .._grammar import parse_policy
@@ -16,8 +17,7 @@ class Style:
       dash: the line style, as matplotlib reads it.
       width: the width of the line in points.
 
-    >>> from jmp_policy import report
-    >>> report.Style("#0072B2", (0, (4, 2)), 1.8).line
+    >>> Style("#0072B2", (0, (4, 2)), 1.8).line
     {'color': '#0072B2', 'linestyle': (0, (4, 2)), 'linewidth': 1.8, 'zorder': 2.82}
     """
 
@@ -56,8 +56,11 @@ OTHER_STYLES = (
 """For curves that no number format tells apart, as of ways to round or to quantize: in this order. Source of the
 colors: Tol, Colour Schemes, SRON 2021 (muted)."""
 
+KEPT, BEFORE = "#8C8C8C", "#E4E4E4"
+"""The colors of what stayed as it was, and of what was before."""
+
 REFERENCE_LINE: dict[str, Any] = {"color": "#4D4D4D", "linestyle": (0, (1, 2)), "linewidth": 1.3, "zorder": 1.9}
-"""Keywords of `Axes.axhline` for a value to compare with, such as a baseline."""
+"""Keywords of `Axes.axhline` and `Axes.axvline` for a value to compare with, such as a baseline."""
 
 
 def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:
@@ -66,31 +69,37 @@ def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:
     A policy looks as its quantization does, and without one as the dtype it computes in.
 
     Args:
-      format: a key of `FORMAT_STYLES`, a policy, or the string of a policy.
+      format: a key of `FORMAT_STYLES`, a quantized format such as `"int4/64"`, a policy, or the string of a policy.
       is_scaled: whether training in float16 has a loss scale.
 
     Raises:
       ValueError: the string is neither, or the policy computes in a dtype without a style.
 
-    >>> from jmp_policy import report
-    >>> report.find_style("mixed_bfloat16") == report.find_style("bfloat16")
+    >>> from jmp_policy.report import FORMAT_STYLES, find_style
+    >>> find_style("mixed_bfloat16") == find_style("bfloat16")
     True
-    >>> report.find_style("mixed_float16", is_scaled=False) == report.FORMAT_STYLES["float16 without a loss scale"]
+    >>> find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES["float16 without a loss scale"]
     True
-    >>> report.find_style("int8_from_mixed_bfloat16").color
-    '#009E73'
+    >>> find_style("int8_from_mixed_bfloat16").color, find_style("int8(min_size=0)").color
+    ('#009E73', '#009E73')
     """
-    if isinstance(format, Policy):
-        name = _name_format(format)
-    else:
-        name = format if format in FORMAT_STYLES else _name_format(parse_policy(format))
+    name = _name_format(format) if isinstance(format, Policy) else _read_format(format)
     if name not in FORMAT_STYLES:
         raise ValueError(f"No style for {name!r}. There is one for {', '.join(map(repr, FORMAT_STYLES))}.")
     return FORMAT_STYLES[UNSCALED if name == "float16" and not is_scaled else name]
 
 
+def _read_format(text: str) -> str:
+    name = _drop_options(text)
+    return name if name in FORMAT_STYLES else _name_format(parse_policy(text))
+
+
 def _name_format(policy: Policy) -> str:
-    """The word before the options of a quantization, or the compute dtype; what infers computes in float32."""
+    """What the products of a policy are computed in; where the compute dtype is inferred, that is float32."""
     if policy.quantization is not None:
-        return str(policy.quantization).partition("(")[0].partition("/")[0]
+        return _drop_options(str(policy.quantization))
     return "float32" if policy.compute_dtype is None else str(policy.compute_dtype)
+
+
+def _drop_options(format: str) -> str:
+    return re.split("[/(]", format, maxsplit=1)[0]

@@ -3,6 +3,7 @@
 import builtins
 import math
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -86,24 +87,51 @@ def trained(monkeypatch):
     return set_result
 
 
+SUMMARY = demo.RunSummary(
+    policy="mixed_float16",
+    step=1500,
+    facts=demo.StepFacts({"float16": 1.0}, {}, 24_500_000, 40_900_000),
+    scale=demo.ScaleHistory(2.0**15, 2.0**16, 2.0**15, 2.0**19, 13, 12, 12, tuple(range(111, 1500, 111))[:12]),
+)
+
+
 def test_a_finished_run_is_shown_beside_its_baselines(trained, capsys):
-    trained(demo.TrainResult(Path("out"), 10, True, 2.5, 4.8, 3.5))
+    trained(demo.TrainResult(Path("out"), 10, True, 2.5, 4.8, 3.5, SUMMARY))
     assert main(["train"]) == 0
     shown = capsys.readouterr().out
-    for text in ("2.500", "4.800", "3.500", "The model beats the bigram baseline."):
+    for text in ("2.500", "4.800", "3.500", "The model beats the bigram baseline.", "out/ holds summary.json, "):
         assert text in shown
 
 
+def test_a_run_ends_with_what_its_policy_did_in_80_columns(trained, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    trained(demo.TrainResult(Path("out"), 10, True, 2.5, 4.8, 3.5, SUMMARY))
+    main(["train"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    cells = [re.split(r"\s*│\s*", line)[1:3] for line in lines if line.startswith("│")]
+    assert cells[:6] == [  # no row is broken into two
+        ["policy", "mixed_float16"],
+        ["matmul flops", "100.0% in float16"],
+        ["kept for backward", "24.5 MB, 0.60 of float32's 40.9 MB"],
+        ["loss scale", "2^15 to 2^16, between 2^15 and 2^19"],
+        ["its moves", "13 up, 12 down"],
+        ["skipped steps", "12 of 1,500: 111, 222, 333, 444, 555, 666, 6 more"],
+    ]
+
+
 def test_a_worse_model_is_not_praised(trained, capsys):
-    trained(demo.TrainResult(Path("out"), 10, True, 3.6, 4.8, 3.5))
+    trained(demo.TrainResult(Path("out"), 10, True, 3.6, 4.8, 3.5, SUMMARY))
     assert main(["train"]) == 0
     assert "The model does not beat the bigram baseline." in capsys.readouterr().out
 
 
 def test_a_stopped_run_says_how_to_continue(trained, capsys):
-    trained(demo.TrainResult(Path("out"), 7, False, math.nan, 4.8, 3.5))
+    trained(demo.TrainResult(Path("out"), 7, False, math.nan, 4.8, 3.5, SUMMARY))
     assert main(["train"]) == 130
-    assert "saved at step 7; continue with: jmp-policy train --resume --out out" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "saved at step 7; continue with: jmp-policy train --resume --out out" in shown
+    assert "100.0% in float16" in shown
 
 
 @pytest.mark.parametrize(("error", "status"), [(FloatingPointError("stuck"), 1), (KeyboardInterrupt(), 130)])

@@ -20,6 +20,7 @@ from jmp_policy.demo import (
 )
 from jmp_policy.demo._run_folder import RunConfig, RunFolder
 from jmp_policy.demo._trainer import make_trainer
+from jmp_policy.doctor import Speedup, StepTime
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -72,6 +73,61 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["6"]
     assert "step 6: validation loss" in text
+    assert json.loads((folder / "run" / "summary.json").read_text()) == {
+        "policy": "float32",
+        "step": 6,
+        "matmul_shares": {},  # a table multiplies nothing
+        "findings": {},
+        "residual_bytes": result.summary.facts.residual_bytes,
+        "float32_residual_bytes": result.summary.facts.residual_bytes,
+        "loss_scale": {
+            "first": 1.0,
+            "last": 1.0,
+            "lowest": 1.0,
+            "highest": 1.0,
+            "growths": 0,
+            "backoffs": 0,
+            "skipped_steps": 0,
+            "skipped": [],
+        },
+    }
+
+
+@pytest.mark.usefixtures("table")
+def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
+    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 2)
+    straight, text = run(folder, policy="mixed_float16")
+    assert "scale   2^15 at first, doubled by 2 finite steps in a row, halved by an overflow" in text
+    scale = straight.summary.scale
+    assert (scale.first, scale.last, scale.growths, scale.backoffs) == (2.0**15, 2.0**18, 3, 0)
+    run(folder, policy="mixed_float16", steps=3, out=folder / "resumed")
+    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 5)  # a run keeps what it was begun with
+    resumed, _ = run(folder, policy=None, resume=True, out=folder / "resumed")
+    assert resumed.summary == straight.summary
+    assert (folder / "resumed" / "summary.json").read_bytes() == (folder / "run" / "summary.json").read_bytes()
+
+
+@pytest.mark.usefixtures("table")
+def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
+    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 2)
+    run(folder, policy="mixed_float16", steps=1)
+    file = folder / "run" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("growth_period") == 2
+    file.write_text(json.dumps(config))
+    (folder / "run" / "summary.json").unlink()
+    resumed, text = run(folder, policy=None, steps=6, resume=True)
+    assert "doubled by 2,000 finite steps in a row" in text
+    assert resumed.summary.scale.highest == 2.0**15
+
+
+@pytest.mark.usefixtures("table")
+def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
+    stop_after(4)
+    stopped, _ = run(folder)
+    assert (stopped.finished, stopped.step, stopped.summary.step) == (False, 4, 4)
+    assert json.loads((folder / "run" / "summary.json").read_text())["step"] == 4
+    assert (folder / "run" / "loss.png").exists()
 
 
 @pytest.mark.slow
@@ -186,7 +242,7 @@ def test_a_broken_configuration_is_an_error(folder):
 
 def test_a_configuration_survives_json(tmp_path):
     policy = train_module._parse_policy("params=float32,compute=float16,output=float32")
-    config = RunConfig("nnx", policy, 3, ("a", "b"), "00ff", GPTConfig(width=8), 4, 1e-3, 10)
+    config = RunConfig("nnx", policy, 3, ("a", "b"), "00ff", GPTConfig(width=8), 4, 1e-3, 10, growth_period=7)
     RunFolder(tmp_path).write_config(config)
     assert RunFolder(tmp_path).read_config() == config
 
@@ -212,10 +268,22 @@ def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"
 
 
-def test_a_run_that_only_overflows_says_that_it_is_stuck(folder, monkeypatch):
+@pytest.mark.usefixtures("table")
+def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_to_be_no_faster(folder, monkeypatch):
+    steps = {"float16": StepTime(1.0, Speedup(0.83, 0.8, 0.9))}
+    diagnosis = SimpleNamespace(recommendation=Recommendation("float32", "it was made up"), steps=steps)
+    monkeypatch.setattr(train_module, "diagnose", lambda **_: diagnosis)
+    _, text = run(folder, policy=None, steps=1)
+    assert "float32 would be as fast or faster here: a pass in float16 runs at 0.83x its speed." in text
+    assert "--policy float32 trains so" in text
+    assert RunFolder(folder / "run").read_config().policy.name == "mixed_float16"
+
+
+def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(folder, monkeypatch):
     monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
     with pytest.raises(FloatingPointError, match="Training is stuck: the last 12 steps were skipped"):
         run(folder, steps=12, policy="mixed_float16")
+    assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def make_overflowing_trainer(api, config):

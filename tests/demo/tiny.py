@@ -60,6 +60,9 @@ class TableTrainer:
     def loss_fn(self, params, windows) -> jax.Array:
         return _loss_fn(params, windows)
 
+    def audit(self, windows) -> jmp.numerics.AuditReport:
+        return jmp.numerics.audit(_step)(self.state, windows)
+
 
 def _optimizer(scale: jmp.LossScale) -> optax.GradientTransformationExtraArgs:
     return jmp.optim.loss_scaled(_INNER, scale)

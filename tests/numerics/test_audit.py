@@ -104,6 +104,12 @@ def test_second_call_of_a_cached_function_of_jax_has_its_own_line():
     assert lines == [fun.__code__.co_firstlineno + 1, fun.__code__.co_firstlineno + 2]
 
 
+def test_shares_of_matmuls_are_of_their_flops():
+    report = audit(lambda a, b, c, d: (a @ b, c @ d))(f16(2, 3), f16(3, 4), f32(2, 3), f32(3, 1))
+    assert report.matmul_shares == {"float16": 48 / 60, "float32": 12 / 60}
+    assert audit(lambda x: x + 1)(f32()).matmul_shares == {}
+
+
 def test_dead_code_does_not_count():
     assert audit(lambda x: (jnp.cumsum(x), x)[1])(bf16(8)).rows == ()
 

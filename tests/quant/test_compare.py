@@ -101,7 +101,7 @@ def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
     assert json.loads(json.dumps(comparison.to_dict()))["rows"][0]["path"] == "first"
     errors, sizes = comparison.plot().axes
     assert [label.get_text() for label in errors.get_yticklabels()] == [row.path for row in comparison.rows]
-    assert [bar.get_width() for bar in sizes.patches[:4]] == [row.bytes_before / 1e3 for row in comparison.rows]
+    assert [bar.get_width() for bar in sizes.patches[:4]] == [row.bytes_before for row in comparison.rows]
     with pytest.raises(KeyError, match="Those compared are 'first', 'blocks/dense', "):
         comparison["haed"]
 

@@ -1,0 +1,132 @@
+"""The conversion of one state: each entry of the target from what was saved, and an account of what does not fit."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._loss_scale import DynamicLossScale
+from ._entries import Entry, Path
+from ._memories import Parameter, pair_memories
+from ._values import QUANTIZED, Misfit, convert_value, fit_history, is_abstract
+
+_BEGINNINGS = {
+    "loss_scale": 2.0**15,
+    "counter": 0,
+    "grads_finite": True,
+    "skipped_steps": 0,
+    "consecutive_skips": 0,
+}
+"""Where the parts of a loss-scaled state begin, for a target that has no values."""
+
+
+class Conversion:
+    """What `convert_state` knows of one conversion.
+
+    Args:
+      saved: the entries of what was saved.
+      entries: those of the target.
+      is_ignored: whether the entries of a name begin anew.
+      target: the target itself.
+    """
+
+    def __init__(self, saved: list[Entry], entries: list[Entry], is_ignored: Callable[[str], bool], target: Any):
+        self._saved = {entry.path: entry for entry in saved}
+        self._left = dict(self._saved)
+        self._saved_params = pair_memories(saved)
+        self._params = pair_memories(entries)
+        self._memory_of = {p.memory.path: p for p in self._params.values() if p.memory is not None}
+        self._is_ignored = is_ignored
+        self._scales = _find_scales(target)
+        self._problems: dict[str, str] = {}
+
+    def convert(self, entry: Entry) -> Any:
+        """The value of one entry of the target; its own value, and a problem that is noted, if there is none."""
+        # The memory of a parameter is a part of its value: it follows the parameter, and not the optimizer's state.
+        param = self._memory_of.get(entry.path)
+        decisive = entry if param is None else param.entry
+        found = self._take(decisive.path)
+        try:
+            if self._is_ignored(decisive.name):
+                return _keep(entry, "is to be ignored")
+            return self._begin(entry) if found is None else self._convert(entry, param, found)
+        except Misfit as misfit:
+            self._problems[entry.name] = str(misfit)
+            return entry.value
+
+    def list_problems(self) -> dict[str, str]:
+        """What does not fit, by the names of entries, after all were converted."""
+        left = [e for e in self._left.values() if not (e.part or self._is_ignored(e.name))]
+        return self._problems | {entry.name: "is in the checkpoint, and not in the target" for entry in left}
+
+    def _take(self, path: Path) -> Any:
+        """What was saved at a path: an entry, the arrays of a quantized weight, or `None`."""
+        if path in self._saved:
+            self._left.pop(path, None)
+            return self._saved[path]
+        arrays = {name: self._saved[*path, name] for name in QUANTIZED if (*path, name) in self._saved}
+        if not {"values", "scale"} <= arrays.keys():
+            return None
+        for name in arrays:
+            self._left.pop((*path, name), None)
+        return {name: entry.value for name, entry in arrays.items()}
+
+    def _convert(self, entry: Entry, param: Parameter | None, found: Any) -> Any:
+        if not isinstance(found, Entry):  # the arrays of a quantized weight
+            return convert_value(found, entry.value)
+        saved = self._saved_params.get(found.path, Parameter(found))
+        if param is not None:
+            return convert_value(param.narrow(saved)[1], entry.value)
+        if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
+            return convert_value(fit_history(found.value, entry.value), entry.value)
+        value = self._params.get(entry.path, Parameter(entry)).narrow(saved)[0]
+        if entry.path[-1:] == ("loss_scale",) and entry.name in self._scales:
+            value = _clip(value, self._scales[entry.name])
+        return convert_value(value, entry.value)
+
+    def _begin(self, entry: Entry) -> Any:
+        """The value of an entry that was not saved.
+
+        Raises:
+          Misfit: it should have been.
+        """
+        if not entry.part:
+            near = difflib.get_close_matches(entry.name, [e.name for e in self._left.values()], 1)
+            raise Misfit(f"is not in the checkpoint{f'; the nearest there is {near[0]}' if near else ''}")
+        number = self._find_beginning(entry)
+        if number is None or not is_abstract(entry.value):
+            return _keep(entry, "is not in the checkpoint")
+        return convert_value(np.full(entry.value.shape, number, entry.value.dtype), entry.value)
+
+    def _find_beginning(self, entry: Entry) -> float | None:
+        """The number that a part of the library begins at; `None` if that is not known."""
+        last, scale = entry.path[-1], self._scales.get(entry.name)
+        if entry.part == "float8":
+            return 1.0 if last.endswith("scale") else 0.0
+        if last == "credits" and scale is not None:
+            return scale.hysteresis - 1
+        number = _BEGINNINGS.get(last) if entry.part == "loss_scale" else None
+        return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
+
+
+def _keep(entry: Entry, why: str) -> Any:
+    if is_abstract(entry.value):
+        raise Misfit(f"{why}, and an abstract target has no value for it")
+    return entry.value
+
+
+def _find_scales(target: Any) -> dict[str, DynamicLossScale]:
+    """The dynamic loss scales of a tree, by the name of each of their arrays."""
+    is_scale = lambda node: isinstance(node, DynamicLossScale)
+    scales = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(target, is_leaf=is_scale):
+        for inner, _ in jax.tree_util.tree_leaves_with_path(node) if is_scale(node) else []:
+            scales[jax.tree_util.keystr((*path, *inner), simple=True, separator="/")] = node
+    return scales
+
+
+def _clip(value: Any, scale: DynamicLossScale) -> Any:
+    return jnp.clip(jnp.asarray(value, jnp.float32), scale.min_loss_scale, scale.max_loss_scale)

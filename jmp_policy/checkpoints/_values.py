@@ -1,0 +1,176 @@
+"""What one saved value becomes in the place of one of the target: cast, quantized, fitted, and on its devices."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import is_floating_dtype
+from .._formats import Int4, Int8, Integers
+from .._messages import describe
+from .._trees import is_array
+from ..quant import QuantizedArray
+from ..quant._array import quantize_array
+from ..quant._layout import Layout
+
+QUANTIZED = ("values", "scale", "zero_point", "input_clip")
+"""The arrays of a quantized weight, some of which may be `None`."""
+
+
+class Misfit(Exception):
+    """A saved value cannot stand in the place of the target; the message says what both are."""
+
+
+def convert_value(saved: Any, like: Any) -> Any:
+    """Makes of a saved value what has the type, shape, dtype and sharding of `like`.
+
+    Args:
+      saved: an array, a Python number, or a quantized weight: a `QuantizedArray`, or a dict of its arrays by name.
+      like: an array or what describes one, a Python number, or a `QuantizedArray`.
+
+    Raises:
+      Misfit: it cannot be, because of a shape, a kind of dtype or a quantized format.
+    """
+    if isinstance(like, QuantizedArray):
+        new = _requantize(saved, like)
+        if _sizes(new) != _sizes(like):
+            raise Misfit(f"was saved as {_sizes(new)}, the target has {_sizes(like)}")
+        return jax.tree.map(_place, new, like)
+    if isinstance(saved, QuantizedArray | Mapping):
+        saved = _dequantize(saved, like)
+    if not is_array(like):
+        return _convert_number(saved, like)
+    return _place(_convert_array(saved, like), like)
+
+
+def fit_history(saved: Any, like: Any) -> Any:
+    """Makes a float8 history as long as `like`: the newest are kept, and zeros stand for those before the oldest.
+
+    A history is in the order newest, oldest, ..., second newest, along its last axis.
+    """
+    length = like.shape[-1]
+    newest, others = saved[..., :1], saved[..., 1:]
+    others = others[..., max(others.shape[-1] - (length - 1), 0) :]
+    unknown = np.zeros((*saved.shape[:-1], length - 1 - others.shape[-1]), saved.dtype)
+    return jnp.concatenate([newest, unknown, others], -1)
+
+
+def is_abstract(like: Any) -> bool:
+    """Whether a value only describes an array."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
+
+
+def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
+    """A weight in the format of `like`: the integers that were saved, or the ones that `quantize` makes of floats."""
+    if isinstance(saved, QuantizedArray):
+        if (type(saved.format), saved.layout) != (type(like.format), like.layout):
+            raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+        saved = {name: array for name in QUANTIZED if (array := getattr(saved, name)) is not None}
+    if isinstance(saved, Mapping):
+        arrays = dict.fromkeys(QUANTIZED) | {name: jnp.asarray(array) for name, array in saved.items()}
+        return dataclasses.replace(like, **arrays)
+    if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
+        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout)
+    return dataclasses.replace(made, input_clip=like.input_clip)  # the target's model was calibrated, or not
+
+
+def _dequantize(saved: Any, like: Any) -> Any:
+    """The floats that the integers stand for; a dict of arrays says by its shapes which axes share a scale."""
+    if isinstance(saved, QuantizedArray):
+        return saved.dequantize(like.dtype if is_array(like) and is_floating_dtype(like.dtype) else None)
+    if not is_array(like):
+        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    arrays: dict[str, Any] = dict.fromkeys(QUANTIZED)
+    arrays |= {name: jnp.asarray(array) for name, array in saved.items()}
+    format, layout = _read_layout(arrays, like.shape)
+    weight = QuantizedArray(**arrays, format=format, layout=layout, dtype=np.dtype(np.float32))
+    if weight.shape != like.shape:
+        raise Misfit(f"was saved as {_describe(weight)}, the target has {_describe(like)}")
+    return weight.dequantize()
+
+
+def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Integers, Layout]:
+    values, scale = arrays["values"], arrays["scale"]
+    if arrays["zero_point"] is None:
+        return Int8(), Layout(shape, 0)  # the product of values and scales needs none
+    # (*stack, blocks, bytes of a block, *channels), where scales have one in place of the bytes
+    packed = next((n for n in range(1, values.ndim) if scale.shape[n] == 1 != values.shape[n]), values.ndim - 1)
+    channels = values.ndim - 1 - packed
+    contracted = shape[packed - 1 : len(shape) - channels]
+    blocks, length = values.shape[packed - 1], int(np.prod(contracted))
+    if length % blocks:
+        raise Misfit(f"was saved in {blocks} blocks, which do not divide the target's {shape}")
+    return Int4(block_size=length // blocks), Layout(contracted, channels)
+
+
+def _convert_number(saved: Any, like: Any) -> Any:
+    if isinstance(like, bool | int | float | complex) and np.ndim(saved) == 0:
+        return type(like)(saved)
+    if type(saved) is type(like):
+        return saved
+    raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+
+
+def _convert_array(saved: Any, like: Any) -> Any:
+    if _is_key(like) or _is_key(saved):
+        return _convert_key(saved, like)
+    dtype = np.dtype(like.dtype)
+    given = saved if is_array(saved) else np.asarray(saved)
+    if given.shape != like.shape or not _is_same_kind(given.dtype, dtype):
+        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    if given.dtype == dtype:
+        return given
+    with np.errstate(over="ignore", invalid="ignore"):
+        return given.astype(dtype)
+
+
+def _convert_key(saved: Any, like: Any) -> Any:
+    """A random key, which some savers keep as its data."""
+    is_data = is_array(saved) and saved.dtype == np.uint32
+    if _is_key(like) and is_data:
+        implementation: list[Any] = []
+        jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)  # which may be abstract
+        saved = jax.random.wrap_key_data(jnp.asarray(saved), impl=implementation[0])
+    elif _is_key(saved) and is_array(like) and like.dtype == np.uint32:
+        saved = jax.random.key_data(saved)
+    if not is_array(saved) or saved.shape != like.shape or saved.dtype != like.dtype:
+        raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    return saved
+
+
+def _is_key(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_same_kind(one: Any, other: Any) -> bool:
+    return any(jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind) for kind in _KINDS)
+
+
+_KINDS = (jnp.floating, jnp.integer, jnp.bool_, jnp.complexfloating)
+
+
+def _place(array: Any, like: Any) -> Any:
+    """An array where `like` is; one that is nowhere in particular stays where JAX puts arrays."""
+    if isinstance(like, np.ndarray | np.generic):
+        return np.asarray(array)
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or (isinstance(like, jax.Array) and not like.committed):
+        return jnp.asarray(array)
+    return array if getattr(array, "sharding", None) == sharding else jax.device_put(array, sharding)
+
+
+def _sizes(weight: QuantizedArray) -> dict[str, str]:
+    arrays = {name: getattr(weight, name) for name in QUANTIZED}
+    return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items() if array is not None}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a quantized weight"
+    if not isinstance(value, QuantizedArray) and is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    return describe(value)
