@@ -110,7 +110,7 @@ class Metrics(dict[str, Any]):
     them, and here they become numbers. Arrays of JAX and tracers, as `jit` rebuilds it from, stay.
     """
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         """The figures with their names, as of a dictionary; their names, in order."""
         return [(DictKey(name), figure) for name, figure in self.items()], tuple(self)
 

@@ -81,7 +81,7 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
 
 
 def _step_any(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
+    tx: Transformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     """Steps with gradients that may be `float0`, and with float8 state among the parameters."""
     if has_float0(grads):
