@@ -13,6 +13,8 @@ from ._entries import Entry, Path
 from ._memories import Parameter, pair_memories
 from ._values import QUANTIZED, Misfit, convert_value, fit_history, is_abstract
 
+_MISSING = "is not in the checkpoint"
+
 _BEGINNINGS = {
     "loss_scale": 2.0**15,
     "counter": 0,
@@ -59,8 +61,12 @@ class Conversion:
 
     def list_problems(self) -> dict[str, str]:
         """What does not fit, by the names of entries, after all were converted."""
-        left = [e for e in self._left.values() if not (e.part or self._is_ignored(e.name))]
-        return self._problems | {entry.name: "is in the checkpoint, and not in the target" for entry in left}
+        left = [e.name for e in self._left.values() if not (e.part or self._is_ignored(e.name))]
+        problems = self._problems | dict.fromkeys(left, "is in the checkpoint, and not in the target")
+        for name, what in self._problems.items():
+            if what == _MISSING and (near := difflib.get_close_matches(name, left, 1)):
+                problems[name] = f"{what}; the nearest there is {near[0]}"
+        return problems
 
     def _take(self, path: Path) -> Any:
         """What was saved at a path: an entry, the arrays of a quantized weight, or `None`."""
@@ -94,11 +100,10 @@ class Conversion:
           Misfit: it should have been.
         """
         if not entry.part:
-            near = difflib.get_close_matches(entry.name, [e.name for e in self._left.values()], 1)
-            raise Misfit(f"is not in the checkpoint{f'; the nearest there is {near[0]}' if near else ''}")
+            raise Misfit(_MISSING)
         number = self._find_beginning(entry)
         if number is None or not is_abstract(entry.value):
-            return _keep(entry, "is not in the checkpoint")
+            return _keep(entry, _MISSING)
         return convert_value(np.full(entry.value.shape, number, entry.value.dtype), entry.value)
 
     def _find_beginning(self, entry: Entry) -> float | None:

@@ -109,8 +109,9 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Intege
 
 def _convert_number(saved: Any, like: Any) -> Any:
     if isinstance(like, bool | int | float | complex) and np.ndim(saved) == 0:
-        return type(like)(saved)
-    if type(saved) is type(like):
+        if _is_same_kind(np.asarray(saved).dtype, np.asarray(like).dtype):
+            return type(like)(saved)
+    elif type(saved) is type(like):
         return saved
     raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
 

@@ -1,6 +1,7 @@
 """What the commands share: the error of a user, types of arguments, and the terminal."""
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,22 @@ class UserError(ValueError):
     The command line prints it without a traceback and exits with status 2. Anything else that is raised is a bug
     of ours and keeps its traceback.
     """
+
+
+def check_device() -> None:
+    """Checks that JAX has a device.
+
+    Raises:
+      UserError: it has none, as where JAX_PLATFORMS names one that is not there.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion of JAX's own where a plugin is not installed
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        said = f": {error}" if str(error) else ", perhaps because jaxlib was installed without it"
+        raise UserError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{said}") from None
 
 
 def positive_int(text: str) -> int:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ..doctor import Diagnosis
     from ._command import Commands
 
+_BUSY = 0.25  # noise beyond this is said
+
 _EPILOG = """\
 --json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
 sizes; matmuls, a list (name, dtype, multiplied_in, teraflops, speedup); steps, by dtype (seconds, speedup,
@@ -44,6 +46,9 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     for table in (_make_matmul_table(diagnosis), _make_step_table(diagnosis)):
         console.print()
         console.print(table, soft_wrap=False)
+    if diagnosis.noise > _BUSY:
+        busy = f"This machine is busy: speed-ups of the perceptron vary by {diagnosis.noise:.0%}."
+        console.print(f"\n{busy} Run this again when idle.", soft_wrap=False)
     console.print()
     recommendation = diagnosis.recommendation
     console.print(f"Recommended policy: {recommendation.policy}")

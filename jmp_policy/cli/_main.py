@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from .._dtypes import did_you_mean
 from ._audit import add_audit
-from ._command import UserError
+from ._command import UserError, check_device
 from ._compare import add_compare
 from ._demo import add_train
 from ._doctor import add_doctor
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     try:
+        check_device()
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _DEMO_PACKAGES:

@@ -36,6 +36,12 @@ class Diagnosis:
     steps: dict[str, StepTime]
     recommendation: Recommendation
 
+    @property
+    def noise(self) -> float:
+        """By how much the speed-ups of a step differ between thirds of the turns, as a share of them: the worst."""
+        speedups = [step.speedup for step in self.steps.values()]
+        return max((speedup.high - speedup.low) / speedup.value for speedup in speedups)
+
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as plain dictionaries, lists, strings and numbers, for JSON.
 

@@ -17,7 +17,7 @@ from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread, is_quantized
-from ..quant._layer import Promote, WeightedLayer
+from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_too_small
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
@@ -140,8 +140,10 @@ def _find_stored(module: nn.Module, name: str) -> Any:
 def _explain_no_integers(module: nn.Module) -> str | None:
     """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
     layer = layer_of(type(module))
-    if layer is None or (layer.operation is None and layer.weight == "kernel"):
+    if layer is None:
         return "its code is no layer of Flax's"
+    if layer.operation is None and layer.weight == "kernel":
+        return WHY_AS_NUMBERS
     names = ("promote_dtype", *(() if layer.field is None else (layer.field, f"{layer.field}_cls")))
     written_name = rewritten_by(module) or next((name for name in names if not is_default(module, name)), None)
     if written_name is not None:

@@ -8,10 +8,10 @@ from typing import Any
 from flax import nnx
 
 from .._float8_format import Float8
-from .._formats import Quantization, integers_of
+from .._formats import Int8, Quantization, integers_of
 from .._policy import Policy
 from ..quant import QuantizedArray
-from ..quant._layer import WHY_TABLES_WIDE, Promote, WeightedLayer
+from ..quant._layer import WHY_AS_NUMBERS, WHY_TABLES_WIDE, Promote, PromoteRounded, WeightedLayer
 from ..quant._layout import choose_format, why_too_small
 from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
@@ -70,8 +70,11 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     format = integers_of(format)
     if format is None or weight is None:
         return ""
-    if isinstance(attributes.get("promote_dtype"), Promote):
-        return str(choose_format(format, weight.layout))
+    promote = attributes.get("promote_dtype")
+    if isinstance(promote, Promote):
+        format = choose_format(format, weight.layout)
+        is_as_numbers = isinstance(promote, PromoteRounded) and isinstance(format, Int8) and format.activations
+        return f"{format}, computed with as numbers: {WHY_AS_NUMBERS}" if is_as_numbers else str(format)
     left = why_too_small(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 

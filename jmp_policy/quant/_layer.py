@@ -59,6 +59,10 @@ class Promote:
         return self.promote(*((arrays,) if self.as_tuple else arrays), dtype=dtype, **options)
 
 
+WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
+"""Why a layer that has integers computes with the numbers that they stand for."""
+
+
 class PromoteRounded(Promote):
     """The `promote_dtype` of a layer that can multiply by floating numbers only: the weight as its integers say."""
 

@@ -133,8 +133,8 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """One of JAX's operations that layers multiply their inputs by their weights with.
+class Multiplication:
+    """One of the ways in which layers multiply their inputs by their weights: an operation of JAX's, and ours.
 
     Attributes:
       default: JAX's function, which Flax's layers call unless told otherwise.
@@ -148,9 +148,9 @@ class Operation:
 
 
 OPERATIONS = {
-    "dot_general": Operation(lax.dot_general, describe_dot_general, dot_general),
-    "conv_general_dilated": Operation(lax.conv_general_dilated, describe_convolution, conv_general_dilated),
-    "einsum": Operation(jnp.einsum, describe_einsum, einsum),
+    "dot_general": Multiplication(lax.dot_general, describe_dot_general, dot_general),
+    "conv_general_dilated": Multiplication(lax.conv_general_dilated, describe_convolution, conv_general_dilated),
+    "einsum": Multiplication(jnp.einsum, describe_einsum, einsum),
 }
 """By the names that the rows of the tables of layers call them by."""
 

@@ -55,11 +55,11 @@ def save_with_orbax(state: Any) -> Any:
         return checkpointer.restore(Path(folder) / "state")
 
 
-SAVERS = {
-    "structure": lambda state: state,
-    "orbax": save_with_orbax,
-    "msgpack": lambda state: serialization.msgpack_restore(serialization.to_bytes(state)),
-}
+def save_with_msgpack(state: Any) -> Any:
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+
+
+SAVERS = {"structure": lambda state: state, "orbax": save_with_orbax, "msgpack": save_with_msgpack}
 
 
 def make_state(run: Run, wide: Any, saved_under: Run | None = None) -> dict[str, Any]:
@@ -125,5 +125,6 @@ def _has(tree: Any, kind: type) -> bool:
 
 
 def _bits(x: Any) -> Any:
-    x = np.asarray(x)
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    x = np.asarray(jax.random.key_data(x) if is_key else x)
     return x.view(np.uint16) if x.dtype.itemsize == 2 and x.dtype.kind not in "iu" else x

@@ -43,6 +43,8 @@ def failing():
 
 def silent(x):
     raise ValueError
+
+def outer(x): return silent(x)
 """
 
 
@@ -158,6 +160,7 @@ def test_other_arguments_are_one_line_that_shows_what_to_write(function, maker, 
         ("branch", "one", "TracerBoolConversionError: Attempted boolean conversion of traced array with shape bool[]",
          line_of("return x if", "branch")),
         ("silent", "one", "ValueError", line_of("raise ValueError", "silent")),
+        ("outer", "one", "ValueError", line_of("raise ValueError", "silent")),  # the innermost line
     ],
 )  # fmt: skip
 def test_what_the_users_code_raises_is_one_line_with_its_place(function, maker, message, line, capsys):

@@ -30,7 +30,7 @@ def diagnosed(monkeypatch):
     rates += [MatmulRate(MATMULS[-2], 0.125, 0.75), MatmulRate(MATMULS[-1], None, 0.0)]
     steps = {
         "float32": StepTime(0.02, Speedup(1.0, 1.0, 1.0), {"float32": 5}),
-        "bfloat16": StepTime(0.025, Speedup(0.8, 0.7, 0.9), {"bfloat16": 3, "float32": 2}),
+        "bfloat16": StepTime(0.025, Speedup(0.8, 0.75, 0.85), {"bfloat16": 3, "float32": 2}),
         "float16": StepTime(0.01, Speedup(2.0, 1.9, 2.1)),
     }
     advice = Recommendation("float32", "half precision is slower here")
@@ -66,6 +66,15 @@ def test_every_speed_up_is_larger_where_it_is_faster(capsys):
     # The names of both tables are the same: the second one's rows stand.
     assert rows["bfloat16"] == "bfloat16 3 bfloat16, 2 float32 25.00 0.80x"
     assert rows["float16"] == "float16 ? 10.00 2.00x"
+
+
+def test_a_busy_machine_is_said(diagnosed, capsys):
+    main(["doctor"])
+    assert "busy" not in capsys.readouterr().out
+    diagnosed.steps["bfloat16"] = StepTime(0.025, Speedup(0.8, 0.6, 1.0))
+    main(["doctor"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "This machine is busy: speed-ups of the perceptron vary by 50%. Run this again when idle. Recom" in shown
 
 
 def test_json_is_one_document_and_nothing_else(diagnosed, capsys):

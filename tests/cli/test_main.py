@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
 import pytest
 
 import jmp_policy as jmp
@@ -139,3 +140,27 @@ def test_stuck_and_interrupted_runs_end_in_one_line(trained, capsys, error, stat
     trained(error)
     assert main(["train"]) == status
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Unable to initialize\nbackend 'cuda'"), ": Unable to initialize backend 'cuda'"),
+        (AssertionError(), ", perhaps because jaxlib was installed without it"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(error, said, monkeypatch, capsys):
+    def find_none():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", find_none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert main(["doctor"]) == 2
+    expected = f"jmp-policy: error: JAX finds no device, with JAX_PLATFORMS='cuda'{said}\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_another_error_keeps_its_traceback(trained):
+    trained(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train"])

@@ -311,3 +311,19 @@ def test_quantization_of_a_kernel_in_code_of_a_users_own():
 
     found = explain("int8(min_size=0)_from_mixed_bfloat16", model=Own())
     assert found[""].quantization == "int8(min_size=0), computed with as numbers: its code is no layer of Flax's"
+
+
+AS_NUMBERS = "int8(min_size=0), computed with as numbers: no policy can replace the function that it multiplies by"
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("int8(min_size=0)", AS_NUMBERS),
+        ("int8(activations=false,min_size=0)", "int8(activations=false,min_size=0)"),
+        ("int4/4(min_size=0)", "int4/4(min_size=0)"),
+    ],
+)
+def test_a_transposed_convolution_is_a_layer_of_flax_whose_function_stays(format, said):
+    model = jmp.with_policy(nn.ConvTranspose(4, (3, 3)), f"{format}_from_mixed_bfloat16")
+    assert jmp.explain(model, jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"))[""].quantization == said

@@ -262,3 +262,19 @@ def test_bytes_of_a_quantized_weight_are_those_of_its_integers_and_scales():
     mlp = found["mlp"]
     assert (mlp.param_bytes, mlp.float32_bytes) == (64 * 64 + 4 * 64 + 4 * 64, 4 * (64 * 64 + 64))
     assert set(mlp.param_dtypes) == {"int8", "float32"}
+
+
+AS_NUMBERS = "int8(min_size=0), computed with as numbers: no policy can replace the function that it multiplies by"
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ("int8(min_size=0)", AS_NUMBERS),
+        ("int8(activations=false,min_size=0)", "int8(activations=false,min_size=0)"),
+        ("int4/4(min_size=0)", "int4/4(min_size=0)"),
+    ],
+)
+def test_a_transposed_convolution_is_a_layer_of_flax_whose_function_stays(format, said):
+    model = jmp.with_policy(nnx.ConvTranspose(4, 4, (3, 3), rngs=rngs()), f"{format}_from_mixed_bfloat16")
+    assert jmp.explain(model, jax.ShapeDtypeStruct((2, 8, 8, 4), "float32"))[""].quantization == said

@@ -1,0 +1,285 @@
+"""What `convert_state` does to each part of a state, one part at a time, and what it says where it cannot."""
+
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from saved_states import SAVERS, assert_same, save_with_msgpack, save_with_orbax
+
+import jmp_policy as jmp
+from jmp_policy.optim import loss_scaled, master_weights
+
+W = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
+
+
+# Loss scales
+
+
+def test_dynamic_scale_stays_within_the_bounds_of_the_target_and_moves_as_the_target_says():
+    target = jmp.DynamicLossScale(2.0, period=7, max_loss_scale=8.0)
+    new = jmp.convert_state({"scale": jmp.DynamicLossScale(1024.0, counter=3)}, {"scale": target})["scale"]
+    assert (float(new.loss_scale), int(new.counter), new.period) == (8.0, 3, 7)
+    low = jmp.convert_state(jmp.DynamicLossScale(2.0), jmp.DynamicLossScale(16.0, min_loss_scale=4.0))
+    assert float(low.loss_scale) == 4.0
+
+
+def test_credits_of_hysteresis_begin_as_the_targets_where_none_were_saved():
+    new = jmp.convert_state(jmp.DynamicLossScale(64.0), jmp.DynamicLossScale(8.0, hysteresis=3))
+    assert (float(new.loss_scale), int(new.credits)) == (64.0, 2)
+
+
+def test_abstract_target_gives_arrays_and_a_scale_that_was_not_saved_begins_at_its_usual_value():
+    params = {"w": W[:2]}
+    make = lambda: loss_scaled(optax.adam(1.0), jmp.DynamicLossScale(4.0, hysteresis=3)).init(params)
+    new = jmp.convert_state(optax.adam(1.0).init(params), jax.eval_shape(make))
+    assert (float(new.loss_scale.loss_scale), int(new.loss_scale.credits)) == (2.0**15, 2)
+    assert bool(new.grads_finite)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(new))
+
+
+# Half-precision parameters
+
+
+def test_masters_go_with_their_parameters_where_the_optimizer_begins_anew():
+    wide, tx = {"w": W}, master_weights(optax.adam(1.0))
+    params = jmp.cast_floating(wide, "bfloat16")
+    saved = {"params": wide, "opt_state": optax.sgd(1.0, momentum=0.5).init(wide)}
+    target = {"params": jax.tree.map(jnp.zeros_like, params), "opt_state": tx.init(params)}
+    new = jmp.convert_state(saved, target, ignore="opt_state")
+    assert_same(new["opt_state"].master, wide)
+    assert_same(new["params"], params)
+
+
+def test_masters_of_some_parameters_alone_find_them():
+    wide = {"a": W[:2], "b": W[:3]}
+    params = {"a": wide["a"].astype("bfloat16"), "b": wide["b"]}
+    tx = optax.partition({"half": master_weights(optax.adam(1.0)), "full": optax.sgd(1.0)}, {"a": "half", "b": "full"})
+    opt_state = jmp.optim.with_master_params(tx.init(params), params, wide)[1]
+    new = jmp.convert_state(save_with_orbax((params, opt_state)), (wide, opt_state))
+    assert_same(new[0], wide)
+
+
+def test_average_of_half_parameters_is_told_from_them_by_the_name_params():
+    wide, tx = {"w": W}, master_weights(optax.sgd(1.0))
+    params = jmp.cast_floating(wide, "bfloat16")
+    opt_state = jmp.optim.with_master_params(tx.init(params), params, wide)[1]
+    average = jax.tree.map(jnp.zeros_like, params)
+    saved = {"average": average, "params": params, "opt_state": opt_state}
+    new = jmp.convert_state(saved, {"average": wide, "params": wide, "opt_state": optax.sgd(1.0).init(wide)})
+    assert_same(new["params"], wide)
+    assert not jnp.any(new["average"]["w"])
+    with pytest.raises(ValueError, match=r"^The memory at '2/master' may belong to the parameters at '0', '1'\. Give "):
+        jmp.convert_state((average, params, opt_state), (average, params, opt_state))
+
+
+# Quantized weights
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4/32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
+    variables, policy = {"params": {"dense": {"kernel": W, "bias": W[0]}}}, f"{kind}_from_{dtype}"
+    expected = jmp.quant.quantize(jmp.cast_floating(variables, dtype), policy)
+    target = jmp.quant.quantize(jax.tree.map(lambda x: jnp.ones_like(x, dtype), variables), policy)
+    assert_same(jmp.convert_state(variables, target), expected)
+    assert_same(jmp.convert_state(variables, jax.eval_shape(lambda: target)), expected)
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("kind", ["int8", "int4/32", "int4/-1"])
+def test_saved_integers_stay_or_become_the_floats_that_they_stand_for(kind, saver):
+    weight = jmp.quant.quantize({"dense": {"kernel": W}}, f"{kind}_from_float32")
+    raw, ones = SAVERS[saver](weight), {"dense": {"kernel": jnp.ones_like(W)}}
+    assert_same(jmp.convert_state(raw, jmp.quant.quantize(ones, f"{kind}_from_float32")), weight)
+    assert_same(jmp.convert_state(raw, ones), {"dense": {"kernel": weight["dense"]["kernel"].dequantize()}})
+
+
+def test_saved_integers_of_several_channels_are_read_in_their_layout():
+    weight = jmp.quant.quantize(
+        {"q": {"kernel": W.reshape(64, 4, 16), "bias": jnp.ones((4, 16))}}, "int4/32_from_float32"
+    )
+    new = jmp.convert_state(save_with_orbax(weight), {"q": {"kernel": W.reshape(64, 4, 16), "bias": jnp.ones((4, 16))}})
+    assert_same(new["q"]["kernel"], weight["q"]["kernel"].dequantize())
+
+
+def test_integers_of_another_format_do_not_fit():
+    one, other = (jmp.quant.quantize({"kernel": W}, f"{kind}_from_float32") for kind in ("int8", "int4/32"))
+    for saved in (one, save_with_orbax(one)):
+        with pytest.raises(ValueError, match=r"\n  kernel was saved as .*int8.*, the target has .*int"):
+            jmp.convert_state(saved, other)
+
+
+# Float8 state
+
+
+def float8_variables(length):
+    state = jmp.quant.float8_state(f"float8(amax_history_length={length})")
+    number = iter(range(1, 100))
+    return {"w": W, "state": jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype) + next(number), state)}
+
+
+def test_float8_state_begins_anew_or_is_dropped():
+    variables = float8_variables(4)
+    fresh = {"w": W + 1, "state": jmp.quant.float8_state("float8(amax_history_length=4)")}
+    assert_same(jmp.convert_state({"w": W}, fresh), fresh | {"w": W})
+    assert_same(jmp.convert_state({"w": W}, jax.eval_shape(lambda: fresh)), fresh | {"w": W})
+    assert_same(jmp.convert_state(variables, {"w": W + 1}), {"w": W})
+
+
+def test_float8_history_keeps_the_newest():
+    saved, short, long = (float8_variables(n) for n in (4, 2, 6))
+    history = saved["state"]["input_amax_history"]  # newest, oldest, ..., second newest
+    kept = jmp.convert_state(saved, short)["state"]["input_amax_history"]
+    assert kept.tolist() == [history[0], history[3]]
+    kept = jmp.convert_state(saved, long)["state"]["input_amax_history"]
+    assert kept.tolist() == [history[0], 0, 0, *history[1:].tolist()]
+    assert_same(jmp.convert_state(saved, float8_variables(4)), saved)
+
+
+# Arrays of every kind
+
+
+def test_arrays_take_dtype_type_and_place_of_the_target():
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    target = {
+        "half": jax.ShapeDtypeStruct((64,), "bfloat16", sharding=sharding),
+        "numpy": np.zeros(64, np.float16),
+        "count": 0,
+        "rate": 0.0,
+        "flag": True,
+    }
+    saved = {"half": W[0], "numpy": W[0], "count": jnp.int32(7), "rate": np.float32(0.5), "flag": np.array(False)}
+    new = jmp.convert_state(saved, target)
+    assert new["half"].sharding == sharding
+    assert_same(new["half"], W[0].astype("bfloat16"))
+    assert isinstance(new["numpy"], np.ndarray)
+    assert (new["count"], new["rate"], new["flag"]) == (7, 0.5, False)
+    assert (type(new["count"]), type(new["rate"]), type(new["flag"])) == (int, float, bool)
+
+
+def test_random_keys_come_back_as_keys_and_as_their_data():
+    key, data = jax.random.key(3), jax.random.key_data(jax.random.key(3))
+    for saved in (key, data, np.asarray(data)):
+        assert_same(jax.random.key_data(jmp.convert_state({"k": saved}, {"k": jax.random.key(0)})["k"]), data)
+        assert_same(jmp.convert_state({"k": saved}, {"k": jnp.zeros_like(data)})["k"], data)
+    abstract = jax.eval_shape(lambda: jax.random.key(0))
+    assert jmp.convert_state(data, abstract).dtype == key.dtype
+
+
+def test_what_needs_no_change_is_not_copied():
+    saved = {"w": W}
+    assert jmp.convert_state(saved, {"w": jnp.ones_like(W)})["w"] is W
+
+
+# What does not fit
+
+
+def test_all_that_does_not_fit_is_listed_with_what_to_write():
+    saved = {"params": {"head": W, "body": W, "old": W}, "opt_state": optax.adam(1.0).init({"w": W[0]})}
+    target = {"params": {"heads": W, "body": W[:3]}, "opt_state": optax.sgd(1.0, momentum=0.9).init({"w": W[0]})}
+    with pytest.raises(ValueError, match=r"^The checkpoint does not fit the target:\n") as error:
+        jmp.convert_state(saved, target)
+    assert str(error.value).splitlines()[1:] == [
+        "  opt_state/0/count is in the checkpoint, and not in the target",
+        "  opt_state/0/mu/w is in the checkpoint, and not in the target",
+        "  opt_state/0/nu/w is in the checkpoint, and not in the target",
+        "  opt_state/0/trace/w is not in the checkpoint; the nearest there is opt_state/0/nu/w",
+        "  params/body was saved as float32[64, 64], the target has float32[3, 64]",
+        "  params/head is in the checkpoint, and not in the target",
+        "  params/heads is not in the checkpoint; the nearest there is params/head",
+        "  params/old is in the checkpoint, and not in the target",
+        "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "
+        "target has it: convert_state(saved, target, ignore=['opt_state', 'params']).",
+    ]
+
+
+class Pair(NamedTuple):
+    one: object
+    other: object
+
+
+def test_ignored_paths_keep_what_the_target_has():
+    saved, target = Pair(W, {"a": W, "b": W}), Pair(W + 1, {"a": W + 1, "c": W + 1})
+    new = jmp.convert_state(saved, target, ignore=["other/[bc]"])
+    assert new.one is W
+    assert new.other["a"] is W
+    assert new.other["c"] is target.other["c"]
+    assert jmp.convert_state(save_with_orbax(saved), target, ignore="other").other["a"] is target.other["a"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "message"),
+    [
+        ({"x": jnp.int32(1)}, {"x": jnp.float32(1)}, r"\n  x was saved as int32\[\], the target has float32\[\]\n"),
+        ({"x": "text"}, {"x": 1}, r"\n  x was saved as 'text', the target has 1\n"),
+        ({"x": W}, {"x": 1}, r"\n  x was saved as float32\[64, 64\], the target has 1\n"),
+        ({"x": W}, {"x": jax.random.key(0)}, r"\n  x was saved as float32\[64, 64\], the target has key<fry>\[\]\n"),
+        (
+            jmp.quant.quantize({"kernel": W}, "int8_from_float32"),
+            {"kernel": 1},
+            r"\n  kernel was saved as float32\[64, 64\], the target has 1\n",
+        ),
+        (
+            save_with_msgpack(jmp.quant.quantize({"kernel": W}, "int8_from_float32")),
+            {"kernel": 1},
+            r"\n  kernel was saved as a quantized weight, the target has 1\n",
+        ),
+        (
+            save_with_msgpack(jmp.quant.quantize({"kernel": W}, "int8_from_float32")),
+            {"kernel": W[:3]},
+            r"\n  kernel was saved as QuantizedArray\(int8.*, the target has float32\[3, 64\]\n",
+        ),
+        (
+            save_with_msgpack(jmp.quant.quantize({"kernel": W}, "int4/32_from_float32")),
+            {"kernel": W[:3]},
+            r"\n  kernel was saved in 2 blocks, which do not divide the target's \(3, 64\)\n",
+        ),
+        (
+            {"kernel": W[:3]},
+            jmp.quant.quantize({"kernel": W}, "int8_from_float32"),
+            r"\n  kernel was saved as float32\[3, 64\], the target has QuantizedArray\(int8, ",
+        ),
+    ],
+)
+def test_value_of_another_kind_does_not_fit(saved, target, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.convert_state(saved, target)
+
+
+def test_abstract_target_has_no_value_for_what_begins_anew():
+    target = {"x": jax.ShapeDtypeStruct((), "float32")}
+    with pytest.raises(ValueError, match=r"\n  x is to be ignored, and an abstract target has no value for it\n"):
+        jmp.convert_state({"x": W[0, 0]}, target, ignore="x")
+    tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    abstract = jax.eval_shape(lambda: tx.init({"w": W}))
+    with pytest.raises(
+        ValueError, match=r"\n  key is not in the checkpoint, and an abstract target has no value for it"
+    ):
+        jmp.convert_state({}, abstract)
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (None, r"^convert_state takes the state that a checkpoint gave, got None\. For example: convert_state\(check"),
+        ("run/3", r"got 'run/3'\. For example: convert_state\(checkpointer\.restore\(path\), target\)\.$"),
+        (pathlib.PurePosixPath("run/3"), r"got PurePosixPath\('run/3'\)\. "),
+        (b"msgpack", r"For example: convert_state\(flax\.serialization\.msgpack_restore\(data\), target\)\.$"),
+    ],
+)
+def test_what_is_no_state_is_refused(saved, message):
+    with pytest.raises(TypeError, match=message):
+        jmp.convert_state(saved, {"w": W})
+
+
+def test_pattern_that_matches_nothing_names_the_nearest_path():
+    with pytest.raises(ValueError, match=r"^'optstate' of ignore matches no path\. Did you mean 'opt_state'\?$"):
+        jmp.convert_state({"opt_state": W}, {"opt_state": W}, ignore="optstate")
+    with pytest.raises(ValueError, match=r"^'\(' of ignore is no valid pattern: .*For example: ignore='opt_state'\.$"):
+        jmp.convert_state({"opt_state": W}, {"opt_state": W}, ignore=["("])
