@@ -19,7 +19,8 @@ _COLUMNS = """\
 final loss: the mean of the last tenth of the steps, in bits per byte. vs float32: how far it is above.
 zeroed: the share of the gradient that is zero but is not so in float32, by the parameters and by the logits, where \
 the backward pass begins; of one batch, at the parameters that float32 ended with.
-skipped steps: overflowed, and changed nothing. activ. MiB: kept for the backward pass. step ms: the median."""
+skipped steps: overflowed, and changed nothing. activ. MiB: memory of forward and backward, beside the parameters. \
+step ms: the median."""
 
 
 def add_compare(commands: "Commands") -> None:
@@ -56,7 +57,9 @@ def _make_comparison_table(rows: Sequence["VariantResult"]) -> "Table":
     from rich import box
     from rich.table import Table
 
-    table = Table("\npolicy", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)  # fits 80 columns
+    # Fits 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("\npolicy", no_wrap=True)
     columns = "final loss", "vs float32", "zeroed, params", "zeroed, logits", "skipped steps", "activ. MiB", "step ms"
     for column in columns:
         table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
@@ -65,11 +68,11 @@ def _make_comparison_table(rows: Sequence["VariantResult"]) -> "Table":
             row.name.replace(", ", "\n"),
             _format_number(row.final_loss, ".3f"),
             _format_number(row.difference, "+.4f"),
-            f"{row.zeroed_gradient_share:.2%}",
-            f"{row.zeroed_logits_share:.2%}",
+            f"{row.zeroed_gradient_share:.1%}",
+            f"{row.zeroed_logits_share:.1%}",
             str(row.skipped_steps),
             f"{row.activation_bytes / 2**20:.1f}",
-            f"{row.step_seconds * 1e3:.1f}",
+            f"{row.step_seconds * 1e3:.0f}",
         )
     return table
 

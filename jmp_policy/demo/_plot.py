@@ -119,7 +119,7 @@ def _plot_raw_and_smooth(axes: Axes, values: Sequence[float] | np.ndarray, style
 
 def _skip_first(values: list[float]) -> list[float]:
     """Without the steep beginning, beside which nothing could be told apart."""
-    return values[len(values) // 5 :]
+    return values[len(values) // 3 :]
 
 
 def _label(axes: Axes, title: str, ylabel: str) -> None:

@@ -58,7 +58,7 @@ def explain_underflow(rows: Sequence[VariantResult], tokens: int) -> str:
     layers = f" ({', '.join(worst)})" if worst else ""
     return (
         f"What float16 loses: the loss is the mean over {tokens:,} bytes, so its gradient by a logit is (p - y) / "
-        f"{tokens:,}, which float16 rounds to zero for each wrong byte of p < {LARGEST_FLUSHED * tokens:.1g}. "
+        f"{tokens:,}, which float16 rounds to zero for wrong bytes less likely than {LARGEST_FLUSHED * tokens:.1g}. "
         f"Without a loss scale {_percent(unscaled.zeroed_logits_share)} of the gradient by the logits is zero, and "
         f"{_percent(unscaled.zeroed_gradient_share)} of that by the parameters{layers}; with the dynamic scale "
         f"{_percent(scaled.zeroed_logits_share)} and {_percent(scaled.zeroed_gradient_share)}."
@@ -108,11 +108,11 @@ def _keeps_up(row: VariantResult) -> bool:
 
 
 def _percent(share: float) -> str:
-    """As `83 %`, with the digits that a small share needs.
+    """As `83%`, with the digits that a small share needs.
 
     >>> [_percent(share) for share in (0.0, 0.834, 0.0123, 0.00001)]
-    ['0 %', '83 %', '1.2 %', 'less than 0.1 %']
+    ['0%', '83%', '1.2%', 'less than 0.1%']
     """
     if 0 < share < 0.001:
-        return "less than 0.1 %"
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
+        return "less than 0.1%"
+    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"

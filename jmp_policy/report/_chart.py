@@ -109,11 +109,11 @@ class BarChart:
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
     for bars in panel.bars:
-        lengths = [length if _is_drawn(length) else 0.0 for length in bars.lengths]
+        lengths = [0.0 if length is None or not math.isfinite(length) else length for length in bars.lengths]
         axes.barh(range(len(lengths)), lengths, color=bars.colors, height=bars.height)
         for position, length in enumerate(bars.lengths):
-            if not _is_drawn(length):
-                word = panel.missing if length is None else "not finite"
+            word = panel.missing if length is None else "" if math.isfinite(length) else "not finite"
+            if word:
                 axes.text(0, position, f" {word}", va="center", color=REFERENCE_LINE["color"], fontsize=_NAME_SIZE)
     if panel.line is not None and math.isfinite(panel.line):
         axes.axvline(panel.line, **REFERENCE_LINE)
@@ -123,6 +123,3 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
 
-
-def _is_drawn(length: float | None) -> bool:
-    return length is not None and math.isfinite(length)

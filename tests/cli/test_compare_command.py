@@ -27,8 +27,9 @@ def shown(monkeypatch, capsys):
 
 
 def test_the_table_shows_every_figure_and_fits_80_columns(shown):
-    for text in ("3.500", "+0.2500", "nan", "14.77%", "83.00%", "64.0", "12.3", "out/ holds table.json, loss.png"):
+    for text in ("3.500", "+0.2500", "nan", "14.8%", "83.0%", "64.0", " 12\n", "out/ holds table.json, loss.png"):
         assert text in shown
+    assert "dynamic scaling  " in shown  # on one line
     assert all(len(line) <= 80 and "…" not in line for line in shown.splitlines())
 
 

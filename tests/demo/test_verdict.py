@@ -69,11 +69,11 @@ def test_the_explanation_quotes_the_figures_of_the_run():
     figures = {"zeroed_logits_share": 0.834, "zeroed_gradient_share": 0.1477, "zeroed_layer_shares": layers}
     text = explain_underflow(make_rows(**figures), 32768)
     assert "the mean over 32,768 bytes" in text
-    assert "for each wrong byte of p < 0.001." in text  # 3e-8 times 32768
-    assert "Without a loss scale 83 % of the gradient by the logits is zero" in text
-    assert "15 % of that by the parameters (embed 64 %, blocks.0 1.2 %)" in text
+    assert "for wrong bytes less likely than 0.001." in text  # 3e-8 times 32768
+    assert "Without a loss scale 83% of the gradient by the logits is zero" in text
+    assert "15% of that by the parameters (embed 64%, blocks.0 1.2%)" in text
     assert "norm" not in text
 
 
 def test_the_explanation_names_no_layer_where_none_lost():
-    assert "0 % of that by the parameters; with" in explain_underflow(make_rows(), 1024)
+    assert "0% of that by the parameters; with" in explain_underflow(make_rows(), 1024)
