@@ -53,10 +53,9 @@ def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
 @pytest.mark.usefixtures("_standard_promotion")
 def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
     """A loss in bfloat16 is a warning, which is an error here."""
-    before = next(i for i, block in enumerate(BLOCKS) if "def train_step" in block)
+    (step,) = (block for block in BLOCKS if "def train_step" in block)
     (spelling,) = re.findall(r'On a TPU write `"(.*?)"` and change nothing else', TEXT)
-    step = BLOCKS[before].replace("params=float32,compute=float16,output=float32", spelling)
-    names = run([*BLOCKS[:before], step])
+    names = run([step.replace("params=float32,compute=float16,output=float32", spelling)])
     assert names["policy"].compute_dtype == "bfloat16"
     assert names["loss"].dtype == "float32"
 
