@@ -302,8 +302,8 @@ def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
     if state.keys() != expected.keys():
         raise ValueError(
             f"The saved loss scale has {sorted(state)}, but {type(target).__name__} has {sorted(expected)}: it was "
-            "saved under another kind of loss scale. Restore into that kind, then take a new one for the new policy: "
-            "opt_state._replace(loss_scale=policy.loss_scale())."
+            "saved under another kind of loss scale. Convert what was saved, as a whole: "
+            "jmp_policy.convert_state(flax.serialization.msgpack_restore(data), target)."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in expected])
 

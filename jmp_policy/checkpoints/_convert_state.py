@@ -63,8 +63,21 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     >>> state["params"]["w"].dtype, state["opt_state"].inner_state.master["w"].tolist() == saved["params"]["w"].tolist()
     (dtype(bfloat16), True)
 
-    With Orbax, `checkpointer.restore(path)` gives `saved`; with a `CheckpointManager` it is
-    `manager.restore(step, args=ocp.args.StandardRestore())`.
+    With Orbax, and with an nnx model and its optimizer (a train state is itself the target):
+
+    ```
+    saved = checkpointer.restore(path)  # or manager.restore(step, args=ocp.args.StandardRestore())
+    nnx.update((model, optimizer), jmp.convert_state(saved, nnx.state((model, optimizer))))
+    ```
+
+    Orbax puts what it reads on the devices that it was saved from. If there are others now, it has to be told:
+
+    ```
+    shapes = checkpointer.metadata(path).item_metadata.tree
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # or a sharding for each array
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
+    saved = checkpointer.restore(path, abstract)
+    ```
     """
     _check_saved(saved)
     saved_entries, entries = list_entries(saved, target)
