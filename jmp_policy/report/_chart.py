@@ -122,4 +122,3 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-
