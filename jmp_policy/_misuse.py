@@ -42,7 +42,7 @@ class NoContext:
         raise TypeError(
             f"{self._name} is no context manager: {_WHY_NO_CONTEXT[self._name]}. For example: {example}, or "
             f"@{self._name}('mixed_bfloat16') above a function. "
-            "What they take as default policy holds in `with use_policy('mixed_bfloat16'):`."
+            f"`with use_policy('mixed_bfloat16'):` gives a policy to each {self._name} that is given none."
         )
 
     def __exit__(self, *_: object) -> None:  # never called; without it Python does not ask the other

@@ -29,7 +29,7 @@ def loss_fn(w):
         (lambda: jmp.autocast(policy="mixed_bfloat16"), "autocast is no context manager: it rewrites a function"),
         (lambda: jmp.with_policy(POLICY), WITH_POLICY.format("bfloat16") + ", or @with_policy('mixed_bfloat16') above"),
         (lambda: jmp.with_policy(), "with_policy is no context manager: it gives a policy to a function or a model."),
-        (lambda: jmp.with_policy(POLICY), "What they take as default policy holds in `with use_policy('mixed_bf"),
+        (lambda: jmp.with_policy(POLICY), "`with use_policy('mixed_bfloat16'):` gives a policy to each with_policy"),
     ],
 )
 def test_decorator_after_with_says_what_to_write(make, text):
