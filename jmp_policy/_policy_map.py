@@ -266,17 +266,20 @@ def _parse_rule_policy(spec: Spec, where: str) -> Policy:
         return spec
     if isinstance(spec, PolicyMap) or spec is None:
         raise ValueError(f"{quote(spec)} {where} is not the policy of one module. For example: 'mixed_bfloat16'.")
+    _check_flat(spec, where)
+    try:
+        return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(spec)] * 3)
+    except ValueError as error:
+        raise ValueError(f"{error} It stands {where}.") from None
+
+
+def _check_flat(spec: object, where: str) -> None:
     if isinstance(spec, Mapping) and spec and "param_dtype" not in spec:
         inner = next(iter(spec))
         raise ValueError(
             f"{quote(spec)} {where} is not the policy of one module: rules do not nest, and paths have slashes. "
             f"For example: {{'head/{inner if isinstance(inner, str) else 'dense'}': 'mixed_bfloat16'}}."
         )
-    try:
-        dtype: Any = spec
-        return parse_policy(spec) if isinstance(spec, str) else Policy(*[parse_dtype(dtype)] * 3)
-    except ValueError as error:
-        raise ValueError(f"{error} It stands {where}.") from None
 
 
 _MOST_PATHS = 1 << 16

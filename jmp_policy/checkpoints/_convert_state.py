@@ -53,6 +53,7 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
       ValueError: an array is missing, or left over, or of another shape: the error lists all of them. Or a pattern of
         `ignore` matches nothing; or it is not clear which parameters a saved master belongs to.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> import optax
     >>> params = {"w": jnp.float32([0.1, 0.2])}
     >>> saved = {"params": params, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}

@@ -66,9 +66,10 @@ def pair_memories(entries: Iterable[Entry]) -> dict[Path, Parameter]:
     found = {}
     for (*state, _), memories in of_optimizer.items():
         start = _find_parameters(by_path, tuple(state), memories)
-        for memory in memories if start is not None else []:
-            param = by_path[start + _relative(memory)]
-            found[param.path] = Parameter(param, memory)
+        if start is not None:
+            for memory in memories:
+                param = by_path[start + _relative(memory)]
+                found[param.path] = Parameter(param, memory)
     return found
 
 

@@ -120,7 +120,7 @@ def _convert_array(saved: Any, like: Any) -> Any:
     if _is_key(like) or _is_key(saved):
         return _convert_key(saved, like)
     dtype = np.dtype(like.dtype)
-    given = saved if is_array(saved) else np.asarray(saved)
+    given: Any = saved if is_array(saved) else np.asarray(saved)
     if given.shape != like.shape or not _is_same_kind(given.dtype, dtype):
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
     if given.dtype == dtype:
@@ -131,13 +131,13 @@ def _convert_array(saved: Any, like: Any) -> Any:
 
 def _convert_key(saved: Any, like: Any) -> Any:
     """A random key, which some savers keep as its data."""
-    is_data = is_array(saved) and saved.dtype == np.uint32
-    if _is_key(like) and is_data:
+    if _is_key(like) and is_array(saved) and saved.dtype == np.uint32:
         implementation: list[Any] = []
         jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)  # which may be abstract
         saved = jax.random.wrap_key_data(jnp.asarray(saved), impl=implementation[0])
-    elif _is_key(saved) and is_array(like) and like.dtype == np.uint32:
-        saved = jax.random.key_data(saved)
+    elif is_array(like) and like.dtype == np.uint32 and _is_key(saved):
+        data: Any = saved  # to a checker, a narrower type
+        saved = jax.random.key_data(data)
     if not is_array(saved) or saved.shape != like.shape or saved.dtype != like.dtype:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
     return saved

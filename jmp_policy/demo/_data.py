@@ -90,7 +90,9 @@ def sample_batch(data: np.ndarray, *, seed: int, step: int, batch_size: int, con
     Returns:
       uint8 array of shape `(batch_size, context + 1)`: inputs and, one further, targets.
 
-    >>> sample_batch(np.arange(10, dtype=np.uint8), seed=0, step=3, batch_size=2, context=3).shape
+    >>> import numpy as np
+    >>> from jmp_policy import demo
+    >>> demo.sample_batch(np.arange(10, dtype=np.uint8), seed=0, step=3, batch_size=2, context=3).shape
     (2, 4)
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(data) - context, batch_size)
@@ -109,7 +111,9 @@ def validation_batches(data: np.ndarray, *, count: int, batch_size: int, context
     Returns:
       uint8 array of shape `(batches, batch_size, context + 1)`.
 
-    >>> validation_batches(np.arange(100, dtype=np.uint8), count=2, batch_size=3, context=4)[:, :, 0].tolist()
+    >>> import numpy as np
+    >>> from jmp_policy import demo
+    >>> demo.validation_batches(np.arange(100, dtype=np.uint8), count=2, batch_size=3, context=4)[:, :, 0].tolist()
     [[0, 16, 32], [48, 64, 80]]
     """
     windows = (len(data) - 1) // context

@@ -116,6 +116,7 @@ def measure_residual_bytes(loss_fn: LossFn, params: PyTree, windows: np.ndarray)
     are do not count, since they are in memory anyway. XLA may keep less, for it computes some again: its temporaries
     differ from device to device, and `compare` shows them.
 
+    >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, x: jnp.sum(jnp.sin(w * x))      # keeps cos(w * x), and x: 8 numbers each
     >>> measure_residual_bytes(loss_fn, jnp.ones(8), np.ones(8, np.float32))
     32

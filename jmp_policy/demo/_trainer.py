@@ -71,7 +71,10 @@ def read_scaling_figures(trainer: Trainer) -> dict[str, Any]:
 def measure_bits_per_byte(loss_fn: LossFn, params: PyTree, batches: np.ndarray) -> float:
     """The loss in bits per byte, over uint8 batches of windows `(batches, batch, context + 1)`.
 
-    >>> round(measure_bits_per_byte(lambda params, windows: jnp.log(params), 256.0, np.zeros((2, 1, 5), np.uint8)), 3)
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from jmp_policy import demo
+    >>> loss_fn, batches = lambda params, windows: jnp.log(params), np.zeros((2, 1, 5), np.uint8)
+    >>> round(demo.measure_bits_per_byte(loss_fn, 256.0, batches), 3)
     8.0
     """
     losses = [loss_fn(params, windows) for windows in batches]

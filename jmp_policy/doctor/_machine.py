@@ -34,7 +34,8 @@ class Machine:
       half_instructions: on a CPU, the instructions that compute in each half format, as Linux lists them; `None` where
         the operating system does not say, and on other devices.
 
-    >>> machine = Machine("cpu", "AMD EPYC 7543", "Linux x86_64, 2 cores", {"jax": "0.12.0", "jaxlib": "0.12.0"})
+    >>> from jmp_policy import doctor
+    >>> machine = doctor.Machine("cpu", "AMD EPYC 7543", "Linux x86_64, 2 cores", {"jax": "0.12.0", "jaxlib": "0.12.0"})
     >>> print(machine)
     AMD EPYC 7543 (cpu), Linux x86_64, 2 cores; jax 0.12.0, jaxlib 0.12.0
     """
@@ -82,7 +83,8 @@ def find_machine() -> Machine:
 def list_versions() -> dict[str, str]:
     """The versions of jmp_policy, of Python, and of the packages that it stands on.
 
-    >>> list(list_versions())
+    >>> from jmp_policy import doctor
+    >>> list(doctor.list_versions())
     ['jmp_policy', 'python', 'jax', 'jaxlib', 'flax', 'optax']
     """
     return {

@@ -27,11 +27,12 @@ def recommend_policy(matmuls: Iterable[MatmulRate], steps: Mapping[str, StepTime
     Matmuls alone decide nothing: where they are quick, the rest of a step may lose what they gain. Of the half formats,
     bfloat16 goes first: it has the range of float32, so it needs no loss scale and no step is ever skipped.
 
-    >>> from jmp_policy.doctor import MATMULS
-    >>> rates = [MatmulRate(kind, 1.0, 8.0) for kind in MATMULS]
-    >>> steps = {dtype: StepTime(1.0, Speedup(2.0, 1.9, 2.0)) for dtype in HALF_DTYPES}
-    >>> machine = Machine("gpu", "H100", "Linux", {"jaxlib": "0.12.0"})
-    >>> recommend_policy(rates, steps, machine).policy
+    >>> from jmp_policy import doctor
+    >>> rates = [doctor.MatmulRate(kind, 1.0, 8.0) for kind in doctor.MATMULS]
+    >>> step = doctor.StepTime(1.0, doctor.Speedup(2.0, 1.9, 2.0))
+    >>> steps = {"bfloat16": step, "float16": step}
+    >>> machine = doctor.Machine("gpu", "H100", "Linux", {"jaxlib": "0.12.0"})
+    >>> doctor.recommend_policy(rates, steps, machine).policy
     'mixed_bfloat16'
     """
     measured = Measured({rate.kind.name: rate for rate in matmuls}, steps, machine)

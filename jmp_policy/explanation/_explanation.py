@@ -79,6 +79,7 @@ class Explanation(Report):
       unknown: a sentence for each module whose place in the model is not known: its caller runs it through linen's
         `.apply`, and does not hold it.
 
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
     >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
     >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))

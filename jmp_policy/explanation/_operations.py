@@ -72,6 +72,7 @@ def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
       jaxpr: the program; its values are told apart by identity, so keep it alive.
       scope: the scopes around the program.
 
+    >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
     >>> [operation.name for operation in walk_operations(program.jaxpr) if operation.computes]
     ['sin', 'mul']

@@ -63,6 +63,7 @@ class AuditRow:
       flops: additions and multiplications, of all turns and devices.
       bytes: what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
 
+    >>> from jmp_policy.numerics import AuditReport, AuditRow
     >>> product = AuditRow("head", "dot_general", "bfloat16", backward=False, count=2, flops=768, bytes=272)
     >>> print(AuditReport((product,), (), ()))
     module  operation    dtype  pass     count  flops  bytes
@@ -95,6 +96,7 @@ class Matmul:
       count: how many there are; a line in a loop, or in a function that is called again, has many.
       flops: additions and multiplications of all of them.
 
+    >>> from jmp_policy.numerics import AuditReport, Matmul
     >>> product = Matmul("dot_general", ("float32", "bfloat16"), "float32", "train.py:12 (loss)", "head", False, 2, 768)
     >>> AuditReport((), (), (product,)).assert_matmuls_in("bfloat16")
     Traceback (most recent call last):
@@ -125,6 +127,7 @@ class Finding:
       backward: whether it was met in a backward pass.
       count: how many equations of that line have it.
 
+    >>> from jmp_policy.numerics import Finding
     >>> message = "an exponential in float16, which overflows at 11.1 (exp); cast to float32 first"
     >>> print(Finding("float16-exp", message, "train.py:12 (loss)", "head", ("float16",), backward=False, count=1))
     train.py:12 (loss): float16-exp in head: an exponential in float16, which overflows at 11.1 (exp); cast to float32
@@ -154,6 +157,7 @@ class AuditReport(Report):
       matmuls: the matrix products and convolutions.
       uncounted_loops: the lines of `while` loops, whose operations are counted for one turn.
 
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
     >>> [finding.id for finding in report.findings], report.flops, report.bytes
     (['float16-exp'], 144, 160)

@@ -36,9 +36,10 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
       TypeError: one of the two is not a Flax module.
       ValueError: they are not the same model, or a linen module is not bound.
 
+    >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
     >>> model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    >>> comparison = compare(model, jmp.quant.quantize(model, "int8_from_float32"), jnp.ones((1, 64)))
+    >>> comparison = jmp.quant.compare(model, jmp.quant.quantize(model, "int8_from_float32"), jnp.ones((1, 64)))
     >>> row = comparison.rows[0]
     >>> row.quantization, row.bytes_before, row.bytes_after, row.weight_error < 0.01
     ('int8', 16384, 4352, True)

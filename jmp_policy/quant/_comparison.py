@@ -36,7 +36,8 @@ class LayerComparison:
         their difference, relative to the norm of the first. The errors of earlier layers are part of it. `None` where
         the layer was not called, or returned no numbers, as inside of `vmap` and `remat`.
 
-    >>> row = LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
+    >>> import jmp_policy as jmp
+    >>> row = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
     >>> row.is_quantized, row.sqnr
     (True, 40.0)
     """
@@ -73,8 +74,9 @@ class Comparison(Report):
       output_error: how far apart the outputs of the two models are: the norm of their difference, relative to the
         norm of the first.
 
-    >>> head = LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
-    >>> comparison = Comparison((head,), output_error=0.02)
+    >>> import jmp_policy as jmp
+    >>> head = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
+    >>> comparison = jmp.quant.Comparison((head,), output_error=0.02)
     >>> comparison["head"].bytes_after, comparison.bytes_before
     (4352, 16384)
     >>> print(comparison)

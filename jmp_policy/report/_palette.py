@@ -17,7 +17,8 @@ class Style:
       dash: the line style, as matplotlib reads it.
       width: the width of the line in points.
 
-    >>> Style("#0072B2", (0, (4, 2)), 1.8).line
+    >>> from jmp_policy import report
+    >>> report.Style("#0072B2", (0, (4, 2)), 1.8).line
     {'color': '#0072B2', 'linestyle': (0, (4, 2)), 'linewidth': 1.8, 'zorder': 2.82}
     """
 

@@ -13,7 +13,8 @@ _MOST_PLACES = 3
 def shorten_dtypes(dtypes: Iterable[str]) -> str:
     """The names of dtypes, short.
 
-    >>> shorten_dtypes(["bfloat16", "float8_e4m3fn", "int32", "bool"])
+    >>> from jmp_policy import report
+    >>> report.shorten_dtypes(["bfloat16", "float8_e4m3fn", "int32", "bool"])
     'bf16 f8_e4m3fn i32 bool'
     """
     return " ".join(re.sub(r"^(b?)float|^(u?)int", _shorten_kind, dtype) for dtype in dtypes)
@@ -22,8 +23,10 @@ def shorten_dtypes(dtypes: Iterable[str]) -> str:
 def shorten_policy(policy: Policy | None) -> str:
     """The name of a policy, short; the format of a quantized one keeps its name.
 
-    >>> mixed, half = Policy("float32", "bfloat16", "float32"), Policy("float32", "float16", "float16")
-    >>> shorten_policy(mixed), shorten_policy(half)
+    >>> import jmp_policy as jmp
+    >>> from jmp_policy import report
+    >>> mixed, half = jmp.Policy("float32", "bfloat16", "float32"), jmp.Policy("float32", "float16", "float16")
+    >>> report.shorten_policy(mixed), report.shorten_policy(half)
     ('p=f32,c=bf16,o=f32', 'mixed_float16')
     """
     if policy is None:
@@ -37,6 +40,7 @@ def shorten_policy(policy: Policy | None) -> str:
 def format_bytes(count: int) -> str:
     """A number of bytes to three digits.
 
+    >>> from jmp_policy.report import format_bytes
     >>> format_bytes(0), format_bytes(999), format_bytes(1500), format_bytes(65_536), format_bytes(280_000_000_000)
     ('', '999 B', '1.5 kB', '65.5 kB', '280 GB')
     """
@@ -49,7 +53,8 @@ def format_bytes(count: int) -> str:
 def choose_byte_unit(count: int) -> tuple[str, int]:
     """The largest unit of which a number of bytes is at least one, and how many bytes that is.
 
-    >>> choose_byte_unit(0), choose_byte_unit(65_536)
+    >>> from jmp_policy import report
+    >>> report.choose_byte_unit(0), report.choose_byte_unit(65_536)
     (('B', 1), ('kB', 1000))
     """
     power = min((len(str(count)) - 1) // 3, len(_PREFIXES))
@@ -59,6 +64,7 @@ def choose_byte_unit(count: int) -> tuple[str, int]:
 def format_count(count: int) -> str:
     """A count to three digits.
 
+    >>> from jmp_policy.report import format_count
     >>> format_count(0), format_count(999), format_count(12_345), format_count(7_200_000_000_000)
     ('', '999', '12.3 k', '7.2 T')
     """
@@ -68,7 +74,8 @@ def format_count(count: int) -> str:
 def name_place(path: str) -> str:
     """What a sentence calls the module at a path.
 
-    >>> name_place("blocks/0"), name_place("")
+    >>> from jmp_policy import report
+    >>> report.name_place("blocks/0"), report.name_place("")
     ('blocks/0', 'the model itself')
     """
     return path or "the model itself"
@@ -77,7 +84,8 @@ def name_place(path: str) -> str:
 def list_places(paths: Sequence[str]) -> str:
     """What a sentence calls several modules.
 
-    >>> list_places(["", "a"]), list_places(["a", "b", "c", "d", "e"])
+    >>> from jmp_policy import report
+    >>> report.list_places(["", "a"]), report.list_places(["a", "b", "c", "d", "e"])
     ('the model itself, a', 'a, b, c and 2 more')
     """
     others = len(paths) - _MOST_PLACES

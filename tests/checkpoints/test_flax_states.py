@@ -99,6 +99,10 @@ def check_train_state(new, saved, target):
     assert_same(new.batch_stats, saved.batch_stats)
     rounded = lambda x, like: x.astype(like.dtype)
     expected = jax.tree.map(rounded, exact_params(saved), target.params.get("params", target.params))
+    if jax.tree.structure(saved.opt_state) == jax.tree.structure(target.opt_state):
+        expected = saved.params.get(
+            "params", saved.params
+        )  # every bit: kahan's sum may be a tie between two parameters
     assert int(new.step) == 2
     if not any(isinstance(x, jmp.optim.SplitWeightsState) for x in (target.opt_state, saved.opt_state)):
         assert_same(new.params.get("params", new.params), expected)  # the split rounds ties away from zero

@@ -1,0 +1,37 @@
+"""Which names are the API, by the place where they are written."""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+
+import jmp_policy
+
+NO_API = ("__main__", "cli", "explanation", "interpreter")
+"""Modules without an underscore whose names the API does not have."""
+
+
+def is_public(example: str) -> bool:
+    """Whether the docstring of this module or name, as `jmp_policy._grad.grad` where it stands, is part of the API."""
+    inner = [example.removeprefix(name) for name in find_public_names() if f"{example}.".startswith(f"{name}.")]
+    return any("._" not in name for name in inner)
+
+
+@functools.cache
+def find_public_names() -> frozenset[str]:
+    """The public modules, and by where they are written the functions and classes that they give another name."""
+    found = set()
+    for info in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."):
+        parts = info.name.split(".")[1:]
+        if parts[0] in NO_API or any(part.startswith("_") for part in parts):
+            continue
+        found |= _list_names(info.name)
+    return frozenset(found | _list_names("jmp_policy"))
+
+
+def _list_names(module_name: str) -> set[str]:
+    values = [value for name, value in vars(importlib.import_module(module_name)).items() if not name.startswith("_")]
+    ours = [x for x in values if inspect.isroutine(x) or inspect.isclass(x) if x.__module__.startswith("jmp_policy")]
+    is_package = hasattr(sys.modules[module_name], "__path__")  # any other module imports what is not its own
+    return {module_name, *(f"{x.__module__}.{x.__qualname__}" for x in ours if is_package)}
