@@ -111,12 +111,12 @@ class Metrics(dict[str, Any]):
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """The figures with their names, as of a dictionary; their names, in order."""
-        return [(DictKey(name), figure) for name, figure in self.items()], tuple(self)
+        """The figures with their names, and their names, in the order that JAX gives any dictionary."""
+        return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
 
     def tree_flatten(self) -> tuple[Sequence[Any], tuple[str, ...]]:
         """The figures, and their names."""
-        return tuple(self.values()), tuple(self)
+        return [self[name] for name in sorted(self)], tuple(sorted(self))
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], figures: Iterable[Any]) -> "Metrics":

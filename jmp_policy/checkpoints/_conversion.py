@@ -1,7 +1,7 @@
 """The conversion of one state: each entry of the target from what was saved, and an account of what does not fit."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._loss_scale import DynamicLossScale
-from ._entries import Entry, Path
+from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
 from ._values import QUANTIZED, Misfit, convert_value, fit_history, is_abstract
 
@@ -61,7 +61,8 @@ class Conversion:
 
     def list_problems(self) -> dict[str, str]:
         """What does not fit, by the names of entries, after all were converted."""
-        left = [e.name for e in self._left.values() if not (e.part or self._is_ignored(e.name))]
+        memories = {p.memory.path for p in self._saved_params.values() if p.memory is not None}
+        left = [e.name for e in self._left.values() if not (_is_own(e, memories) or self._is_ignored(e.name))]
         problems = self._problems | dict.fromkeys(left, "is in the checkpoint, and not in the target")
         for name, what in self._problems.items():
             if what == _MISSING and (near := difflib.get_close_matches(name, left, 1)):
@@ -99,7 +100,7 @@ class Conversion:
         Raises:
           Misfit: it should have been.
         """
-        if not entry.part:
+        if not _is_own(entry, self._memory_of):
             raise Misfit(_MISSING)
         number = self._find_beginning(entry)
         if number is None or not is_abstract(entry.value):
@@ -115,6 +116,11 @@ class Conversion:
             return scale.hysteresis - 1
         number = _BEGINNINGS.get(last) if entry.part == "loss_scale" else None
         return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
+
+
+def _is_own(entry: Entry, memories: Container[Path]) -> bool:
+    """Whether a policy makes an entry, and its absence means nothing; a module may be called like a memory."""
+    return entry.path in memories if entry.part in MEMORIES else bool(entry.part)
 
 
 def _keep(entry: Entry, why: str) -> Any:

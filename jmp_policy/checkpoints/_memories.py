@@ -55,7 +55,8 @@ def pair_memories(entries: Iterable[Entry]) -> dict[Path, Parameter]:
     another name; an entry that is called like a memory and has no such parameters is none.
 
     Raises:
-      ValueError: several trees are like the memory, an average of the parameters say, and not one of them is `params`.
+      ValueError: several trees are like the memory, an average of the parameters say. One that is `params` is told
+        from those that are not, and one beside the optimizer's state from those that are in other places.
     """
     of_optimizer: dict[Path, list[Entry]] = defaultdict(list)
     by_path = {}
@@ -80,12 +81,15 @@ def _find_parameters(by_path: dict[Path, Entry], state: Path, memories: list[Ent
     starts = [path[: len(path) - len(first)] for path in ends_like_it if path[: len(state)] != state]
     fitting = [start for start in starts if all(_fits(by_path.get(start + _relative(m)), m) for m in memories)]
     named = [start for start in fitting if "params" in start]
+    if len(named) > 1:
+        named = [start for start in named if start[: start.index("params")] == state[: start.index("params")]]
     if len(fitting) > 1 and len(named) != 1:
         names = ", ".join(repr("/".join(start)) for start in fitting)
         raise ValueError(
             f"The memory at {'/'.join((*state, memories[0].part))!r} may belong to the parameters at {names}. Give "
-            "those that the optimizer trains the name 'params'. For example: "
-            "convert_state({'params': saved[0], 'opt_state': saved[1], 'average': saved[2]}, target)."
+            "those that the optimizer trains the name 'params', beside its state, in what was saved and in the target. "
+            "For example: convert_state({'params': saved[0], 'opt_state': saved[1], 'average': saved[2]}, "
+            "{'params': params, 'opt_state': opt_state, 'average': average})."
         )
     return next(iter(named or fitting), None)
 

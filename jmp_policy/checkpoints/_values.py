@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from .._dtypes import is_floating_dtype
 from .._formats import Int4, Int8, Integers
@@ -74,6 +75,8 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
         return dataclasses.replace(like, **arrays)
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
+    if is_abstract(like.input_clip):
+        raise Misfit("was saved without the range of its inputs, and an abstract target has no value for it")
     made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout)
     return dataclasses.replace(made, input_clip=like.input_clip)  # the target's model was calibrated, or not
 
@@ -159,6 +162,8 @@ def _place(array: Any, like: Any) -> Any:
     if isinstance(like, np.ndarray | np.generic):
         return np.asarray(array)
     sharding = getattr(like, "sharding", None)
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):  # of shapes, which are on no devices
+        sharding = None
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jnp.asarray(array)
     return array if getattr(array, "sharding", None) == sharding else jax.device_put(array, sharding)

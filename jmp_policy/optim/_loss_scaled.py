@@ -86,13 +86,12 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
 
     Restoring a saved state:
 
-    1. It is restored into one with the same kind of loss scale.
-    2. It goes on with another scale, a new policy's say, by
+    1. `jmp_policy.convert_state` makes of it the state of a run under any
+       policy: with another loss scale, or saved without `loss_scaled`.
+    2. A running state goes on with another scale, a new policy's say, by
        `state._replace(loss_scale=policy.loss_scale())`; in nnx, which keeps
        each array in a Variable, by
        `jax.tree.map(nnx.OptArray, policy.loss_scale())`.
-    3. One that was saved without `loss_scaled` is the inner state:
-       `tx.init(params)._replace(inner_state=restored)`.
 
     Args:
       inner: the transformation to wrap. It receives true gradients, as

@@ -1,5 +1,6 @@
 """What `convert_state` does to each part of a state, one part at a time, and what it says where it cannot."""
 
+import dataclasses
 import pathlib
 from typing import NamedTuple
 
@@ -75,6 +76,33 @@ def test_average_of_half_parameters_is_told_from_them_by_the_name_params():
     assert not jnp.any(new["average"]["w"])
     with pytest.raises(ValueError, match=r"^The memory at '2/master' may belong to the parameters at '0', '1'\. Give "):
         jmp.convert_state((average, params, opt_state), (average, params, opt_state))
+
+
+def make_half_state(wide):
+    params, tx = jmp.cast_floating(wide, "bfloat16"), master_weights(optax.sgd(1.0))
+    return {"params": params, "opt_state": jmp.optim.with_master_params(tx.init(params), params, wide)[1]}
+
+
+def test_params_beside_the_optimizer_are_its_own_where_others_have_that_name_too():
+    wide = {"params": {"w": W}}  # the variables of a linen module
+    with_average = {"average": wide, "params": wide, "opt_state": optax.sgd(1.0).init(wide)}
+    saved = make_half_state(wide) | {"average": jmp.cast_floating(wide, "bfloat16")}
+    assert_same(jmp.convert_state(saved, with_average)["params"], wide)
+    pair = {"generator": {"w": W}, "critic": {"w": W + 1}}
+    new = jmp.convert_state(
+        {name: {"params": params} for name, params in pair.items()},
+        {name: make_half_state({"w": jnp.zeros_like(W)}) for name in pair},
+    )
+    assert_same({name: state["opt_state"].master for name, state in new.items()}, pair)
+
+
+@pytest.mark.parametrize("name", ["master", "remainder", "compensation"])
+def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
+    model = {"params": {name: {"w": W}}}
+    with pytest.raises(ValueError, match=rf"\n  params/{name}/w is not in the checkpoint\n"):
+        jmp.convert_state({}, model)
+    with pytest.raises(ValueError, match=rf"\n  params/{name}/w is in the checkpoint, and not in the target\n"):
+        jmp.convert_state(model, {})
 
 
 # Quantized weights
@@ -172,6 +200,12 @@ def test_random_keys_come_back_as_keys_and_as_their_data():
     assert jmp.convert_state(data, abstract).dtype == key.dtype
 
 
+def test_shapes_of_arrays_on_an_explicit_mesh_leave_the_place_open():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    placed = jax.device_put({"w": W}, NamedSharding(mesh, PartitionSpec("x")))
+    assert_same(jmp.convert_state({"w": np.asarray(W)}, jax.eval_shape(lambda: placed)), {"w": W})
+
+
 def test_what_needs_no_change_is_not_copied():
     saved = {"w": W}
     assert jmp.convert_state(saved, {"w": jnp.ones_like(W)})["w"] is W
@@ -256,6 +290,11 @@ def test_abstract_target_has_no_value_for_what_begins_anew():
     target = {"x": jax.ShapeDtypeStruct((), "float32")}
     with pytest.raises(ValueError, match=r"\n  x is to be ignored, and an abstract target has no value for it\n"):
         jmp.convert_state({"x": W[0, 0]}, target, ignore="x")
+    weight = dataclasses.replace(
+        jmp.quant.quantize({"kernel": W}, "int8_from_float32")["kernel"], input_clip=jnp.ones(1)
+    )
+    with pytest.raises(ValueError, match=r"\n  kernel was saved without the range of its inputs, and an abstract targ"):
+        jmp.convert_state({"kernel": W}, jax.eval_shape(lambda: {"kernel": weight}))
     tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
     abstract = jax.eval_shape(lambda: tx.init({"w": W}))
     with pytest.raises(

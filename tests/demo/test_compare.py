@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jmp_policy as jmp
-from jmp_policy.demo import CompareOptions, GPTConfig, UserError, compare
+from jmp_policy.demo import CompareOptions, GPTConfig, UserError, _compare, compare
 from jmp_policy.demo._compare import VARIANTS
 from jmp_policy.demo._gpt import TrainerConfig, make_optimizer
 from jmp_policy.demo._underflow import LARGEST_FLUSHED, measure_zeroed, measure_zeroed_at_logits
@@ -44,11 +44,13 @@ def test_the_table_tells_what_each_policy_costs_and_saves(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-def test_float16_loses_without_a_loss_scale_and_not_with_it(folder):
-    # The default batch, on which the underflow depends. With a model this small less is lost than with the default one.
+def test_float16_loses_without_a_loss_scale_and_not_with_it(folder, monkeypatch):
+    # The default batch, on which the underflow depends. A model this small, trained this shortly, loses less than the
+    # default one: there is time for three trainings only.
+    monkeypatch.setattr(_compare, "VARIANTS", [variant for variant in VARIANTS if "bfloat16" not in variant.name])
     model = GPTConfig(width=16, depth=1, heads=1, context=64)
-    _, rows = compare(CompareOptions((), 200, 0, folder / "out", model), tiny.silent_console())
-    _, _, unscaled, scaled = rows
+    _, rows = compare(CompareOptions((), 100, 0, folder / "out", model), tiny.silent_console())
+    _, unscaled, scaled = rows
     assert unscaled.difference > 2.5 * SAME
     assert abs(scaled.difference) <= SAME
     assert unscaled.zeroed_logits_share > 0.5
