@@ -10,8 +10,8 @@ from .._dtypes import did_you_mean
 from ._audit import add_audit
 from ._command import UserError, check_device
 from ._compare import add_compare
-from ._demo import add_train
 from ._doctor import add_doctor
+from ._train import add_train
 
 COMMANDS = {"train": add_train, "compare": add_compare, "doctor": add_doctor, "audit": add_audit}
 
