@@ -48,11 +48,13 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
     refuse_device("autocast", fun)
     target, captured = parse_target(fun, policy, "autocast")
     check_policy(captured)
+    if target is NO_TARGET:
+        attached: Any = NoContext(lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast")
+    else:
+        attached = _wrap_function(target, captured, moved, custom_rules)
     if policy is None and target is fun and rules is None:
         _warn_of_float32(captured)
-    if target is NO_TARGET:
-        return NoContext(lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast")
-    return _wrap_function(target, captured, moved, custom_rules)
+    return attached
 
 
 def _warn_of_float32(default: Policy | PolicyMap) -> None:
