@@ -1,6 +1,31 @@
 """Mixed precision for JAX and Flax: dtype policies, loss scaling, and proof that they worked.
 
 `import jmp_policy as jmp` replaces DeepMind's `jmp`. Flax and optax are loaded when they are first needed.
+
+Which dtype goes where:
+
+- `with_policy` gives a function or a Flax module a policy, `policy_of` returns it, `explain` says what it does.
+- `autocast` casts each operation of a function, by tables that `AutocastRules` change.
+- `Policy` is three dtypes, `PolicyMap` policies by path; `get_policy` reads both from strings and configs.
+- `default_policy`, `set_default_policy` and `use_policy`: what holds where `with_policy` is given none.
+- `force_full_precision` keeps a function in float32.
+- `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
+
+Small gradients, and steps that overflow:
+
+- `value_and_grad` and `grad` scale the loss and return true gradients.
+- `DynamicLossScale`, `StaticLossScale` and `NoOpLossScale` are the scales, `LossScale` what they have in common.
+- `get_loss_scale` finds the scale in a state, `metrics` its figures for a logger.
+- `all_finite` and `select_tree` are for training loops of one's own.
+- `convert_state` makes of a checkpoint the state of a run under another policy.
+
+Packages, each with a list like this one: `help(jmp.optim)`.
+
+- `optim`: optimizers that skip what overflowed, and half-precision parameters.
+- `linen`, `nnx`: what each API of Flax needs on top.
+- `numerics`: the audit of what ran in which dtype.
+- `quant`: weights in 8 and 4 bits, and training in float8.
+- `compat`: the names of Keras, and of PyTorch's `GradScaler`.
 """
 
 import importlib as _importlib

@@ -1,4 +1,10 @@
-"""Mixed precision for Flax nnx: what its optimizer and its gradients need on top of `with_policy`."""
+"""Mixed precision for Flax nnx: what its optimizer and its gradients need on top of `with_policy`.
+
+- `Optimizer` skips steps that overflowed.
+- `value_and_grad` and `grad` scale the loss and return true gradients.
+- `cast_params` stores the Params of a model in the param dtype of a policy.
+- `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
+"""
 
 from ..quant import _serialization as _serialization
 from . import _old_pickles as _old_pickles

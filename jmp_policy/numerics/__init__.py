@@ -1,4 +1,9 @@
-"""Whether mixed precision worked: which operations run in which dtype, and where that loses numbers."""
+"""Whether mixed precision worked: which operations run in which dtype, and where that loses numbers.
+
+- `audit` traces a function, and returns an `AuditReport`.
+- An `AuditRow` is the operations of one kind, a `Matmul` the products of one line.
+- A `Finding` is what is likely to lose numbers or time; `FINDINGS` says what each kind of them means.
+"""
 
 from ._audit import audit as audit
 from ._report import (

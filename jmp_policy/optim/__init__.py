@@ -1,4 +1,23 @@
-"""Optimizers in mixed precision: skipping what overflowed, and training parameters that are half precision."""
+"""Optimizers in mixed precision: skipping what overflowed, and training parameters that are half precision.
+
+Steps that overflow:
+
+- `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`.
+- `skip_nonfinite` skips steps without a scale.
+- `step` updates and applies, `minimize` makes a whole training step.
+- `check` raises when training is stuck.
+
+Gradients:
+
+- `accumulate` sums microbatches, `pmean` averages over devices, `global_norm` measures.
+
+Half-precision parameters:
+
+- `master_weights` keeps float32 copies (`MasterWeightsState`), or the bits that are missing (`SplitWeightsState`).
+- `kahan` compensates rounding (`KahanState`), `stochastic_rounding` rounds by chance (`StochasticRoundingState`).
+- `master_params` and `with_master_params` read and write their float32 values.
+- `cast_state` stores moments in dtypes of their own.
+"""
 
 from .._scaled_state import LossScaledState as LossScaledState
 from ._cast_state import cast_state as cast_state

@@ -1,4 +1,21 @@
-"""Quantized policies: int8 and int4 weights, as explicit arrays, and training in float8."""
+"""Quantized policies: int8 and int4 weights, as explicit arrays, and training in float8.
+
+A trained model:
+
+- `quantize` stores its weights in 8 or 4 bits.
+- `calibrate` chooses from data where the inputs of its layers are clipped.
+- `compare` says what each layer lost and saved: a `Comparison` of a `LayerComparison` for each.
+
+Formats, which the strings of policies name:
+
+- `Int8` and `Int4` for weights, `Float8` for products, with `DelayedScaling` or `CurrentScaling`.
+
+Weights and products:
+
+- `QuantizedArray` is a weight; `quantize_array` makes one.
+- `dot_general`, `einsum`, `conv_general_dilated` and `take` compute with it.
+- `float8_state` is what a product in float8 remembers.
+"""
 
 from .._formats import (
     CurrentScaling as CurrentScaling,

@@ -1,0 +1,25 @@
+"""`help` of a package lists what is in it: pydoc itself leaves out names that a package imports."""
+
+import importlib
+import inspect
+import pydoc
+
+import pytest
+
+PACKAGES = ("jmp_policy", *(f"jmp_policy.{name}" for name in ("linen", "nnx", "numerics", "optim", "quant")))
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_help_names_all_that_a_package_has(name):
+    package = importlib.import_module(name)
+    values = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
+    public = [name for name, value in values.items() if not inspect.ismodule(value)]
+    shown = pydoc.plaintext.document(package)
+    assert public
+    assert [name for name in public if f"`{name}`" not in shown] == []
+
+
+def test_help_names_the_packages():
+    import jmp_policy as jmp
+
+    assert [name for name in jmp._LAZY if f"`{name}`" not in jmp.__doc__] == []
