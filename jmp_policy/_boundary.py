@@ -5,7 +5,7 @@ import functools
 import itertools
 import threading
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, overload
 
 import jax
@@ -14,7 +14,7 @@ from ._adapter import find_adapter, is_flax_object
 from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
 from ._get_policy import get_policy, is_policy_spec
 from ._messages import describe
-from ._misuse import NoContext, refuse_arguments, refuse_order
+from ._misuse import NoContext, refuse_order, refuse_rules, refuse_unknown_arguments
 from ._policy import Policy
 from ._policy_map import PolicyMap
 from ._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
@@ -39,9 +39,8 @@ def with_policy(*, policy: PolicySpec = None, keep: Collection[str] = ()) -> Dec
 def with_policy(target: Jitted[P, R], policy: PolicySpec = None, *, keep: Collection[str] = ()) -> Callable[P, R]: ...
 @overload
 def with_policy(target: F, policy: PolicySpec = None, *, keep: Collection[str] = ()) -> F: ...
-def with_policy(
-    target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = (), **mistaken: Any
-) -> Any:
+@refuse_unknown_arguments
+def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: Collection[str] = ()) -> Any:
     """Gives a function or a Flax module a policy.
 
     A Flax module stores its parameters in float32, and computes in bfloat16:
@@ -136,7 +135,6 @@ def with_policy(
       ValueError: `get_policy` cannot read `policy`, or `keep` names something
         else than an argument.
     """
-    refuse_arguments("with_policy", mistaken, ("target", "policy", "keep"))
     target, captured = parse_target(target, policy)
     if target is NO_TARGET:
         return NoContext(lambda decorated: _give_policy(decorated, captured, keep), "with_policy")
@@ -145,8 +143,11 @@ def with_policy(
 
 def parse_target(target: Any, policy: PolicySpec, name: str = "with_policy") -> tuple[Any, Policy | PolicyMap]:
     """Returns what is given a policy, `NO_TARGET` for a decorator, and the policy, which may stand in first place."""
-    if policy is not None and target is not NO_TARGET and not is_policy_spec(policy) and is_policy_spec(target):
-        refuse_order(name, target, policy)
+    if policy is not None and target is not NO_TARGET and not is_policy_spec(policy):
+        if is_policy_spec(target):
+            refuse_order(name, target, policy)
+        if isinstance(target, Mapping):
+            refuse_rules(name, target, policy)
     if policy is None and target is not NO_TARGET and is_policy_spec(target):
         target, policy = NO_TARGET, target
     return target, get_policy(policy)

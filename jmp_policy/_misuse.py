@@ -1,11 +1,15 @@
 """What newcomers write by mistake, or by the habit of another library, and what to write instead."""
 
+import functools
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ._dtypes import did_you_mean
 from ._messages import describe
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DEVICES = ("cpu", "cuda", "gpu", "mps", "rocm", "tpu", "xla", "xpu")
 """The devices that torch's `autocast` takes in first place, and JAX's."""
@@ -49,19 +53,27 @@ class NoContext:
         """Leaves."""
 
 
-def refuse_arguments(name: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuses keyword arguments that a function does not have, such as those of torch's `autocast`.
+def refuse_unknown_arguments(fun: F) -> F:
+    """Lets a function refuse keyword arguments that it does not have, such as those of torch's `autocast`.
 
-    Args:
-      name: the function.
-      given: what it was given that it does not know.
-      known: the names that it knows.
+    Its signature, which `help` shows, stays free of them.
 
     Raises:
-      TypeError: it was given some.
+      TypeError: when it is called with some.
     """
-    if not given:
-        return
+    known = inspect.signature(fun).parameters
+
+    @functools.wraps(fun)
+    def call_or_refuse(*args: Any, **kwargs: Any) -> Any:
+        unknown = {name: value for name, value in kwargs.items() if name not in known}
+        if unknown:
+            raise TypeError(_explain_unknown(fun.__name__, unknown, known))
+        return fun(*args, **kwargs)
+
+    return call_or_refuse  # type: ignore[return-value]
+
+
+def _explain_unknown(name: str, given: Mapping[str, Any], known: Collection[str]) -> str:
     words = ", ".join(map(repr, given))
     if "dtype" in given:
         why = f"The policy says which dtype goes where. For example: {_show(name, given['dtype'])}."
@@ -71,7 +83,7 @@ def refuse_arguments(name: str, given: Mapping[str, Any], known: Collection[str]
         why = f"A policy of float32 leaves float32 as it is. For example: {name}(fun, 'float32')."
     else:
         why = f"{did_you_mean(next(iter(given)), known)} For example: {_show(name)}."
-    raise TypeError(f"{name} has no argument {words}. {why}")
+    return f"{name} has no argument {words}. {why}"
 
 
 def refuse_device(name: str, target: object) -> None:
@@ -98,6 +110,18 @@ def refuse_order(name: str, policy: object, target: object) -> NoReturn:
     raise TypeError(
         f"{name} takes the policy in second place, got {describe(policy)} in first and {kind} in second. "
         f"For example: {name}({thing}, {spelling})."
+    )
+
+
+def refuse_rules(name: str, rules: object, target: object) -> NoReturn:
+    """Refuses the rules of a map in first place and what they are for in second.
+
+    Raises:
+      TypeError: always.
+    """
+    raise TypeError(
+        f"{name} takes the policy in second place, and rules in a PolicyMap, got {describe(rules)} in first. "
+        f"For example: {name}({_name_target(target)}, PolicyMap({{'head': 'float32'}}, default='mixed_bfloat16'))."
     )
 
 

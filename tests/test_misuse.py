@@ -1,5 +1,6 @@
 """What newcomers write by mistake, or by the habit of another library, and what the errors tell them to write."""
 
+import inspect
 import re
 
 import jax
@@ -63,6 +64,13 @@ def test_arguments_that_autocast_does_not_have_say_what_to_write(arguments, text
         jmp.autocast(loss_fn, **arguments)
 
 
+@pytest.mark.parametrize("fun", [jmp.autocast, jmp.with_policy])
+def test_help_shows_the_arguments_that_there_are(fun):
+    parameters = inspect.signature(fun).parameters.values()
+    assert "policy" in {parameter.name for parameter in parameters}
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 @pytest.mark.parametrize("device", ["cuda", "CPU", "cuda:0"])
 def test_device_in_place_of_a_function_says_what_autocast_takes(device):
     with pytest.raises(TypeError, match=f"^autocast takes a function and a policy, .* got '{device}'. For example: "):
@@ -80,6 +88,9 @@ def test_device_in_place_of_a_function_says_what_autocast_takes(device):
         (lambda: jmp.with_policy(jnp.bfloat16, loss_fn), "in second. For example: with_policy(loss_fn, policy)."),
         (lambda: jmp.autocast("float16", lambda x: x), "in second. For example: autocast(loss_fn, 'float16')."),
         (lambda: jmp.autocast("float16", loss_fn), "autocast takes the policy in second place, got 'float16' in "),
+        (lambda: jmp.with_policy({"head": "float32"}, LINEN),
+         "and rules in a PolicyMap, got {'head': 'float32'} in first. "
+         "For example: with_policy(model, PolicyMap({'head': 'float32'}, default='mixed_bfloat16'))."),
     ],
 )  # fmt: skip
 def test_policy_before_its_target_says_the_order(give, text):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._boundary import NO_TARGET
-from .._misuse import refuse_arguments
+from .._misuse import refuse_unknown_arguments
 from .._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def autocast(
     rules: "AutocastRules | None" = None,
     custom_rules: CustomRules = "opaque",
 ) -> F: ...
+@refuse_unknown_arguments
 def autocast(
     fun: Any = NO_TARGET,
     policy: "PolicySpec" = None,
     *,
     rules: "AutocastRules | None" = None,
     custom_rules: str = "opaque",
-    **mistaken: Any,
 ) -> Any:
     """Runs each operation of a function in the dtype that suits it.
 
@@ -124,5 +124,4 @@ def autocast(
     """
     from ._attach import attach  # not before: it loads the interpreter, and importing the library is to cost nothing
 
-    refuse_arguments("autocast", mistaken, ("fun", "policy", "rules", "custom_rules"))
     return attach(fun, policy, rules, custom_rules)

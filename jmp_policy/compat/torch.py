@@ -133,10 +133,15 @@ def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
     }
 
 
+def _is_state_dict(part: object) -> bool:
+    return isinstance(part, Mapping) and _ENTRIES.keys() <= part.keys()
+
+
 def _check_keys(state_dict: Mapping[str, Any]) -> None:
     for key in state_dict:
         if key not in _ENTRIES:
-            remedy = did_you_mean(key, _ENTRIES)
+            whole = next((name for name, part in state_dict.items() if _is_state_dict(part)), None)
+            remedy = did_you_mean(key, _ENTRIES) if whole is None else f"For example: checkpoint[{whole!r}]."
             raise ValueError(f"Unknown key {quote(key)} in the state dict of a GradScaler. {remedy}")
     missing = [key for key in _ENTRIES if key not in state_dict]
     if missing:

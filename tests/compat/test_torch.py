@@ -108,6 +108,7 @@ def test_a_count_that_has_passed_its_interval_is_complete():
     [
         ([1.0], TypeError, r"Expected the state dict of a GradScaler, got \[1\.0\]\. For example: \{'scale': 65536"),
         ({"scale": 8.0}, ValueError, r"lacks 'growth_factor', .*: it has \['scale'\]\. For example: \{'scale': 655"),
+        ({"model": 1, "scaler": STATE_DICT}, ValueError, r"Unknown key 'model' .* For example: checkpoint\['scaler'\]"),
         (STATE_DICT | {"growth_factr": 2.0}, ValueError, r"Unknown key 'growth_factr' .* Did you mean 'growth_factor'"),
         (STATE_DICT | {"scale": "8.0"}, TypeError, r"'scale' must be a positive number, got '8\.0'\. For example: 655"),
         (STATE_DICT | {"scale": np.ones(1)}, TypeError, r"'scale' must be a positive number, got array\(\[1\.\]\)\. F"),
