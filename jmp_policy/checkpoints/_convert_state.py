@@ -81,11 +81,12 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     """
     _check_saved(saved)
     saved_entries, entries = list_entries(saved, target)
-    is_ignored = _list_ignored(ignore, {entry.name for entry in (*saved_entries, *entries)}).__contains__
+    names = {entry.name for entry in (*saved_entries, *entries)}
+    is_ignored = _list_ignored(ignore, names).__contains__
     conversion = Conversion(saved_entries, entries, is_ignored, target)
     new = {entry.index: conversion.convert(entry) for entry in entries}
     if problems := conversion.list_problems():
-        raise ValueError(_write_problems(problems))
+        raise ValueError(_write_problems(problems, names))
     structure = jax.tree.structure(target, is_leaf=is_whole)
     return structure.unflatten([new[index] for index in range(len(new))])
 
@@ -124,11 +125,31 @@ def _covers(pattern: str, name: str) -> bool:
     return any(re.fullmatch(pattern, path) for path in list_paths_to(name)[1:])
 
 
-def _write_problems(problems: dict[str, str]) -> str:
+def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
     lines = "".join(f"\n  {name or 'it'} {what}" for name, what in sorted(problems.items()))
-    tops = list(dict.fromkeys(name.partition("/")[0] for name in sorted(problems)))
     return (
         f"The checkpoint does not fit the target:{lines}\n"
         "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "
-        f"target has it: convert_state(saved, target, ignore={tops!r})."
+        f"target has it: convert_state(saved, target, ignore={_find_common_paths(problems, names)!r})."
     )
+
+
+def _find_common_paths(problems: Collection[str], names: Collection[str]) -> list[str]:
+    """The paths that hold the problems and nothing that fits; the first names of paths, where those are many.
+
+    >>> names = {"params/body/w", "params/head/w", "params/head/b", "step"}
+    >>> _find_common_paths({"params/head/w", "params/head/b", "step"}, names)
+    ['params/head', 'step']
+    """
+    fitting = [f"{name}/" for name in names if name not in problems]
+    found = []
+    for name in sorted(problems):
+        inside_out = reversed(list_paths_to(name)[1:])
+        bad = [path for path in inside_out if not any(other.startswith(f"{path}/") for other in fitting)]
+        found.append(bad[-1] if bad else name)
+    paths = list(dict.fromkeys(found))
+    return paths if len(paths) <= _MOST_PATHS else list(dict.fromkeys(path.partition("/")[0] for path in paths))
+
+
+_MOST_PATHS = 6
+"""A sentence lists so many paths. An optimizer that differs in more of its state begins anew as a whole."""

@@ -233,6 +233,20 @@ def test_all_that_does_not_fit_is_listed_with_what_to_write():
     ]
 
 
+def test_only_what_does_not_fit_is_to_begin_anew():
+    saved = {"params": {"head": {"w": W, "b": W[0]}, "body": W}}
+    target = {"params": {"head": {"w": W[:, :3], "b": W[0, :3]}, "body": jnp.ones_like(W)}}
+    with pytest.raises(ValueError, match=r"convert_state\(saved, target, ignore=\['params/head'\]\)\.$"):
+        jmp.convert_state(saved, target)
+    assert jmp.convert_state(saved, target, ignore=["params/head"])["params"]["body"] is W
+
+
+def test_an_optimizer_that_differs_in_much_begins_anew_as_a_whole():
+    saved, target = ({"opt_state": {"count": W} | {f"{name}{i}": W for i in range(7)}} for name in ("mu", "nu"))
+    with pytest.raises(ValueError, match=r"ignore=\['opt_state'\]\)\.$"):
+        jmp.convert_state(saved, target)
+
+
 class Pair(NamedTuple):
     one: object
     other: object
