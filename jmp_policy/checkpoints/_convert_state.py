@@ -30,7 +30,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     half parameters     Masters, remainders and compensations of the target are made of the exact saved values, and so
                         are parameters of those that were saved. Parameters are rounded to nearest.
     quantized weights   Made as `quant.quantize` makes them of floating ones. Saved integers become the floats that they
-                        stand for, or stay if the target has the same format.
+                        stand for, or stay if the target has the same format. The range of a layer's inputs is the
+                        saved one, or else the target's.
     float8 state        Begins anew where none was saved. A history of another length keeps the newest.
     ==================  ================================================================================================
 
@@ -45,8 +46,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
         what is inside, too. `"opt_state"` begins the optimizer of a train state anew.
 
     Returns:
-      A tree of the types, dtypes and shardings of `target`. Of an abstract target, arrays; a dynamic loss scale that
-      was not saved then begins at 2**15.
+      A tree of the types, dtypes and shardings of `target`; of a model that was calibrated, with the saved ranges. Of
+      an abstract target, arrays; a dynamic loss scale that was not saved then begins at 2**15.
 
     Raises:
       TypeError: `saved` is no state, but a path, bytes or `None`.

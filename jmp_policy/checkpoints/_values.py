@@ -37,6 +37,8 @@ def convert_value(saved: Any, like: Any) -> Any:
     """
     if isinstance(like, QuantizedArray):
         new = _requantize(saved, like)
+        if like.input_clip is None:  # of a model that was calibrated, the range goes with its weights
+            like = dataclasses.replace(like, input_clip=new.input_clip)
         if _sizes(new) != _sizes(like):
             raise Misfit(f"was saved as {_sizes(new)}, the target has {_sizes(like)}")
         return jax.tree.map(_place, new, like)
@@ -72,13 +74,18 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
         saved = {name: array for name in QUANTIZED if (array := getattr(saved, name)) is not None}
     if isinstance(saved, Mapping):
         arrays = dict.fromkeys(QUANTIZED) | {name: jnp.asarray(array) for name, array in saved.items()}
-        return dataclasses.replace(like, **arrays)
+        return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-    if is_abstract(like.input_clip):
-        raise Misfit("was saved without the range of its inputs, and an abstract target has no value for it")
     made = quantize_array(jnp.asarray(saved).astype(like.dtype), like.format, like.layout)
-    return dataclasses.replace(made, input_clip=like.input_clip)  # the target's model was calibrated, or not
+    return dataclasses.replace(made, input_clip=_choose_clip(None, like))
+
+
+def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
+    """The range of a layer's inputs: the saved one, or else that of the target, whose model was calibrated or not."""
+    if saved is None and is_abstract(like.input_clip):
+        raise Misfit("was saved without the range of its inputs, and an abstract target has no value for it")
+    return like.input_clip if saved is None else saved
 
 
 def _dequantize(saved: Any, like: Any) -> Any:

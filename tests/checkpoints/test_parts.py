@@ -300,6 +300,18 @@ def test_value_of_another_kind_does_not_fit(saved, target, message):
         jmp.convert_state(saved, target)
 
 
+@pytest.mark.parametrize("saver", [lambda state: state, save_with_msgpack], ids=["structure", "msgpack"])
+def test_a_saved_range_goes_with_its_weight_and_the_target_has_one_otherwise(saver):
+    plain = jmp.quant.quantize({"kernel": W}, "int8_from_float32")
+    calibrated = {"kernel": dataclasses.replace(plain["kernel"], input_clip=jnp.full((), 3.0))}
+    other = {"kernel": dataclasses.replace(plain["kernel"], input_clip=jnp.full((), 5.0))}
+    for saved, target, clip in ((calibrated, plain, 3.0), (calibrated, other, 3.0), (plain, other, 5.0)):
+        new = jmp.convert_state(saver(saved), target)["kernel"]
+        assert new.input_clip == clip
+        assert (new.values == plain["kernel"].values).all()
+    assert jmp.convert_state(saver(plain), plain)["kernel"].input_clip is None
+
+
 def test_abstract_target_has_no_value_for_what_begins_anew():
     target = {"x": jax.ShapeDtypeStruct((), "float32")}
     with pytest.raises(ValueError, match=r"\n  x is to be ignored, and an abstract target has no value for it\n"):
