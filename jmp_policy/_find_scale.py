@@ -70,7 +70,7 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     They are arrays, so that a jitted step can return them, and nothing is read back from the device. On the host
     `jax.device_get` reads all at once and makes Python numbers of them, which JSON and every logger know. What is
-    joined to them by `|` becomes Python numbers too.
+    joined to them by `|` becomes Python numbers too; a plain dictionary of them, `{**figures}`, stays as it is.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.

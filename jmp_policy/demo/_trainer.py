@@ -65,7 +65,7 @@ def make_trainer(api: str, config: TrainerConfig) -> Trainer:
 def read_scaling_figures(trainer: Trainer) -> dict[str, Any]:
     """The `loss_scale` and the `skipped_steps` of a trainer, read back from the device."""
     figures = jax.device_get(jmp.metrics(trainer.opt_state))
-    return {"loss_scale": float(figures["loss_scale"]), "skipped_steps": int(figures["skipped_steps"])}
+    return {name: figures[name] for name in ("loss_scale", "skipped_steps")}
 
 
 def measure_bits_per_byte(loss_fn: LossFn, params: PyTree, batches: np.ndarray) -> float:
