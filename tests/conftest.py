@@ -56,6 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update(name, value)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is true of CPUs alone, wherever JAX computes on something else."""
+    platform = jax.default_backend()
+    for item in items:
+        if platform != "cpu" and (mark := item.get_closest_marker("cpu")):
+            item.add_marker(pytest.mark.skip(reason=f"on CPUs alone, and this is a {platform}: {mark.args[0]}"))
+
+
 def pytest_collection_finish() -> None:
     """Leaves modules, tests and their parameters, which stay to the end, out of every later search for garbage."""
     gc.collect()
