@@ -35,6 +35,7 @@ def case(request):
     return request.param
 
 
+@pytest.mark.cpu("the figures are those of XLA:CPU")
 def test_a_step_costs_what_it_costs_by_hand(case):
     ratios = cost(_programs.ours(case)).over(cost(_programs.by_hand(case)))
     assert all(round(ratio, 2) <= 1.0 for ratio in dataclasses.astuple(ratios)), ratios
