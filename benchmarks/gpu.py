@@ -109,6 +109,7 @@ def measure_missing(results: Results, path: pathlib.Path, job: Job, only: str, s
 def _prepare(tiny: bool, folder: pathlib.Path) -> tuple[dict[str, Any], Job]:
     """The machine, and what does a job: this process if it is to be tiny, else one for each job, which ends with it."""
     if tiny:
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # each program runs a few times
         from benchmarks import _gpu_measure
 
         return _gpu_measure.describe(), measure_here
