@@ -99,9 +99,9 @@ class TestASkippedStepKeepsEveryBit:
     def test_under_vmap_each_example_decides_for_itself(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         if form == "branch":
-            # JAX makes it a select of bfloat16, which XLA:CPU makes one of float32: signalling nans become quiet ones.
+            # JAX makes it a select of bfloat16, which XLA:CPU makes one of float32: a nan loses its payload.
             words = params["bf16"].view(np.uint16)
-            params["bf16"] = np.where((words & 0x7FFF) > 0x7F80, words | 0x40, words).view(jnp.bfloat16)
+            params["bf16"] = np.where((words & 0x7FFF) > 0x7F80, np.uint16(0x7FC0), words).view(jnp.bfloat16)
         twice = lambda tree: jax.tree.map(lambda x: np.stack([x, x]), tree)  # numpy's, which keeps every bit
         state = _state_of_any_bits(tx, params)
         grads = jax.tree.map(lambda bad, good: jnp.stack([bad, good]), _bad(params), _bad(params, 1.0))
