@@ -46,9 +46,9 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     """Updates the parameters.
 
     Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are skipped together, by a branch or a
-    select, whichever costs less on the platform that the step is compiled for: an overflowed step keeps every bit, and a good one writes no array of updates. The transformations for half-precision parameters
-    round them here, and bit for bit. For any other transformation this is `tx.update` followed by
-    `optax.apply_updates`.
+    select, whichever costs less on the platform that the step is compiled for: an overflowed step keeps every bit, and
+    a good one writes no array of updates. The transformations for half-precision parameters round them here, and bit
+    for bit. For any other transformation this is `tx.update` followed by `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.
