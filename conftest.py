@@ -1,11 +1,21 @@
 """What every test and doctest runs under."""
 
+import os
+
 import jax
 import pytest
 from public_names import is_public
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and child processes share a GPU
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_sessionstart() -> None:
+    """Has float32 multiplied as float32 where the default is less, as on GPUs; in child processes too."""
+    if jax.default_backend() != "cpu":
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+        jax.config.update("jax_default_matmul_precision", "highest")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,14 @@ from benchmarks import _models_linen, _models_nnx
 from benchmarks._by_hand import init_by_hand, step_by_hand, step_by_hand_nnx
 from benchmarks._loss import cross_entropy_of
 from benchmarks._ours import init_linen, step_linen, step_nnx
-from benchmarks._peers import FlaxState, init_jmp, step_with_dynamic_scale, step_with_jmp
+from benchmarks._peers import (
+    FlaxState,
+    PlainState,
+    init_jmp,
+    step_unscaled,
+    step_with_dynamic_scale,
+    step_with_jmp,
+)
 from jmp_policy.demo import _gpt_linen, _gpt_nnx
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -119,6 +126,14 @@ def by_hand(case: Case) -> Program:
     model = case.functional(case.dtype)
     step = jax.jit(step_by_hand(cross_entropy_of(model.apply), TX, case.scaled), donate_argnums=0)
     return Program(step, (init_by_hand(model.params, model.variables, TX), case.batch()))
+
+
+def unchecked(case: Case) -> Program:
+    """The step of an expert who neither scales the loss nor asks whether gradients are finite."""
+    model = case.functional(case.dtype)
+    state = PlainState.create(apply_fn=None, params=model.params, tx=TX, variables=model.variables)
+    state = state.replace(step=jnp.int32(0))
+    return Program(jax.jit(step_unscaled(model.apply), donate_argnums=0), (state, case.batch()))
 
 
 def ours(case: Case) -> Program:

@@ -1,4 +1,4 @@
-"""What a train step with jmp_policy costs, against the same step by hand, with DeepMind's jmp and with Flax.
+"""What a train step with jmp_policy costs, against the same step by hand, without a check, with jmp and with Flax.
 
 Run from the root of the repository:
 
@@ -19,7 +19,17 @@ import jax
 from benchmarks._dispatch import dispatch_microseconds
 from benchmarks._markdown import table
 from benchmarks._measure import Cost, cost, lowering_seconds, step_seconds
-from benchmarks._programs import APIS, MODELS, POLICIES, Case, by_hand, ours, with_dynamic_scale, with_jmp
+from benchmarks._programs import (
+    APIS,
+    MODELS,
+    POLICIES,
+    Case,
+    by_hand,
+    ours,
+    unchecked,
+    with_dynamic_scale,
+    with_jmp,
+)
 from jmp_policy.demo._gpt import GPTConfig
 
 QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
@@ -46,7 +56,7 @@ class Comparison:
 
 def compare(case: Case, repeats: int = 10) -> Comparison:
     """Measures a case."""
-    others = {"by hand": by_hand(case), "jmp": with_jmp(case)}
+    others = {"by hand": by_hand(case), "by hand, no check": unchecked(case), "jmp": with_jmp(case)}
     if case.scaled:
         others["DynamicScale"] = with_dynamic_scale(case)
     mine = ours(case)

@@ -1,8 +1,10 @@
 """The registry of policies: a law that takes `any_policy` holds for each of them."""
 
 import gc
+import importlib.metadata
 import os
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -40,11 +42,17 @@ PROGRAMS = {
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 """Most programs run once, on a few numbers: to optimize their machine code takes longer than all else about them."""
 
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
+"""The same program returns the same bits on a GPU each time, and no kernel is chosen by its speed."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
-    if config.getoption("markexpr") == "not slow" and "XLA_FLAGS" not in os.environ:  # trainings run for long
-        os.environ["XLA_FLAGS"] = UNOPTIMIZED
+    if "XLA_FLAGS" not in os.environ:
+        if _may_find_gpu():
+            os.environ["XLA_FLAGS"] = DETERMINISTIC
+        elif config.getoption("markexpr") == "not slow":  # trainings run for long
+            os.environ["XLA_FLAGS"] = UNOPTIMIZED
     jax.config.update("jax_num_cpu_devices", 4)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
@@ -56,10 +64,31 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update(name, value)
 
 
+def _may_find_gpu() -> bool:
+    """Whether JAX may compute on a GPU: to ask it would be to read the flags before they are set."""
+    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    return jax.config.jax_platforms != "cpu" and any("cuda" in name or "rocm" in name for name in plugins)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is true of CPUs alone, wherever JAX computes on something else."""
+    platform = jax.default_backend()
+    for item in items:
+        if platform != "cpu" and (mark := item.get_closest_marker("cpu")):
+            item.add_marker(pytest.mark.skip(reason=f"on CPUs alone, and this is a {platform}: {mark.args[0]}"))
+
+
 def pytest_collection_finish() -> None:
     """Leaves modules, tests and their parameters, which stay to the end, out of every later search for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_default_precision() -> Iterator[None]:
+    """Takes back what the root's `pytest_sessionstart` asks for on GPUs, for tests that look at precisions."""
+    with jax.default_matmul_precision(None):
+        yield
 
 
 @pytest.fixture(params=POLICIES)

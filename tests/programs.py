@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks._compiled import compile_for_figures
+from benchmarks._compiled import figures
+from benchmarks._targets import cpu
 from jmp_policy.interpreter import walk
 
 
@@ -18,13 +19,10 @@ class Cost(NamedTuple):
 
 
 def cost(fun: Any, *args: Any) -> Cost:
-    lowered = jax.jit(fun).lower(*args)
-    compiled = compile_for_figures(lowered)
-    analysis = compiled.cost_analysis()
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return Cost(
-        sum(operations(lowered).values()), analysis.get("flops", 0.0), analysis.get("bytes accessed", 0.0), temporaries
-    )
+    """The cost on a CPU, whatever the tests compute on."""
+    lowered = jax.jit(fun).lower(*cpu().put(args))
+    found = figures(lowered.compile(compiler_options=cpu().options))
+    return Cost(sum(operations(lowered).values()), found.flops, found.bytes_accessed, int(found.temporaries))
 
 
 def operations(lowered: Any) -> collections.Counter:

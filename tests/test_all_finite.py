@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
+from meshes import find_devices
 
 import jmp_policy as jmp
 
@@ -118,7 +119,7 @@ def test_large_rows_are_seen_one_by_one_under_vmap_and_scan():
 
 
 def test_large_shards_are_seen():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mesh = Mesh(np.array(find_devices(2)), ("d",))
     array = _with(np.nan, 9000, _draw(10_000, "float32"))
     local = jax.shard_map(lambda x: jmp.all_finite(x)[None], mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     assert jax.jit(local)(array).tolist() == [True, False]
@@ -144,7 +145,7 @@ def test_a_layer_with_bad_gradients_of_realistic_size_is_skipped():
         assert all((new[name] == params[name]).all() for name in params)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+@pytest.mark.cpu("the figures are those of XLA:CPU")
 def test_the_check_writes_a_byte_for_each_number_and_no_more():
     w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     compiled = jax.jit(jmp.all_finite).lower([w]).compile()

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
 MIXED = "params=float32,compute=bfloat16,output=float32"
-MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2)
 
 
@@ -227,6 +228,7 @@ def test_infer_takes_the_dtype_of_the_first_floating_input_of_each_call():
     assert jmp.with_policy(lambda x, y: str(y.dtype), "infer", keep=["x"])(jnp.float16(1), X) == "float32"
 
 
+@pytest.mark.usefixtures("no_default_precision")
 def test_precision_of_the_policy_holds_inside_and_nowhere_else():
     dot = jmp.with_policy(lambda x: x @ x.T, "c=f32,precision=highest")
     assert "HIGHEST" in str(jax.make_jaxpr(dot)(X))

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
-MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_weak_types_and_loss_scales_have_no_say_in_the_output():
     assert fun(jnp.bfloat16(1), jmp.DynamicLossScale()).dtype == jnp.bfloat16
 
 
+@pytest.mark.usefixtures("no_default_precision")
 def test_matmuls_are_at_highest_precision_inside_only():
     x = jnp.ones((2, 2))
     dot = jmp.force_full_precision(jnp.dot)

@@ -12,10 +12,11 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
-MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 SCALES = [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**12), jmp.DynamicLossScale(2.0**10)]
 W = jnp.array([1.0, -2.0, 3.0, 0.5])
 

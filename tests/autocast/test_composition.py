@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 from programs import program_text
 
 from jmp_policy.autocast import autocast
@@ -34,7 +35,7 @@ def repeated(fun):
 
 
 def on_devices(fun):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     return jax.shard_map(fun, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
 
 

@@ -30,7 +30,7 @@ RESNET = dataclasses.replace(
 )
 MODELS = {"GPT": autocast.gpt(GPTConfig(width=32, depth=2, heads=2, context=32)), "ResNet": RESNET}
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+on_cpu = pytest.mark.cpu("the figures are those of XLA:CPU")
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,10 @@
 """The check that the library uses misses nothing, and the benchmark sees what cheaper ones miss."""
 
-import jax
 import pytest
 
 from benchmarks import finite_check
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+pytestmark = pytest.mark.cpu("the figures are those of XLA:CPU")
 
 
 def test_isfinite_misses_nothing_and_writes_a_byte_for_each_number():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import _optimizer_steps, _optimizer_updates, optimizer
 from benchmarks._optimizer_cost import Traffic, count_parameters, traffic
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+on_cpu = pytest.mark.cpu("the figures are those of XLA:CPU")
 
 GIVEN = 10**5
 WHOLE = 10**6  # of fewer parameters, the activations count

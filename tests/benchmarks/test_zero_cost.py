@@ -14,6 +14,7 @@ from flax import nnx
 from benchmarks import _dispatch, _programs, zero_cost
 from benchmarks._markdown import table
 from benchmarks._measure import Cost, cost, count_operations
+from benchmarks._optimizer_cost import count_bytes
 
 CASES = [
     _programs.Case(model, api, policy)
@@ -35,9 +36,22 @@ def case(request):
     return request.param
 
 
+@pytest.mark.cpu("the figures are those of XLA:CPU")
 def test_a_step_costs_what_it_costs_by_hand(case):
     ratios = cost(_programs.ours(case)).over(cost(_programs.by_hand(case)))
     assert all(round(ratio, 2) <= 1.0 for ratio in dataclasses.astuple(ratios)), ratios
+
+
+def test_a_check_adds_a_bounded_number_of_bytes(case):
+    """What a step with a scale and a skip has more than one without, in multiples of the parameters.
+
+    A fault that the step by hand shares has a ratio of 1.00 to it, and shows here.
+    """
+    unit = count_bytes(case.functional(None).params)
+    mine, unchecked = cost(_programs.ours(case)), cost(_programs.unchecked(case))
+    assert mine.bytes_accessed - unchecked.bytes_accessed <= 5.6 * unit  # 3.2 to 5.5
+    assert mine.temporaries - unchecked.temporaries <= 1.0 * unit  # none to 0.95
+    assert mine.flops <= 1.03 * unchecked.flops
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=["mlp", "resnet block"])

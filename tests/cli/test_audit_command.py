@@ -88,7 +88,7 @@ def test_json_is_one_document_and_nothing_else(capsys):
     assert captured.err == "tracing\n"  # what the function prints
     assert list(document)[:3] == ["versions", "device", "function"]
     assert document["versions"]["jax"] == jax.__version__
-    assert document["device"]["platform"] == "cpu"
+    assert document["device"]["platform"] == jax.default_backend()
     assert document["function"] == "audited_module:noisy"
     (finding,) = document["findings"]
     assert finding["id"] == "half-cumulative"

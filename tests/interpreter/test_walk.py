@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from meshes import make_mesh
 
 from jmp_policy.interpreter import bodies_of, walk
 
@@ -37,7 +38,7 @@ def test_equation_runs_as_often_as_its_loops_say(fun, trips):
 
 
 def test_shard_map_runs_on_each_device():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     fun = jax.shard_map(jnp.sin, mesh=mesh, in_specs=SPEC, out_specs=SPEC, axis_names={"data"})
     assert [step.trips for step in named(fun, "sin")] == [2]
 

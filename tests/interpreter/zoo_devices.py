@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
 from specimen import Zoo
 
 DEVICES = Zoo()
@@ -15,7 +16,7 @@ on_devices = functools.partial(DEVICES.specimen, (8, 4), (4, 4))
 
 @functools.cache
 def mesh(kind=AxisType.Auto):
-    return jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    return make_mesh((4,), ("d",), axis_types=(kind,))
 
 
 def explicit_mesh():

@@ -509,6 +509,7 @@ def test_running_statistics_and_counters_are_never_narrowed():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {BF16}
 
 
+@pytest.mark.usefixtures("no_default_precision")
 def test_matmuls_run_at_the_policys_precision():
     model = jmp.with_policy(nn.Dense(2), "params=float32,precision=highest")
     variables = model.init(KEY, X)

@@ -12,6 +12,7 @@ import pytest
 from checkpoint_registry import PAIRS, STORED, assert_cast, filled
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -123,7 +124,7 @@ def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, 
 def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(saved, tmp_path):
     """Saved by rows over four devices, and restored by columns."""
     _, states = saved
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     rows, columns = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in [("devices",), (None, "devices")])
     kernel = jax.device_put(states["float32"].params["body"]["kernel"], rows)
     with ocp.StandardCheckpointer() as checkpointer:

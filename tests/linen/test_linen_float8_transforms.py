@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from float8_linen import DELAYED, OVERWRITE, X
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -244,7 +245,7 @@ def test_tables_and_captures_of_flax_have_the_state_beside_the_parameters():
 
 
 def test_state_of_a_sharded_batch_is_that_of_one_device():
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     x = jnp.concatenate([X, 5 * X, -2 * X, X])
     rows = PartitionSpec("devices")
     model = jmp.with_policy(Net(), POLICY)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, PartitionSpec
+from meshes import make_mesh
 from programs import products, program_text
 from quantized_linen import CASES, TOKENS, Scanned, X, call, init, variables_of_all
 
@@ -157,7 +158,7 @@ def test_gradients_of_shards_sum_to_that_of_the_whole_batch():
     def loss(params, batch):
         return jnp.sum(model.apply({"params": params}, batch).astype(jnp.float32) ** 2)
 
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("devices")), "out_specs": PartitionSpec()}
     sharded = jax.shard_map(jax.value_and_grad(lambda p, x: jax.lax.psum(loss(p, x), "devices")), mesh=mesh, **specs)
     both = jax.jit(lambda *args: (sharded(*args), jax.value_and_grad(loss)(*args)))

@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy import quant
@@ -73,7 +74,7 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
 
 @pytest.mark.parametrize("policy", [INT8, INT4])
 def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy, tmp_path):
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     columns = NamedSharding(mesh, PartitionSpec(None, "devices"))
     saved = {"kernel": quant.quantize(variables, policy)["params"]["dense"]["kernel"].shard(columns)}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved)

@@ -154,6 +154,7 @@ def test_lists_of_modules_take_policies():
     assert (len(layers), layers[0].dtype) == (2, jnp.bfloat16)
 
 
+@pytest.mark.usefixtures("no_default_precision")
 def test_precision_reaches_the_matmuls_inside():
     class Product(nnx.Module):
         def __call__(self, x):

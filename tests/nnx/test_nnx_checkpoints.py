@@ -10,6 +10,7 @@ import pytest
 from checkpoint_registry import PAIRS, STORED, assert_cast, filled
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -132,7 +133,7 @@ def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, 
 
 def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(saved):
     folder, states = saved
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     columns, everywhere = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in [(None, "devices"), ()])
     _, target = abstract_training("bfloat16", scaled_as="float32")
     shardings = jax.tree.map(lambda leaf: columns if leaf.ndim == 2 else everywhere, target)

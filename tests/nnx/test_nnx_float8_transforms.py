@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from float8_nnx import DELAYED, SCALE, Net, X, assert_same, gradients, linear, mean_square, state_of, waves
 from jax.sharding import AxisType, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -193,7 +194,7 @@ def test_devices_agree_on_the_largest_magnitude_of_the_batch():
         loss_fn = lambda model: jax.lax.pmean(mean_square(model, x), "devices")
         return jmp.nnx.grad(loss_fn, loss_scale=SCALE)(nnx.merge(graphdef, state))
 
-    with jax.set_mesh(jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))):
         split = PartitionSpec("devices")
         found = jax.jit(jax.shard_map(on_devices, in_specs=(PartitionSpec(), split), out_specs=PartitionSpec()))
         states = state_of(found(state, batch))

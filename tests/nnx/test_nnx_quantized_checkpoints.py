@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy.quant import quantize
@@ -65,7 +66,7 @@ def test_a_state_without_variables_is_restored_as_well(saved):
 
 def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     policy, model, out, folder = saved
-    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
 
     def placed(leaf):

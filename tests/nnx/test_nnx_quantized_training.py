@@ -12,6 +12,7 @@ from flax import nnx
 from programs import assert_costs_no_more, cost
 
 import jmp_policy as jmp
+from benchmarks._targets import cpu
 from jmp_policy.quant import quantize, quantize_array
 from jmp_policy.quant._layout import table_layout
 
@@ -132,7 +133,7 @@ def test_integers_are_multiplied_as_they_are_stored():
         layer = nnx.eval_shape(lambda: nnx.Linear(N, N, param_dtype=policy.param_dtype, rngs=nnx.Rngs(0)))
         attach = quantize if policy.quantization else jmp.with_policy
         graphdef, state = nnx.split(attach(layer, policy))
-        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(state, jnp.ones((4, N)))
+        return jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(*cpu().put((state, jnp.ones((4, N)))))
 
     integers = program(jmp.get_policy("int8_from_mixed_bfloat16"))
     assert f"tensor<{N}x{N}xi8>" in integers.as_text()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy.quant import quantize
@@ -96,7 +97,7 @@ def test_a_transformed_stack_computes_and_learns_as_its_layers_do(layer, run, pl
 def on_mesh(model, split, x_spec, out_spec, gather=lambda x: x):
     """The output of a model on 4 devices, of whose weights `split` tells the parts."""
     graphdef, state = nnx.split(model)
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     run = lambda state, x: gather(nnx.merge(graphdef, state)(x))
     specs = jax.tree.map(split, state)
     return jax.shard_map(run, mesh=mesh, in_specs=(specs, x_spec), out_specs=out_spec)(state, X)
@@ -137,7 +138,7 @@ def test_an_embedding_is_sharded_as_it_is_told(attach):
         seen.extend(map(jax.typeof, (embed(tokens, out_sharding=rows), embed.attend(X, out_sharding=rows))))
 
     rows = PartitionSpec("d")
-    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))):
+    with jax.set_mesh(make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))):
         nnx.eval_shape(outputs, nnx.Embed(8, 8, embedding_init=waves, rngs=nnx.Rngs(0)))
     assert [(out.shape, out.sharding.spec[0]) for out in seen] == [((8, 8), "d"), ((4, 8), "d")]
 

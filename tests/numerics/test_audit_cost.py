@@ -8,6 +8,7 @@ from flax import linen as nn
 from jax import lax
 
 import jmp_policy as jmp
+from benchmarks._targets import cpu
 from benchmarks.many_modules import count_calls
 
 F32 = jnp.float32
@@ -82,7 +83,7 @@ REDUCTIONS = {
 
 
 def counted_by_xla(fun, *args):
-    return jax.jit(fun).lower(*args).cost_analysis()["flops"]
+    return jax.jit(fun).lower(*cpu().put(args)).cost_analysis()["flops"]
 
 
 @pytest.mark.parametrize("name", MATMUL_DOMINATED)

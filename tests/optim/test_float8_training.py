@@ -21,6 +21,7 @@ from float8_problem import (
 )
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -30,7 +31,7 @@ VARIABLES = variables_of()
 BATCHES = [batch_of(seed) for seed in range(4)]
 BAD = BATCHES[0] | {"x": BATCHES[0]["x"].at[0, 0].set(jnp.inf)}
 SCALE = jmp.DynamicLossScale(2.0**10)
-MESH = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+MESH = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
 
 
 def train_step(tx, quantization=FORMAT):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from half_parameter_registry import METHODS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
 from optimizer_registry import LARGE, WAYS, bits, grads_of, types
 
 import jmp_policy as jmp
@@ -147,7 +148,7 @@ def test_a_state_that_was_saved_without_the_wrapper_is_an_error_that_says_where_
 def test_shards_stay_where_they_are(explicit):
     """What is remembered of a parameter lies where the parameter lies, at first and after a step."""
     axis_type = AxisType.Explicit if explicit else AxisType.Auto
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,))
+    mesh = make_mesh((4,), ("d",), axis_types=(axis_type,))
     rows, everywhere = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
     params = {"w": jax.device_put(jnp.ones((8, 2), jnp.bfloat16), rows), "b": jax.device_put(jnp.ones(8), everywhere)}
     txs = {name: METHODS[name](optax.sgd(0.5, momentum=0.5)) for name in METHODS}

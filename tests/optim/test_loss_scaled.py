@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
 from optimizer_registry import WAYS, bits, by_step, by_update, grads_of, params_of, types
 
 import jmp_policy as jmp
@@ -232,7 +233,7 @@ class TestDevices:
     def test_all_devices_skip_what_one_of_them_must(self, way, check_vma):
         """Parameters, moments and gradients in shards; only one device sees the infinity."""
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale(), axis_name="d")
-        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
         params, grads = {"w": self._problem()[0]["w"]}, {"w": self._problem()[1]["w"]}
         state = tx.init(params)
         specs = jax.tree.map(lambda x: P("d") if jnp.ndim(x) else P(), (grads, state, params))
@@ -250,7 +251,7 @@ class TestDevices:
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_averaged_gradients_need_no_axis_name(self, way, check_vma):
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
-        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        mesh = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
         def step(grads, state, params):
             grads = jax.lax.pmean(jax.tree.map(lambda g: g.sum(0), grads), "d")
@@ -285,7 +286,7 @@ class TestDevices:
     def test_jit_over_a_mesh_keeps_the_sharding(self, way, axis_type):
         """Under explicit sharding the zeros of a skipped step must be sharded like the updates they stand for."""
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
-        mesh = jax.make_mesh((4,), ("d",), axis_types=(axis_type,))
+        mesh = make_mesh((4,), ("d",), axis_types=(axis_type,))
         with jax.set_mesh(mesh):
             place = lambda x: jax.device_put(x, NamedSharding(mesh, P("d") if x.ndim else P()))
             params, grads = jax.tree.map(place, self._problem())

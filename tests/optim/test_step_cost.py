@@ -38,7 +38,7 @@ def _cost(kind):
     return [figure / PARAM_BYTES for figure in figures]
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the figures are those of XLA:CPU")
+@pytest.mark.cpu("the figures are those of XLA:CPU")
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_a_step_reads_the_gradients_once_more_and_no_more(kind):
     bytes_accessed, temporaries = EXPECTED[kind]

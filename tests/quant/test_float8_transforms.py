@@ -9,6 +9,7 @@ import pytest
 from float8_reference import TWO_AXES, computed, fresh_state, rolled, scale_from
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy import _float8_state, optim
@@ -127,7 +128,7 @@ def test_a_while_loop_computes_forward():
     np.testing.assert_allclose(looped(x), by_hand, rtol=1e-5, atol=1e-4)
 
 
-MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+MESH = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
 
 CONVOLUTION = functools.partial(
@@ -203,7 +204,7 @@ def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(rows,
     if out is None:
         product = functools.partial(TWO_AXES, quantization=format)
     gradients = jax.grad(lambda x, w, s: jnp.sum(jnp.sin(product(x, w, state=s))), (0, 1, 2))
-    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
+    with jax.set_mesh(make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
         x, w = jax.device_put(x, rows), jax.device_put(w, columns)
         of_x, of_w, after = jax.eval_shape(gradients, x, w, state)
         assert (of_x.sharding, of_w.sharding) == (jax.typeof(x).sharding, jax.typeof(w).sharding)

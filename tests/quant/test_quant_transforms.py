@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.sharding import Mesh, PartitionSpec
+from meshes import find_devices
 from quant_reference import fresh
 
 from jmp_policy.quant import Int8, conv_general_dilated, dot_general, quantize_array, take
@@ -90,7 +91,7 @@ def loss_and_gradients(x, w, format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_maps_and_meshes_give_what_the_plain_call_gives(format):
     x, w = array(8, 16), array(16, 6)
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    mesh = Mesh(np.array(find_devices(4)), ("data",))
     rows, whole = PartitionSpec("data"), PartitionSpec()
 
     def mapped(x, w):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from meshes import find_devices
 from quant_reference import fresh
 
 import jmp_policy as jmp
@@ -122,7 +123,7 @@ def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
     ],
 )
 def test_shard_puts_each_scale_beside_its_values(format, layout, spec, placed):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    mesh = Mesh(np.array(find_devices(4)).reshape(2, 2), ("data", "model"))
     array = quantized(jnp.asarray(fresh(16, 8), jnp.float32), format, layout)
     sharded = array.shard(NamedSharding(mesh, PartitionSpec(*spec)))
     for name, expected in placed.items():

@@ -1,0 +1,129 @@
+"""The 8- and 4-bit programs of the tables of `benchmarks.compiled`, with qwix's beside ours."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jmp_policy as jmp
+from benchmarks._compiled_steps import Entry, Row
+from benchmarks._float8_contestants import BFLOAT16, CONTESTANTS, OURS, Case
+from benchmarks._float8_models import MODELS
+from benchmarks._loss import cross_entropy
+from benchmarks._models_linen import HandGPT
+from benchmarks._programs import Program
+from benchmarks._quant_contestants import LAYERS, Scheme
+from jmp_policy import quant
+from jmp_policy.demo._gpt import GPTConfig
+from jmp_policy.demo._gpt_linen import GPT
+
+SHAPES = {"MLP": (8, 1024, 1024), "transformer block": (4, 256, 512)}
+"""The models of `benchmarks.float8`, by the shapes of their inputs: batch, length, width."""
+
+CONFIG, BATCH = GPTConfig(width=768, depth=2, heads=12, context=256), 8
+"""The GPT that is served and trained in int8."""
+
+
+def float8(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Iterator[Row]:
+    """Loss, gradients of parameters and input, and next state, over bfloat16."""
+    labels = {
+        **{recipe: ("ours", recipe) for recipe in OURS},
+        "qwix": ("qwix", "current"),
+        "qwix by channel": ("qwix", "current/row"),
+    }
+    for model, shape in shapes.items():
+        entries = {
+            name: Entry(f"float8, {model}: {name}", functools.partial(_train_in_float8, name, model, shape))
+            for name in (BFLOAT16, *labels)
+        }
+        for name, of_contestant in labels.items():
+            yield Row((model, *of_contestant), entries[name], entries[BFLOAT16])
+
+
+def _train_in_float8(contestant: str, model: str, shape: tuple[int, ...]) -> Program:
+    module = CONTESTANTS[contestant](MODELS[model])
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    variables: Any = jax.eval_shape(module.init, jax.random.key(0), x)
+    return Case(module, variables, x, x).training()  # type: ignore  # shapes stand for arrays
+
+
+FORMATS = {
+    "int8": Scheme("int8", "int8_from_mixed_bfloat16", {"weight_qtype": "int8", "act_qtype": "int8"}),
+    "int8 weights": Scheme("int8 weights", "int8(activations=false)_from_mixed_bfloat16", {"weight_qtype": "int8"}),
+    "int4/64": Scheme("int4/64", "int4/64_from_mixed_bfloat16", {"weight_qtype": "int4", "tile_size": 64}),
+}  # fmt: skip
+
+
+def int8(config: GPTConfig = CONFIG, batch: int = BATCH) -> Iterator[Row]:
+    """The forward pass of a GPT, its weights quantized before or as it runs, and loss and gradients, over bfloat16.
+
+    In bfloat16 what is served has its weights in bfloat16, and what runs from float32 weights casts them.
+    """
+    serve, run, train = (functools.partial(kind, config, batch) for kind in (_serve, _run, _train))
+    kinds: list[tuple[str, Callable[..., Program], tuple[str, ...]]] = [
+        ("forward, served", serve, ("int8", "int8 weights", "int4/64")),
+        ("forward, weights as it runs", run, ("int8", "int8 weights")),
+        ("loss and gradients", train, ("int8",)),
+    ]
+    for kind, make, formats in kinds:
+        bfloat16 = Entry(f"{kind}: bfloat16", functools.partial(make, None, None))
+        for name in formats:
+            mine = Entry(f"{kind}: {name}", functools.partial(make, FORMATS[name], "ours"))
+            yield Row((kind, "ours", name), mine, bfloat16)
+            if make is not run:
+                theirs = Entry(f"{kind}: {name}, qwix", functools.partial(make, FORMATS[name], "qwix"))
+                yield Row((kind, "qwix", name), theirs, bfloat16)
+
+
+def _serve(config: GPTConfig, batch: int, format: Scheme | None, whose: str | None) -> Program:
+    tokens, params = _tokens(config, batch), _params(config)
+    if format is None:
+        half = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+        return Program(jax.jit(_apply(HandGPT(config, jnp.bfloat16))), (half, tokens))
+    if whose == "ours":
+        quantized = jax.eval_shape(functools.partial(quant.quantize, policy=_policy(format)), params)
+        return Program(jax.jit(_apply(jmp.with_policy(GPT(config), _policy(format)))), (quantized, tokens))
+    import qwix
+
+    rules = [qwix.QuantizationRule(module_path=LAYERS, **format.rule)]
+    model = qwix.quantize_model(HandGPT(config, jnp.bfloat16), qwix.PtqProvider(rules))
+    return Program(jax.jit(_apply(model)), (jax.eval_shape(model.init, jax.random.key(0), tokens)["params"], tokens))
+
+
+def _run(config: GPTConfig, batch: int, format: Scheme | None, whose: str | None) -> Program:
+    model = HandGPT(config, jnp.bfloat16) if format is None else jmp.with_policy(GPT(config), _policy(format))
+    return Program(jax.jit(_apply(model)), (_params(config), _tokens(config, batch)))
+
+
+def _train(config: GPTConfig, batch: int, format: Scheme | None, whose: str | None) -> Program:
+    tokens = _tokens(config, batch)
+    if format is None:
+        model = HandGPT(config, jnp.bfloat16)
+    elif whose == "ours":
+        model = jmp.with_policy(GPT(config), _policy(format))
+    else:
+        import qwix
+
+        rule = qwix.QtRule(module_path=LAYERS, **format.rule, additional_qt_config={"use_original_residuals": False})
+        model = qwix.quantize_model(HandGPT(config, jnp.bfloat16), qwix.QtProvider([rule]))
+    loss = lambda params, tokens: cross_entropy(_apply(model)(params, tokens), tokens)
+    return Program(jax.jit(jax.value_and_grad(loss)), (_params(config), tokens))
+
+
+def _policy(format: Scheme) -> jmp.PolicyMap:
+    return jmp.PolicyMap({LAYERS: format.policy}, default="mixed_bfloat16")  # as qwix, which cannot quantize the table
+
+
+def _apply(model: Any) -> Callable[[Any, Any], Any]:
+    return lambda params, tokens: model.apply({"params": params}, tokens)
+
+
+def _params(config: GPTConfig) -> Any:
+    tokens = jax.ShapeDtypeStruct((1, config.context), jnp.int32)
+    return jax.eval_shape(GPT(config).init, jax.random.key(0), tokens)["params"]
+
+
+def _tokens(config: GPTConfig, batch: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, config.context), jnp.int32)

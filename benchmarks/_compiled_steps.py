@@ -1,0 +1,93 @@
+"""The train steps of the tables of `benchmarks.compiled`: policies, autocast, and what an optimizer's check costs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import jmp_policy as jmp
+from benchmarks import autocast as _autocast
+from benchmarks._optimizer_cost import count_parameters
+from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
+from benchmarks._optimizer_updates import half_optimizers
+from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
+from benchmarks.architectures._programs import by_hand as architecture_by_hand
+from benchmarks.architectures._registry import ARCHITECTURES
+from jmp_policy.demo._gpt import GPTConfig
+
+PARAMETERS = 10**8
+"""Of fewer, what a TPU keeps in its fast memory decides more than the program."""
+
+HALF_POLICY = "params=bfloat16,compute=bfloat16,output=float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A program to compile.
+
+    Attributes:
+      name: its own; a program that several rows have is compiled once.
+      make: makes it. Raises ImportError where a library is not installed.
+    """
+
+    name: str
+    make: Callable[[], Program]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Attributes:
+      labels: its first cells.
+      program: whose figures it has.
+      over: whose figures they are over, or, with a unit, whose bytes are taken from them.
+      unit: the bytes that the figures are multiples of; `None` for ratios.
+    """
+
+    labels: tuple[str, ...]
+    program: Entry
+    over: Entry | None = None
+    unit: float | None = None
+
+
+def zero_cost(models: tuple[str, ...] = MODELS) -> Iterator[Row]:
+    """The cases of `benchmarks.zero_cost`, over the step by hand and over the same without any check."""
+    for names in itertools.product(models, APIS, POLICIES):
+        case, name = Case(*names), ", ".join(names)
+        mine = Entry(f"{name}: ours", functools.partial(ours, case))
+        others = {"by hand": by_hand, "by hand, no check": unchecked}
+        for other, make in others.items():
+            yield Row((*names, other), mine, Entry(f"{name}: {other}", functools.partial(make, case)))
+
+
+def autocast() -> Iterator[Row]:
+    """Models in float32 with a decorator on their loss, over the same models with dtypes by hand."""
+    models = {"GPT": _autocast.gpt(GPTConfig()), "transformer": ARCHITECTURES["transformer"]}
+    for (name, model), half in itertools.product(models.items(), _autocast.HALVES):
+        mine = Entry(f"{name}, {half}: autocast", functools.partial(_autocast.step, model, _autocast.POLICIES[half]))
+        hand = functools.partial(architecture_by_hand, model, jmp.get_policy(f"mixed_{half}"))
+        yield Row((name, half), mine, Entry(f"{name}, {half}: by hand", hand))
+
+
+def optimizer(size: int = PARAMETERS) -> Iterator[Row]:
+    """A whole step, over float32 parameters, with each way to check it."""
+    for policy, steps in {"mixed_float16": float16_steps(), "mixed_bfloat16": bfloat16_steps()}.items():
+        made = Steps(size, policy)
+        half = policy.removeprefix("mixed_")
+        entries = [Entry(f"{half}: {name}", functools.partial(make, made)) for name, make in steps.items()]
+        for name, entry in zip(steps, entries, strict=True):
+            over = None if entry is entries[0] else entries[0]  # the first is without a check
+            yield Row((half, name), entry, over, unit=4 * count_parameters(made.params))
+
+
+def half_optimizer(size: int = PARAMETERS) -> Iterator[Row]:
+    """A whole step by `optim.minimize`, over bfloat16 parameters, with and without a check."""
+    made = Steps(size, HALF_POLICY)
+    for name, tx in half_optimizers().items():
+        skipping = jmp.optim.skip_nonfinite(tx)
+        plain = Entry(f"half: {name}", functools.partial(made.minimized, tx))
+        checked = Entry(f"half: {name}, skip_nonfinite", functools.partial(made.minimized, skipping))
+        unit = 4 * count_parameters(made.params)
+        yield Row((name,), plain, unit=unit)
+        yield Row((f"{name}, skip_nonfinite",), checked, plain, unit=unit)

@@ -1,0 +1,58 @@
+"""Products of square matrices, whose speed is the ceiling of everything else, and how each dtype multiplies."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks._gpu_models import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A way to multiply.
+
+    Attributes:
+      dtype: of the matrices.
+      result: the dtype of the product.
+      precision: of products of float32.
+    """
+
+    dtype: str
+    result: str
+    precision: lax.Precision = lax.Precision.DEFAULT
+
+
+PRODUCTS = {
+    "bfloat16": Product("bfloat16", "bfloat16"),
+    "float32": Product("float32", "float32", lax.Precision.HIGHEST),
+    "TF32": Product("float32", "float32", lax.Precision.HIGH),
+    "float16": Product("float16", "float16"),
+    "float8_e4m3fn": Product("float8_e4m3fn", "bfloat16"),
+    "int8": Product("int8", "int32"),
+}
+
+
+def multiply(product: Product, size: int) -> Work:
+    """The product of two square matrices of random numbers: of zeros it would take less power, and so less time."""
+    return Work(jax.jit(_multiply(product)), lambda: (None, *_operands(product.dtype, size)), flops=2 * size**3)
+
+
+def _multiply(product: Product) -> Callable[..., tuple[None, jax.Array]]:
+    def step(_: None, left: jax.Array, right: jax.Array) -> tuple[None, jax.Array]:
+        if product.dtype.startswith("float8"):
+            # What XLA turns into a product of float8 where the device has one: widen, scale, multiply.
+            left, right = (x.astype(product.result) * jnp.ones((), product.result) for x in (left, right))
+        result = jnp.dtype(product.result)
+        return None, lax.dot(left, right, precision=product.precision, preferred_element_type=result)
+
+    return step
+
+
+def _operands(dtype: str, size: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    if jnp.issubdtype(dtype, jnp.integer):
+        return [jax.random.randint(key, (size, size), -127, 128, dtype) for key in keys]
+    return [jax.random.normal(key, (size, size), jnp.bfloat16).astype(dtype) for key in keys]

@@ -1,0 +1,141 @@
+"""The file of results, which is written whole after each row, and its tables in Markdown."""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._gpu_rows import Table, tables
+from benchmarks._markdown import table as markdown_table
+
+LAYOUT = 1
+"""Of the file. Another layout is another number, and `load_results` refuses a file that has not this one."""
+
+NOT_MEASURED = "not measured"
+
+Results = dict[str, Any]
+
+
+class ResultsError(Exception):
+    """A file of results that this benchmark must not touch."""
+
+
+def results_path(folder: pathlib.Path, kind: str, tiny: bool = False) -> pathlib.Path:
+    """Where the results of a kind of device are.
+
+    >>> results_path(pathlib.Path("results"), "NVIDIA H100 80GB HBM3").name
+    'nvidia-h100-80gb-hbm3.json'
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+    return folder / f"{name}{'-tiny' if tiny else ''}.json"
+
+
+def new_results(machine: dict[str, Any], tiny: bool = False) -> Results:
+    """Results without a row."""
+    return {"layout": LAYOUT, "tiny": tiny, **machine, "rows": {}}
+
+
+def load_results(path: pathlib.Path, machine: dict[str, Any], again: bool = False, tiny: bool = False) -> Results:
+    """The results so far.
+
+    Args:
+      path: the file, which need not be there.
+      machine: what `describe` says.
+      again: whether to begin anew.
+      tiny: whether the rows are the small ones.
+
+    Raises:
+      ResultsError: the file is not of this layout, which `again` does not change; or it was measured with other
+        versions, or in another form.
+    """
+    if not path.exists():
+        return new_results(machine, tiny)
+    found = read_results(path)
+    if again:
+        return new_results(machine, tiny)
+    if found["tiny"] != tiny:
+        raise ResultsError(
+            f"{path} holds {'tiny' if found['tiny'] else 'full'} rows. Name another folder: --results DIR."
+        )
+    if found["versions"] != machine["versions"]:
+        was, now = (
+            {k: v[k] for k in v if found["versions"].get(k) != machine["versions"].get(k)}
+            for v in (found["versions"], machine["versions"])
+        )
+        raise ResultsError(
+            f"{path} was measured with {_say(was)}, and here is {_say(now)}: times of both in one table would be no "
+            "comparison. Measure all of it anew with --again, or elsewhere with --results DIR."
+        )
+    return found
+
+
+def read_results(path: pathlib.Path) -> Results:
+    """The results of a file that is there; raises `ResultsError` if it has not our layout."""
+    advice = "It stays as it is. Move it away, or name another folder: --results DIR."
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        raise ResultsError(f"{path} is not JSON. {advice}") from None
+    layout = found.get("layout") if isinstance(found, dict) else None
+    if layout != LAYOUT:
+        raise ResultsError(f"{path} has the layout {layout!r}, and this benchmark writes {LAYOUT}. {advice}")
+    return found
+
+
+def save_results(path: pathlib.Path, results: Results) -> None:
+    """Writes the file whole or not at all, so that whoever stops the benchmark loses no row, and its tables."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, text in (
+        (path, json.dumps(results, indent=1) + "\n"),
+        (path.with_suffix(".md"), write_report(results)),
+    ):
+        unfinished = target.with_name(target.name + ".unfinished")
+        unfinished.write_text(text)
+        os.replace(unfinished, target)
+
+
+def write_report(results: Results | None) -> str:
+    """All tables in Markdown; rows that no results have, or all of them if there are none, read "not measured"."""
+    rows = {} if results is None else results["rows"]
+    parts = [] if results is None else [f"# {results['device']['kind']}", f"Measured with {_say(results['versions'])}."]
+    for table in tables():
+        parts += [f"**{table.title}**", write_table(table, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_table(table: Table, rows: dict[str, Any]) -> str:
+    """One table in Markdown."""
+    lines = [[row.name, *_cells(table, rows.get(row.key))] for row in table.rows]
+    return markdown_table([" ", *_header(table)], lines)
+
+
+def _header(table: Table) -> list[str]:
+    if not table.alone:
+        return ["milliseconds", "over the first", "TFLOP/s"]
+    counts = [f"{table.items} a second"] if table.items else []
+    return ["milliseconds a step", "over the first", *counts, "peak memory, GB"]
+
+
+def _cells(table: Table, record: dict[str, Any] | None) -> Sequence[str]:
+    others = len(_header(table)) - 1
+    if record is None:
+        return [NOT_MEASURED, *[""] * others]
+    if "error" in record:
+        return [f"failed: {record['error']}", *[""] * others]
+    ratio = _show_spread(record["over_first"], 1, "{:.3f}") if "over_first" in record else ""
+    cells = [_show_spread(record["seconds"], 1e3, "{:.2f}"), ratio]
+    if not table.alone:
+        return [*cells, f"{record['teraflops']:.0f}"]
+    counts = [f"{record['items_per_second']:,.0f}"] if table.items else []
+    return [*cells, *counts, f"{record['peak_bytes'] / 1e9:.2f}" if "peak_bytes" in record else NOT_MEASURED]
+
+
+def _show_spread(values: Sequence[float], unit: float, form: str) -> str:
+    middle, low, high = (form.format(unit * value) for value in values)
+    return middle if low == middle == high else f"{middle} ({low} to {high})"
+
+
+def _say(versions: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None) or "nothing else"

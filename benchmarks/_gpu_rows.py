@@ -1,0 +1,117 @@
+"""The rows of the benchmark: tables of names, and how to load what a name stands for."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from benchmarks._gpu_models import PRECISIONS, Work, gpt2, resnet50, training
+from benchmarks._gpu_products import PRODUCTS, multiply
+
+SIZES = (8192, 16384)
+
+GPT_ONLY = {"bfloat16, `with_policy`, `skip_nonfinite`", "float8, `with_policy`, current"}
+"""What ResNet-50, which takes long to compile, is not asked."""
+
+MIXED_FLOAT16 = (
+    "no check",
+    "`optim.step`",
+    "`optim.minimize`",
+    "update + apply_updates",
+    "jmp",
+    "flax DynamicScale",
+    "mixed-precision-for-jax",
+    "optax.apply_if_finite, no scale",
+)
+HALF_PARAMETERS = (
+    "adamw",
+    "adamw, skip_nonfinite",
+    "kahan",
+    "kahan, skip_nonfinite",
+    "master_weights, float32",
+    "master_weights, float32, skip_nonfinite",
+    "master_weights, split",
+    "master_weights, split, skip_nonfinite",
+    "stochastic_rounding",
+    "stochastic_rounding, skip_nonfinite",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+      key: what the file of results calls it: the table and the name.
+      name: what the table calls it.
+      load: `(tiny) -> Work`.
+    """
+
+    key: str
+    name: str
+    load: Callable[[bool], Work]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows that are compared.
+
+    Attributes:
+      key: what the file of results calls it.
+      title: for a reader.
+      rows: the first is the one that the others are divided by.
+      items: what a step works on, in the plural; nothing, if that is of no interest.
+      alone: whether each row is measured in a process of its own, which tells its peak memory.
+    """
+
+    key: str
+    title: str
+    rows: tuple[Row, ...]
+    items: str = ""
+    alone: bool = True
+
+    def jobs(self, tiny: bool = False) -> list[tuple[Row, ...]]:
+        """The rows that are measured in one go: all of them where nobody asks for the peak memory of each."""
+        return [(row,) for row in self.rows] if self.alone and not tiny else [self.rows]
+
+
+def tables() -> list[Table]:
+    """All tables, the quickest and most wanted first."""
+    products = [
+        _table(
+            f"products-{size}",
+            f"Products of two matrices of {size} by {size}",
+            {name: functools.partial(_multiply, name, size) for name in PRODUCTS},
+            alone=False,
+        )
+        for size in SIZES
+    ]
+    gpt = {name: functools.partial(_train, "gpt2", name) for name in PRECISIONS}
+    mixed = {name: functools.partial(_optimize, name) for name in MIXED_FLOAT16}
+    half = {name: functools.partial(_optimize, name) for name in HALF_PARAMETERS}
+    resnet = {name: functools.partial(_train, "resnet50", name) for name in PRECISIONS if name not in GPT_ONLY}
+    return [
+        *products,
+        _table("gpt2", "Training a model of GPT-2 small's shape, 8 windows of 1024 tokens", gpt, items="tokens"),
+        _table("mixed_float16", "Optimizers: AdamW, 100 M float32 parameters, compute in float16", mixed),
+        _table("half_parameters", "Optimizers: AdamW, 100 M bfloat16 parameters", half),
+        _table("resnet50", "Training ResNet-50, 128 images of 224 by 224", resnet, items="images"),
+    ]
+
+
+def _table(key: str, title: str, loads: dict[str, Callable[[bool], Work]], **options: object) -> Table:
+    rows = tuple(Row(f"{key}/{name.replace('`', '')}", name, load) for name, load in loads.items())
+    return Table(key, title, rows, **options)  # type: ignore[arg-type]
+
+
+def _multiply(name: str, size: int, tiny: bool) -> Work:
+    return multiply(PRODUCTS[name], size // 256 if tiny else size)
+
+
+def _train(task: str, name: str, tiny: bool) -> Work:
+    return training({"gpt2": gpt2, "resnet50": resnet50}[task](tiny), PRECISIONS[name])
+
+
+def _optimize(name: str, tiny: bool) -> Work:
+    from benchmarks._gpu_optimizers import optimizer_step  # which needs the peers
+
+    return optimizer_step(name, tiny)

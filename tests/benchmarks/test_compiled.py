@@ -1,0 +1,191 @@
+"""The figures of programs that are compiled for accelerators which need not be there."""
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import _compiled, _compiled_formats, _compiled_steps, _programs, _targets, compiled
+from benchmarks._optimizer_cost import count_bytes
+from benchmarks._programs import Case, Program
+from jmp_policy.demo._gpt import GPTConfig
+
+# Two products of an optimized program for CUDA: of Triton inside of a fusion, and of cuBLAS, with scratch memory.
+HLO = """
+%gemm_fusion_dot_computation (parameter_0: bf16[8,4], parameter_1: s8[4,2]) -> f32[8,2] {
+  %parameter_0 = bf16[8,4]{1,0} parameter(0)
+  %parameter_1 = s8[4,2]{1,0} parameter(1)
+  ROOT %dot.3 = f32[8,2]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main.2 (a.1: f8e4m3fn[8,4], b.1: f8e4m3fn[4,2]) -> f32[8,2] {
+  %a.1 = f8e4m3fn[8,4]{1,0:T(8,128)(4,1)} parameter(0)
+  %b.1 = f8e4m3fn[4,2]{1,0} parameter(1)
+  %c = f32[] constant(1)
+  %other = (f32[8,2]{1,0}, u8[0]{0}) custom-call(%a.1), custom_call_target="somebody's"
+  ROOT %cublas-gemm.1 = (f32[8,2]{1,0}, s8[4194304]{0}) custom-call(%a.1, %b.1, %c, %c), \
+custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_products_are_read_from_fusions_and_from_calls_of_libraries():
+    in_triton, in_cublas = _compiled._find_products(HLO)
+    assert [operand.dtype for operand in in_triton.operands] == ["bf16", "s8"]
+    assert not in_triton.library
+    assert in_cublas.library
+    assert (in_cublas.result.shape, in_cublas.result.nbytes, in_cublas.contracted) == ((8, 2), 64, 4)
+    assert [operand.nbytes for operand in in_cublas.operands] == [32, 8, 4, 4]
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("bf16", 20), ("s4", 5), ("f8e4m3fn", 10), ("pred", 10)])
+def test_arrays_have_the_bytes_of_their_dtypes(dtype, nbytes):
+    assert _compiled._Array(dtype, (2, 5)).nbytes == nbytes
+
+
+def test_a_program_for_this_machine_has_figures_and_products():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    program = Program(jax.jit(lambda x, y: (x + 1.0, x @ y), donate_argnums=0), (x, x))
+    executable = _targets.cpu().compile(program)
+    measured = _compiled.figures(executable)
+    assert measured.flops == pytest.approx(2 * 64**3, rel=0.1)
+    assert measured.bytes_accessed >= 4 * 64 * 64 * 4
+    assert measured.aliased == 64 * 64 * 4
+    assert measured.peak >= 3 * 64 * 64 * 4
+    assert _compiled.products(executable) == collections.Counter(f32=1)
+
+
+def test_ratios_of_nothing_to_nothing_are_one():
+    ratios = _compiled.Figures(2, 0, 3, 1, 4).over(_compiled.Figures(1, 0, 2, 0, 4))
+    assert ratios == _compiled.Figures(2.0, 1.0, 1.5, float("inf"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "install"),
+    [
+        (_targets.tpu, "libtpu", r"pip install 'jmp-policy\[compiled\]'"),
+        (_targets.gpu, "jax_cuda12_plugin", rf"pip install 'jax\[cuda12\]=={jax.__version__}'"),
+    ],
+)
+def test_a_compiler_that_is_missing_is_named(monkeypatch, target, module, install):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=rf"There is no module '{module}': .* Install it: {install}"):
+        target.__wrapped__()
+
+
+def _entry(name, calls, error=None):
+    def make():
+        calls.append(name)
+        if error is not None:
+            raise error
+        return Program(jax.jit(lambda x: x @ x), (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
+
+    return _compiled_steps.Entry(name, make)
+
+
+def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
+    path, calls = tmp_path / "cpu.json", []
+    first = compiled.Measurements(_targets.cpu(), path)
+    found = first.measure(_entry("a", calls))
+    assert found is not None
+    assert found.products == {"f32": 1}
+    assert first.measure(_entry("missing", calls, ImportError("qwix"))) is None
+    second = compiled.Measurements(_targets.cpu(), path)
+    assert second.measure(_entry("a", calls)) == found
+    assert second.measure(_entry("missing", calls)) is None
+    second.measure(_entry("b", calls))
+    assert calls == ["a", "missing", "b"]
+
+
+def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
+    path, calls = tmp_path / "cpu.json", []
+    compiled.Measurements(_targets.cpu(), path).measure(_entry("a", calls))
+    monkeypatch.setattr(compiled, "_hash_sources", lambda: "changed")
+    compiled.Measurements(_targets.cpu(), path).measure(_entry("a", calls))
+    assert calls == ["a", "a"]
+    assert "is of other sources or versions, and is written anew" in capsys.readouterr().out
+
+
+def test_tables_have_ratios_or_multiples_and_say_what_is_not_installed(monkeypatch):
+    measurements = compiled.Measurements(_targets.cpu())
+    figures = _compiled.Figures(1.0, 200.0, 30.0, 40.0, 50.0)
+    monkeypatch.setattr(measurements, "measure", {
+        "a": compiled.Measured(figures, {"bf16": 3, "f8e4m3fn": 1}),
+        "b": compiled.Measured(_compiled.Figures(1.0, 100.0, 30.0, 80.0, 50.0), {}),
+        "c": None,
+    }.__getitem__)  # fmt: skip
+    rows = [_compiled_steps.Row((name,), name, over="b") for name in ("a", "c")]
+    written = compiled.report(compiled.Table("", ("of",), lambda: iter(rows)), measurements)
+    assert "| a | 1.000 | 2.000 | 1.000 | 0.500 | 3 bf16, 1 f8e4m3fn |" in written
+    assert "| c | not installed |  |  |  |  |" in written
+    rows = [_compiled_steps.Row((name,), name, over="b", unit=10) for name in ("a", "c")]
+    written = compiled.report(compiled.Table("", ("of",), lambda: iter(rows)), measurements)
+    assert "| a | 20.00 | 3.00 | 4.00 | 5.00 | +10.00 | 3 bf16, 1 f8e4m3fn |" in written
+    assert "| c | not installed |  |  |  |  |  |" in written
+
+
+def test_every_program_of_the_tables_has_one_name():
+    for name, made in compiled.TABLES.items():
+        rows = list(made.rows())
+        assert all(len(row.labels) == len(made.labels) for row in rows), name
+        assert len({row.labels for row in rows}) == len(rows), name
+        assert len({row.unit is None for row in rows}) == 1, name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what qwix and Flax import
+@pytest.mark.parametrize("name", ["float8", "int8"])
+def test_programs_in_8_bits_are_made(name):
+    small = {"float8": lambda: _compiled_formats.float8({"MLP": (2, 4, 16)}),
+             "int8": lambda: _compiled_formats.int8(GPTConfig(width=64, depth=1, heads=2, context=8), 2)}  # fmt: skip
+    for row in small[name]():
+        for entry in (row.program, row.over):
+            program = entry.make()
+            assert jax.tree.leaves(program.step.eval_shape(*program.args)), entry.name
+
+
+has_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+GPT = GPTConfig(width=128, depth=1, heads=2, context=64)
+
+
+@functools.cache
+def _on_tpu(make, case):
+    executable = _targets.tpu().compile(make(case))
+    return _compiled.figures(executable), _compiled.products(executable)
+
+
+@has_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mlp", "linen", "mixed_bfloat16"),
+        Case("mlp", "nnx", "mixed_float16"),
+        Case("gpt", "nnx", "mixed_bfloat16", GPT),
+    ],
+    ids=lambda case: f"{case.model}, {case.api}, {case.policy}",
+)
+class TestOnATPU:
+    def test_a_step_costs_what_it_costs_by_hand(self, case):
+        ours, by_hand = _on_tpu(_programs.ours, case)[0], _on_tpu(_programs.by_hand, case)[0]
+        assert all(ratio <= 1.001 for ratio in dataclasses.astuple(ours.over(by_hand)))
+
+    def test_every_product_is_in_half(self, case):
+        dtype = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[case.policy]
+        assert set(_on_tpu(_programs.ours, case)[1]) == {dtype}
+
+    def test_a_check_adds_a_bounded_number_of_bytes(self, case):
+        unit = count_bytes(case.functional(None).params)
+        ours, unchecked = (_on_tpu(make, case)[0].per(unit) for make in (_programs.ours, _programs.unchecked))
+        assert ours.bytes_accessed - unchecked.bytes_accessed <= 2.5
+        assert ours.temporaries - unchecked.temporaries <= 1.0
