@@ -29,6 +29,9 @@ MINUTES = 9.0
 LONGEST_JOB = 60.0
 """What a process may take, in seconds, before one was seen: most of it is the compiler's."""
 
+START_SECONDS = 300.0
+"""What JAX may take to find the device."""
+
 Save = Callable[[str, dict[str, Any]], None]
 Job = Callable[[Table, Sequence[Row], Save, float], None]
 """Measures rows and saves each, within some seconds. Raises `TimeoutError` after them."""
@@ -113,7 +116,10 @@ def _prepare(tiny: bool, folder: pathlib.Path) -> tuple[dict[str, Any], Job]:
         from benchmarks import _gpu_measure
 
         return _gpu_measure.describe(), measure_here
-    lines, complaint = _run({}, 120.0, folder)
+    try:
+        lines, complaint = _run({}, START_SECONDS, folder)
+    except TimeoutError:
+        lines, complaint = [], f"it has not started within {START_SECONDS:g} seconds"
     if not lines:
         raise ResultsError(f"JAX finds no device: {complaint}")
     machine = lines[0][1]

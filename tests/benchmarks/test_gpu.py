@@ -240,6 +240,7 @@ def test_the_command_works_in_little(tmp_path, capsys):
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("asks what the command says where there is no GPU")
 def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
     assert gpu.main(["--results", str(tmp_path)]) == 2
@@ -247,6 +248,12 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
         "JAX finds no GPU, only 'cpu', which would take hours. Try what works there: --tiny." in capsys.readouterr().err
     )
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_device_that_does_not_answer_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "START_SECONDS", 0.0)
+    assert gpu.main(["--results", str(tmp_path)]) == 2
+    assert "JAX finds no device: it has not started within 0 seconds" in capsys.readouterr().err
 
 
 @pytest.mark.slow
