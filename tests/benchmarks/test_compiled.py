@@ -100,12 +100,21 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     found = first.measure(_entry("a", calls))
     assert found is not None
     assert found.products == {"f32": 1}
-    assert first.measure(_entry("missing", calls, ImportError("qwix"))) is None
+    assert first.measure(_entry("missing", calls, ImportError("qwix"))) == "not installed"
+    assert first.measure(_entry("impossible", calls, jax.errors.JaxRuntimeError("no tiles"))) == "XLA fails"
     second = compiled.Measurements(_targets.cpu(), path)
     assert second.measure(_entry("a", calls)) == found
-    assert second.measure(_entry("missing", calls)) is None
+    assert second.measure(_entry("missing", calls)) == "not installed"
     second.measure(_entry("b", calls))
-    assert calls == ["a", "missing", "b"]
+    assert calls == ["a", "missing", "impossible", "b"]
+
+
+def test_a_program_is_compiled_for_each_options_of_the_compiler():
+    calls = []
+    measurements = compiled.Measurements(_targets.cpu())
+    for options in (None, {"xla_cpu_enable_fast_math": True}, None):
+        measurements.measure(_entry("a", calls), options)
+    assert calls == ["a", "a"]
 
 
 def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
@@ -120,11 +129,11 @@ def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
 def test_tables_have_ratios_or_multiples_and_say_what_is_not_installed(monkeypatch):
     measurements = compiled.Measurements(_targets.cpu())
     figures = _compiled.Figures(1.0, 200.0, 30.0, 40.0, 50.0)
-    monkeypatch.setattr(measurements, "measure", {
+    monkeypatch.setattr(measurements, "measure", lambda entry, options: {
         "a": compiled.Measured(figures, {"bf16": 3, "f8e4m3fn": 1}),
         "b": compiled.Measured(_compiled.Figures(1.0, 100.0, 30.0, 80.0, 50.0), {}),
-        "c": None,
-    }.__getitem__)  # fmt: skip
+        "c": "not installed",
+    }[entry])  # fmt: skip
     rows = [_compiled_steps.Row((name,), name, over="b") for name in ("a", "c")]
     written = compiled.report(compiled.Table("", ("of",), lambda: iter(rows)), measurements)
     assert "| a | 1.000 | 2.000 | 1.000 | 0.500 | 3 bf16, 1 f8e4m3fn |" in written
