@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -12,7 +13,8 @@ from .._formats import Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._calibration import observe_input
-from ._numbers import Quantized, measure_amax, quantize_symmetric
+from ._numbers import Quantized, quantize_symmetric
+from ._platform_forms import measure_row_amax, narrow_sums
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
@@ -70,7 +72,7 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     """Quantizes the rows of an input to 8 bits, each by its largest magnitude or by what calibration clips it to."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
-    amax = measure_amax(left, summed)
+    amax = measure_row_amax(left, summed)
     if clip is not None:
         # An infinity stays: clipping would hide it. A stack has one clip for each layer only to be cut with them, so
         # that the clips of a batch of weights are the same.
@@ -84,10 +86,12 @@ def _multiply_integers(
 ) -> jax.Array:
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
+    dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
     # One scale after the other: their product may underflow, or overflow where the sum is zero.
-    scaled = sums * operation.align_scale(rows.scale, operation.left)
-    scaled = scaled * operation.align_scale(weight.scale, operation.right)
-    return scaled.astype(operation.compute.preferred_element_type or left.dtype)
+    scaled = sums * operation.align_scale(weight.scale, operation.right)
+    if dtype == jnp.bfloat16:  # in float16 a sum without the scale of its row may overflow
+        scaled = narrow_sums(scaled, is_stored=right is None)
+    return (scaled * operation.align_scale(rows.scale, operation.left)).astype(dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
