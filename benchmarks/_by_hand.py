@@ -37,9 +37,7 @@ def init_by_hand(params: Any, variables: Any, tx: optax.GradientTransformation) 
     """The state before the first step; each array is one of its own, so that the state can be donated."""
     count = lambda: jnp.zeros((), jnp.int32)
     scale = jnp.full((), 2.0**15, jnp.float32)
-    return HandState(
-        params, tx.init(params), variables, count(), scale, count(), jnp.array(True), count(), count()
-    )
+    return HandState(params, tx.init(params), variables, count(), scale, count(), jnp.array(True), count(), count())
 
 
 def step_by_hand(

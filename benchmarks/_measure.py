@@ -15,6 +15,8 @@ from benchmarks._programs import Program
 
 _OPERATION = re.compile(r'^\s*(?:%\S+(?:, %\S+)* = )?(?:"?(?:stablehlo|chlo)\.(\w+)|(?:func\.)?(call) @)', re.MULTILINE)
 _NO_WORK = {"return", "constant"}  # ends of regions, and literals
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \S.*? ([a-z][\w\-]*)\(", re.MULTILINE)
+_NO_INSTRUCTION = {"parameter", "constant", "tuple", "get-tuple-element"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,19 @@ def count_operations(stablehlo: str) -> int:
     """
     names = [operation or call for operation, call in _OPERATION.findall(stablehlo)]
     return sum(name not in _NO_WORK for name in names)
+
+
+def count_instructions(hlo: str) -> int:
+    """The number of instructions in the text of an optimized HLO module, those inside of fusions included.
+
+    Parameters, literals, tuples and their elements do no work, and are not counted.
+
+    >>> count_instructions('''
+    ...   %x = f32[2]{0} parameter(0)
+    ...   ROOT %add.1 = f32[2]{0} add(%x, %x), metadata={op_name="add"}''')
+    1
+    """
+    return sum(name not in _NO_INSTRUCTION for name in _INSTRUCTION.findall(hlo))
 
 
 def lowering_seconds(programs: list[Program], repeats: int = 10) -> list[float]:

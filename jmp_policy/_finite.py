@@ -12,6 +12,9 @@ from ._trees import PyTree
 
 T = TypeVar("T")
 
+_WORDS = {8: jnp.uint8, 16: jnp.uint16}
+"""The integers of as many bits as a narrow float."""
+
 
 def all_finite(tree: PyTree) -> jax.Array:
     """Whether every number in a tree is finite, as a boolean scalar array.
@@ -50,7 +53,25 @@ def select_tree(pred: jax.Array, a: T, b: T) -> T:
         got = jax.typeof(jnp.asarray(pred)) if is_array else repr(pred)
         raise AssertionError(f"expected boolean scalar, got {got}; for example: all_finite(grads)")
     pred = jnp.asarray(pred)
-    return jax.tree.map(lambda x, y: lax.select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
+    return jax.tree.map(lambda x, y: _select(pred, jnp.asarray(x), jnp.asarray(y)), a, b)
+
+
+def _select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits in _WORDS
+    return _select_bits(pred, x, y) if is_narrow and x.dtype == y.dtype else lax.select(pred, x, y)
+
+
+@jax.custom_jvp
+def _select_bits(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A select of narrow floats: where XLA selects these as float32, a nan does not keep its payload."""
+    word = _WORDS[jnp.finfo(x.dtype).bits]
+    x_bits, y_bits = lax.bitcast_convert_type(x, word), lax.bitcast_convert_type(y, word)
+    return lax.bitcast_convert_type(lax.select(pred, x_bits, y_bits), x.dtype)
+
+
+@_select_bits.defjvp
+def _select_tangents(primals: Any, tangents: Any) -> Any:
+    return _select_bits(*primals), lax.select(primals[0], *tangents[1:])
 
 
 def _may_be_infinite(leaf: Any) -> bool:

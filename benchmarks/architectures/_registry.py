@@ -14,9 +14,7 @@ STEPS = 50
 SMALL_SCALE = jmp.DynamicLossScale(2.0**8)
 """A first loss scale for losses that are large, because they are sums: 2**15 would overflow for some steps."""
 
-make_transformer = functools.partial(
-    _transformer.Transformer, vocabulary=32, width=32, depth=2, heads=4, max_length=24
-)
+make_transformer = functools.partial(_transformer.Transformer, vocabulary=32, width=32, depth=2, heads=4, max_length=24)
 
 ARCHITECTURES = {
     "ResNet-50": Architecture(

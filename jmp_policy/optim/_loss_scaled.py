@@ -1,8 +1,7 @@
 """An optax transformation that carries a loss scale and skips the steps that overflowed."""
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from .._rounding import is_half
 from .._scale_settings import suggest_loss_scale
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
+from ._skip import Operands, Result, make_skippable
 from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
 from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
 
@@ -196,14 +196,6 @@ def check(state: PyTree, *, patience: int = 10) -> None:
         )
 
 
-class _Operands(NamedTuple):
-    grads: PyTree
-    scale: LossScale  # that the gradients are still scaled by
-    inner_state: PyTree
-    params: PyTree
-    extra: dict[str, Any]
-
-
 class LossScaledUpdate(ParameterUpdate):
     """The `update` of `loss_scaled`; the updates are -0.0 on a skipped step."""
 
@@ -212,7 +204,6 @@ class LossScaledUpdate(ParameterUpdate):
     def __init__(self, inner: Transformation, axis_name: AxisName | None):
         self._inner = inner
         self._axis_name = axis_name
-        # Made once: a function that lax.cond has not seen before would be traced and compiled at every eager call.
         self._update = _update(inner, {})
         self._update_and_apply = _update_and_apply(inner, {})
 
@@ -228,9 +219,9 @@ class LossScaledUpdate(ParameterUpdate):
         params, old = (params, None) if gradient is None else split_state(params, HOLE)
         zeros = zero_float0(updates)
         arrays, others = _split(extra)
-        branches = _update(self._inner, others) if others else self._update
-        operands = _Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
-        new_updates, after = self._unless_nonfinite(branches, operands, state)
+        take_or_skip = _update(self._inner, others) if others else self._update
+        operands = Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
+        new_updates, after = self._unless_nonfinite(take_or_skip, operands, state)
         # What is added to float8 state is what makes it the next one, up to a rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
         return join_state(restore_float0(updates, new_updates, zeros), difference), after
@@ -247,18 +238,18 @@ class LossScaledUpdate(ParameterUpdate):
         _check_state(state)
         (grads, gradient), (params, old) = split_state(grads, HOLE), split_state(params, HOLE)
         arrays, others = _split(extra)
-        branches = _update_and_apply(self._inner, others) if others else self._update_and_apply
-        operands = _Operands(grads, scale, state.inner_state, params, arrays)
-        new_params, after = self._unless_nonfinite(branches, operands, state)
+        take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
+        operands = Operands(grads, scale, state.inner_state, params, arrays)
+        new_params, after = self._unless_nonfinite(take_or_skip, operands, state)
         return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 
     def _unless_nonfinite(
-        self, branches: "_Branches", operands: _Operands, state: LossScaledState
+        self, take_or_skip: Callable[[jax.Array, Operands], Result], operands: Operands, state: LossScaledState
     ) -> tuple[PyTree, LossScaledState]:
         finite = all_finite(operands.grads)
         if self._axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), self._axis_name) == 1
-        out, inner_state = lax.cond(finite, branches.take, branches.skip, operands)
+        out, inner_state = take_or_skip(finite, operands)
         skipped = (~finite).astype(jnp.int32)
         return out, LossScaledState(
             inner_state,
@@ -278,40 +269,33 @@ def _check_state(state: PyTree) -> None:
         )
 
 
-class _Branches(NamedTuple):
-    """Two functions of `_Operands` that return a result and the next inner state, of the same dtypes."""
-
-    take: Callable[[_Operands], tuple[PyTree, PyTree]]
-    skip: Callable[[_Operands], tuple[PyTree, PyTree]]
-
-
-def _update(inner: Transformation, others: dict[str, Any]) -> _Branches:
+def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     update = with_extra_args(inner).update
 
-    @functools.partial(jax.jit, inline=True)  # jit, so that skip, which asks for its shapes, does not trace it again
-    def take(operands: _Operands) -> tuple[PyTree, PyTree]:
+    @jax.jit  # so that skip, which asks for its shapes, does not trace it again
+    def take(operands: Operands) -> Result:
         extra = operands.extra | others
         updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
         return updates, keep_dtypes(operands.inner_state, inner_state)
 
-    def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
+    def skip(operands: Operands) -> Result:
         updates, _ = jax.eval_shape(take, operands)
         return jax.tree.map(_negative_zeros, updates), operands.inner_state
 
-    return _Branches(take, skip)
+    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
 
 
-def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> _Branches:
-    def take(operands: _Operands) -> tuple[PyTree, PyTree]:
+def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
+    def take(operands: Operands) -> Result:
         extra = operands.extra | others
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
         params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
         return params, keep_dtypes(operands.inner_state, inner_state)
 
-    def skip(operands: _Operands) -> tuple[PyTree, PyTree]:
+    def skip(operands: Operands) -> Result:
         return operands.params, operands.inner_state
 
-    return _Branches(take, skip)
+    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
 
 
 def _differentiated(params: PyTree) -> PyTree:
@@ -330,11 +314,11 @@ def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
         zero = complex(-0.0, -0.0)
     else:
         zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-    return lax.full_like(update, zero)  # which has the sharding of the update, as both branches must
+    return lax.full_like(update, zero)  # which has the sharding of the update, as what is skipped must
 
 
 def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The extra arguments that are trees of arrays, and the others (functions, say), which no branch can receive."""
+    """The extra arguments that are trees of arrays, and the others (functions, say), which `jax.jit` cannot receive."""
     arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
     return arrays, {name: value for name, value in extra.items() if name not in arrays}
 

@@ -24,7 +24,7 @@ Params = TypeVar("Params")
 class ParameterUpdate(abc.ABC):
     """The `update` of a transformation that can also make the new parameters itself, which `optim.step` then takes.
 
-    It has its reasons: `loss_scaled` puts update and application into one branch, and a half-precision parameter
+    It has its reasons: `loss_scaled` takes or skips update and application together, and a half-precision parameter
     that is rounded in a way of its own cannot always be reached by adding an update.
 
     Attributes:
@@ -45,10 +45,10 @@ class ParameterUpdate(abc.ABC):
 def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
     """Updates the parameters.
 
-    Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are one branch: an overflowed step
-    keeps every bit, and a good one writes no array of updates. The transformations for half-precision parameters
-    round them here, and bit for bit. For any other transformation this is `tx.update` followed by
-    `optax.apply_updates`.
+    Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are skipped together, by a branch or a
+    select, whichever costs less on the platform that the step is compiled for: an overflowed step keeps every bit, and
+    a good one writes no array of updates. The transformations for half-precision parameters round them here, and bit
+    for bit. For any other transformation this is `tx.update` followed by `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,24 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import jmp_policy as jmp
+from jmp_policy.autocast import _residuals
 
 HALVES = ["bfloat16", "float16"]
 EYE = jnp.eye(64)
+
+
+@pytest.fixture(params=["here", "tpu"])
+def platform(request, monkeypatch):
+    """The form of the softmax for the platform of the tests, or the one for TPUs, computed here."""
+    caches = _residuals._trace_softmax, _residuals._change
+    if request.param == "tpu":
+        choose = lambda *operands, tpu, default: tpu(*operands)
+        monkeypatch.setattr(_residuals, "lax", types.SimpleNamespace(platform_dependent=choose))
+    for cache in caches:
+        cache.cache_clear()
+    yield request.param
+    for cache in caches:
+        cache.cache_clear()
 
 
 def policy(half):
@@ -45,7 +61,7 @@ def test_it_is_one_operation(half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_nothing_is_kept_in_float32(half):
+def test_nothing_is_kept_in_float32(half, platform):
     def kept(fun):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             print_saved_residuals(lambda x: fun(x).sum(), logits())
@@ -58,7 +74,7 @@ def test_nothing_is_kept_in_float32(half):
 
 @pytest.mark.parametrize("axis", [-1, 0, (0, 1)])
 @pytest.mark.parametrize("half", HALVES)
-def test_its_error_is_one_rounding(half, axis):
+def test_its_error_is_one_rounding(half, axis, platform):
     """Of the result: 2 to the -8 or -11 of it, and what float16 loses below 6e-5. The same for the derivative, of
     which every factor is rounded once."""
     x, tangent = logits(), logits()
@@ -81,7 +97,7 @@ def test_its_error_is_one_rounding(half, axis):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_a_row_of_masked_logits_is_what_it_is_in_float32(half):
+def test_a_row_of_masked_logits_is_what_it_is_in_float32(half, platform):
     allowed = (jnp.arange(64) < 3) & (jnp.arange(32) > 0)[:, None]
     for mask in (-1e30, -jnp.inf):
         fun = after_a_matmul(lambda x, mask=mask: jax.nn.softmax(jnp.where(allowed, x, mask)))
@@ -89,6 +105,15 @@ def test_a_row_of_masked_logits_is_what_it_is_in_float32(half):
         ours, float32 = jmp.autocast(fun, policy(half))(x), fun(x)
         np.testing.assert_allclose(ours, float32, atol=0.02)  # a row without a logit: uniform, or nan
         assert not np.asarray(ours[1:, 3:]).any()
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_each_platform_is_lowered_to_its_own_form(half):
+    """On TPUs the derivative takes the exponentials of the logits once more, elsewhere it reads the result."""
+    fun = jmp.autocast(after_a_matmul(jax.nn.softmax), policy(half))
+    traced = jax.jit(jax.value_and_grad(lambda x: (fun(x) ** 2).sum())).trace(logits())
+    count = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.exponential")
+    assert count("tpu") == count("cpu") + 1 == count("cuda") + 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +145,7 @@ def test_two_of_them_in_a_row_and_under_vmap_and_remat():
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("deviation", [10, 50])
-def test_the_gradient_of_a_saturated_softmax_is_that_of_float32_inside(half, deviation):
+def test_the_gradient_of_a_saturated_softmax_is_that_of_float32_inside(half, deviation, platform):
     """Row by row, for most rows have a gradient that is small beside that of those that are not saturated."""
     rng = np.random.default_rng(0)
     x, cotangent = (jnp.asarray(rng.normal(0, size, (256, 64)), half) for size in (deviation, 1))

@@ -29,7 +29,6 @@ def _clipped_with_schedule():
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
     "acprop": lambda: contrib.acprop(1e-2),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from optax import contrib
 from optimizer_registry import LARGE, OPTIMIZERS, WAYS, bits, params_of, types
+from skip_forms import FORMS, forced
 
 import jmp_policy as jmp
 
@@ -29,7 +30,10 @@ UPDATED = (
     "lookahead", "masked", "noisy_sgd", "partition", "reduce_on_plateau", "schedule_free_adamw", "sgd",
     "split_real_and_imaginary",
 )  # fmt: skip
-CASES = [*((name, "step") for name in OPTIMIZERS), *((name, "update") for name in UPDATED)]
+CASES = [
+    *((name, "step", form) for name in OPTIMIZERS for form in FORMS),
+    *((name, "update", "branch") for name in UPDATED),
+]
 
 # What optax exports and the registry has not, with the reason.
 STATELESS = (
@@ -100,11 +104,15 @@ def _gradients(name, seed, fault):
 
 
 @functools.cache
-def _step_and_start(name, way):
+def _step_and_start(name, way, form):
     """A jitted step, and the parameters and the state that training starts from."""
     tx = jmp.optim.loss_scaled(OPTIMIZERS[name](), jmp.DynamicLossScale())
     extra = EXTRA.get(name, lambda grads: {})
-    step = lambda grads, state, params: WAYS[way](tx, grads, state, params, **extra(grads))
+
+    def step(grads, state, params):
+        with forced(form):
+            return WAYS[way](tx, grads, state, params, **extra(grads))
+
     # LLVM's optimizations, on which nothing here depends, would take a fifth of the time.
     jitted = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
     return jitted, _params(name), tx.init(_params(name))
@@ -113,11 +121,11 @@ def _step_and_start(name, way):
 faults = st.tuples(st.sampled_from([np.inf, -np.inf, np.nan]), st.integers(0, 100))
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "way", "form"), CASES)
 @given(history=st.lists(st.none() | faults, max_size=3), fault=faults, seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=5, deadline=None)
-def test_bad_step_changes_nothing_but_scale_and_counters(name, way, history, fault, seed):
-    step, params, state = _step_and_start(name, way)
+def test_bad_step_changes_nothing_but_scale_and_counters(name, way, form, history, fault, seed):
+    step, params, state = _step_and_start(name, way, form)
     expected_types = types((params, state))
     skipped = consecutive = 0
     for number, bad in enumerate([*history, fault]):

@@ -190,9 +190,7 @@ LOOPS: dict[str, Callable[[], Loop]] = {
     "scheduled": lambda: _one_optimizer(optax.sgd(optax.linear_schedule(0.1, 0.0, 4))),
     "several losses, a scale each": _several_losses,
     "several optimizers on one scale": several_optimizers,
-    "partition": lambda: _one_optimizer(
-        optax.partition({"matrix": ADAMW, "vector": optax.sgd(0.1)}, _labels)
-    ),
+    "partition": lambda: _one_optimizer(optax.partition({"matrix": ADAMW, "vector": optax.sgd(0.1)}, _labels)),
     "inject_hyperparams": lambda: _one_optimizer(
         optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 4)), way=by_update
     ),
