@@ -22,8 +22,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
-    multiplied into int32, and the sums by both scales in float32. That needs one scale for all weights of a sum. Where
-    a weight has finer scales, and for other formats, the weight is dequantized to the dtype of `left`.
+    multiplied into int32, and the sums by both scales in float32; a result in bfloat16 is rounded twice, before the
+    scales and after them. That needs one scale for all weights of a sum. Where a weight has finer scales, and for other
+    formats, the weight is dequantized to the dtype of `left`.
 
     The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
     to an `Unquantized` weight and to `left`.
@@ -87,11 +88,12 @@ def _multiply_integers(
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if dtype == jnp.bfloat16:  # float16 could not hold the sums
+        sums = narrow_sums(sums)
     # One scale after the other: their product may underflow, or overflow where the sum is zero.
-    scaled = sums * operation.align_scale(weight.scale, operation.right)
-    if dtype == jnp.bfloat16:  # in float16 a sum without the scale of its row may overflow
-        scaled = narrow_sums(scaled, is_stored=right is None)
-    return (scaled * operation.align_scale(rows.scale, operation.left)).astype(dtype)
+    scaled = sums * operation.align_scale(rows.scale, operation.left)
+    scaled = scaled * operation.align_scale(weight.scale, operation.right)
+    return scaled.astype(dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:

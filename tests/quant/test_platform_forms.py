@@ -59,29 +59,26 @@ def barriers(text):
     return re.findall(r"stablehlo\.optimization_barrier .*: (tensor<\S+>)", text)
 
 
-def test_an_exported_program_has_the_form_of_its_platform():
-    stored = quantize_array(W, "int8")
-    cuda, tpu = exported(stored, "cuda"), exported(stored, "tpu")
+@pytest.mark.parametrize("weight", [W, quantize_array(W, "int8")], ids=["floating", "stored"])
+def test_an_exported_program_has_the_form_of_its_platform(weight):
+    cuda, tpu = exported(weight, "cuda"), exported(weight, "tpu")
     assert barriers(cuda) == ["tensor<8x32xbf16>"]
     assert "stablehlo.reduce_precision" not in cuda
     assert "stablehlo.bitcast_convert" in cuda
     assert barriers(tpu) == []
     assert "stablehlo.reduce_precision" in tpu
     assert "stablehlo.bitcast_convert" not in tpu
-    every = exported(stored, "cpu", "cuda", "tpu")
+    every = exported(weight, "cpu", "cuda", "tpu")
     assert barriers(every) == ["tensor<8x32xbf16>"]
     assert "stablehlo.reduce_precision" in every
     assert "stablehlo.bitcast_convert" in every
 
 
-def test_sums_stay_wide_where_no_kernel_could_scale_them_or_a_half_could_not_hold_them():
-    floating = exported(W, "cuda")
-    assert barriers(floating) == []
-    assert "stablehlo.reduce_precision" in floating
-    for dtype in (jnp.float16, jnp.float32):
-        text = exported(quantize_array(W, "int8"), "cuda", dtype=dtype)
-        assert barriers(text) == []
-        assert "stablehlo.reduce_precision" not in text
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_stay_wide_for_results_in_other_dtypes(dtype):
+    text = exported(quantize_array(W, "int8"), "cuda", dtype=dtype)
+    assert barriers(text) == []
+    assert "stablehlo.reduce_precision" not in text
 
 
 def test_the_largest_sums_of_float16_do_not_overflow():
