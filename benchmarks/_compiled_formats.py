@@ -19,7 +19,7 @@ from jmp_policy import quant
 from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._gpt_linen import GPT
 
-SHAPES = {"MLP": (8, 1024, 1024), "transformer block": (4, 256, 512)}
+SHAPES = {"MLP": (8, 1024, 1024), "transformer block": (4, 64, 256)}
 """The models of `benchmarks.float8`, by the shapes of their inputs: batch, length, width."""
 
 CONFIG, BATCH = GPTConfig(width=768, depth=2, heads=12, context=256), 8

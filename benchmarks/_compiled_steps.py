@@ -12,7 +12,6 @@ from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
 from benchmarks._optimizer_updates import half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
 from benchmarks.architectures._programs import by_hand as architecture_by_hand
-from benchmarks.architectures._registry import ARCHITECTURES
 from jmp_policy.demo._gpt import GPTConfig
 
 PARAMETERS = 10**8
@@ -63,8 +62,10 @@ def zero_cost(models: tuple[str, ...] = MODELS) -> Iterator[Row]:
 
 def autocast() -> Iterator[Row]:
     """Models in float32 with a decorator on their loss, over the same models with dtypes by hand."""
-    models = {"GPT": _autocast.gpt(GPTConfig()), "transformer": ARCHITECTURES["transformer"]}
-    for (name, model), half in itertools.product(models.items(), _autocast.HALVES):
+    wide = GPTConfig(width=256, depth=2, heads=4, context=256)  # the other fits into the fast memory of a TPU
+    configs = {"GPT": GPTConfig(), "GPT of width 256": wide}
+    for (name, config), half in itertools.product(configs.items(), _autocast.HALVES):
+        model = _autocast.gpt(config)
         mine = Entry(f"{name}, {half}: autocast", functools.partial(_autocast.step, model, _autocast.POLICIES[half]))
         hand = functools.partial(architecture_by_hand, model, jmp.get_policy(f"mixed_{half}"))
         yield Row((name, half), mine, Entry(f"{name}, {half}: by hand", hand))

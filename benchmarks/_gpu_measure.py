@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +34,13 @@ class Runner:
     """Takes one step after the other.
 
     Attributes:
+      work: what the steps are of.
       compile_seconds: what it took to trace, compile and run the first step, most of it the compiler's.
       out: the result of the last step.
     """
 
     def __init__(self, work: Work):
-        self._work = work
+        self.work = work
         self._state, *self._data = jax.block_until_ready(jax.jit(work.make)())
         self.out: Any = None
         self.compile_seconds = self.run(1)
@@ -50,7 +51,7 @@ class Runner:
         """The seconds of some steps in a row."""
         start = time.perf_counter()
         for _ in range(calls):
-            self._state, self.out = self._work.step(self._state, *self._data)
+            self._state, self.out = self.work.step(self._state, *self._data)
         jax.block_until_ready((self._state, self.out))
         return time.perf_counter() - start
 
@@ -89,33 +90,41 @@ def measure(table: Table, rows: Sequence[Row], report: Report, tiny: bool = Fals
       report: told the key of a row and its record. A record with an `error` has nothing else.
       tiny: whether to measure small things once or twice.
     """
-    runners: dict[str, Runner] = {}
-    works: dict[str, Work] = {}
-    for row in rows:
-        try:
-            works[row.key] = row.load(tiny)
-            runners[row.key] = Runner(works[row.key])
-        except Exception as error:  # out of memory, or what this device cannot do: the others go on
-            report(row.key, {"error": first_line(error)})
+    runners = _load(rows, report, tiny)
     if not runners:
         return
     peak = _memory("peak_bytes_in_use") if table.alone and not tiny else None
-    reference = table.rows[0]
-    if reference.key not in runners:
-        try:
-            runners[reference.key] = Runner(reference.load(tiny))
-        except Exception:  # its own row says why
-            runners.pop(reference.key, None)
+    first = table.rows[0]
+    compared = [] if first.key in runners else [first]
     try:
-        seconds = take_turns(runners, tiny)
+        seconds = take_turns(runners | _load(compared, lambda *_: None, tiny), tiny)
+    except Exception:  # the two may not fit into the memory together
+        runners.clear()
+        runners = _load(rows, report, tiny)
+        seconds = _take_turns_or_report(runners, report, tiny)
+    for key, runner in runners.items():
+        if key in seconds:
+            report(key, _record(runner, seconds[key], seconds.get(first.key), peak))
+
+
+def _load(rows: Iterable[Row], report: Report, tiny: bool) -> dict[str, Runner]:
+    """The runners of rows, but for those that fail: out of memory, or what this device cannot do. The others go on."""
+    runners = {}
+    for row in rows:
+        try:
+            runners[row.key] = Runner(row.load(tiny))
+        except Exception as error:
+            report(row.key, {"error": first_line(error)})
+    return runners
+
+
+def _take_turns_or_report(runners: Mapping[str, Runner], report: Report, tiny: bool) -> dict[str, list[float]]:
+    try:
+        return take_turns(runners, tiny)
     except Exception as error:
-        for key in works:
-            if key in runners:
-                report(key, {"error": first_line(error)})
-        return
-    for key in works:
-        if key in runners:
-            report(key, _record(works[key], runners[key], seconds[key], seconds.get(reference.key), peak))
+        for key in runners:
+            report(key, {"error": first_line(error)})
+        return {}
 
 
 def take_turns(runners: Mapping[str, Runner], tiny: bool) -> dict[str, list[float]]:
@@ -133,10 +142,8 @@ def take_turns(runners: Mapping[str, Runner], tiny: bool) -> dict[str, list[floa
     return seconds
 
 
-def _record(
-    work: Work, runner: Runner, seconds: list[float], reference: list[float] | None, peak: int | None
-) -> Record:
-    middle = statistics.median(seconds)
+def _record(runner: Runner, seconds: list[float], reference: list[float] | None, peak: int | None) -> Record:
+    work, middle = runner.work, statistics.median(seconds)
     record: Record = {"seconds": _spread(seconds), "compile_seconds": runner.compile_seconds}
     if reference is not None:
         record["over_first"] = _spread([a / b for a, b in zip(seconds, reference, strict=True)])

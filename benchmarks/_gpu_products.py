@@ -55,4 +55,4 @@ def _operands(dtype: str, size: int) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0))
     if jnp.issubdtype(dtype, jnp.integer):
         return [jax.random.randint(key, (size, size), -127, 128, dtype) for key in keys]
-    return [jax.random.normal(key, (size, size), jnp.bfloat16).astype(dtype) for key in keys]
+    return [jax.random.normal(key, (size, size)).astype(dtype) for key in keys]

@@ -36,12 +36,21 @@ class Table:
       title: what it says.
       labels: the headers of the labels of its rows.
       rows: makes its rows.
+      options: of the compiler, by the name of the only target that they are for.
     """
 
     title: str
     labels: tuple[str, ...]
     rows: Callable[[], Iterator[Row]]
+    options: dict[str, dict[str, Any]] | None = None
 
+
+CUBLAS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+"""Without a device to try them on, XLA computes every product in a Triton fusion: with this, in cuBLAS."""
+
+
+_FLOAT8 = "Loss, gradients and next state in float8, over bfloat16"
+_INT8 = "A GPT in 8 and 4 bits, over bfloat16"
 
 TABLES = {
     "zero_cost": Table(
@@ -56,12 +65,10 @@ TABLES = {
     "half": Table(
         "A train step of 100 M bfloat16 parameters, in multiples of 4 bytes each", ("optimizer",), half_optimizer
     ),
-    "float8": Table(
-        "Loss, gradients and next state in float8, over bfloat16", ("model", "whose", "recipe"), float8
-    ),
-    "int8": Table(
-        "A GPT in 8 and 4 bits, over bfloat16", ("program", "whose", "format"), int8
-    ),
+    "float8": Table(_FLOAT8, ("model", "whose", "recipe"), float8),
+    "float8_cublas": Table(f"{_FLOAT8}, by cuBLAS", ("model", "whose", "recipe"), float8, CUBLAS),
+    "int8": Table(_INT8, ("program", "whose", "format"), int8),
+    "int8_cublas": Table(f"{_INT8}, by cuBLAS", ("program", "whose", "format"), int8, CUBLAS),
 }  # fmt: skip
 
 
@@ -89,24 +96,33 @@ class Measurements:
     def __init__(self, target: Target, path: pathlib.Path | None = None):
         self._target, self._path = target, path
         self._origin = {"target": target.name, **versions(), "sources": _hash_sources()}
-        self._measured: dict[str, Measured | None] = {}
+        self._measured: dict[str, Measured | str] = {}
         if path is not None and path.exists():
             self._read(json.loads(path.read_text()))
 
-    def measure(self, entry: Entry) -> Measured | None:
-        """What a program says of itself; `None` where a library that makes it is not installed."""
-        if entry.name not in self._measured:
-            print(f"compiling {entry.name}", flush=True)
-            self._measured[entry.name] = self._compile(entry)
-            self._write()
-        return self._measured[entry.name]
+    def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
+        """What a program says of itself, or why it says nothing.
 
-    def _compile(self, entry: Entry) -> Measured | None:
+        Args:
+          entry: the program.
+          options: of the compiler, beside those of the target.
+        """
+        name = f"{entry.name}, {options}" if options else entry.name
+        if name not in self._measured:
+            print(f"compiling {name}", flush=True)
+            self._measured[name] = self._compile(entry, options or {})
+            self._write()
+        return self._measured[name]
+
+    def _compile(self, entry: Entry, options: dict[str, Any]) -> Measured | str:
+        target = dataclasses.replace(self._target, options=self._target.options | options)
         try:
-            program = entry.make()
+            compiled = target.compile(entry.make())
         except ImportError:
-            return None
-        compiled = self._target.compile(program)
+            return "not installed"
+        except jax.errors.JaxRuntimeError as error:
+            print(error, flush=True)
+            return "XLA fails"
         jax.clear_caches()  # programs of 100 M parameters are large, and no other is like them
         return Measured(figures(compiled), dict(sorted(products(compiled).items())))
 
@@ -115,12 +131,17 @@ class Measurements:
             print(f"{self._path} is of other sources or versions, and is written anew", flush=True)
             return
         for name, found in kept["programs"].items():
-            self._measured[name] = found and Measured(Figures(**found["figures"]), found["products"])
+            self._measured[name] = found if isinstance(found, str) else _as_measured(found)
 
     def _write(self) -> None:
         if self._path is not None:
-            programs = {name: found and dataclasses.asdict(found) for name, found in self._measured.items()}
+            as_json = lambda found: found if isinstance(found, str) else dataclasses.asdict(found)
+            programs = {name: as_json(found) for name, found in self._measured.items()}
             self._path.write_text(json.dumps({"origin": self._origin, "programs": programs}, indent=1))
+
+
+def _as_measured(found: dict[str, Any]) -> Measured:
+    return Measured(Figures(**found["figures"]), found["products"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -138,49 +159,60 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(1, f"{error}\n")
     measurements = Measurements(target, options.json)
     with jax.numpy_dtype_promotion("standard"):
-        tables = {name: report(TABLES[name], measurements) for name in options.only}
+        tables = {
+            name: report(made, measurements, (made.options or {}).get(options.target))
+            for name, made in TABLES.items()
+            if name in options.only and (made.options is None or options.target in made.options)
+        }
     named = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"\n{target.name}, {named}")
     for name, written in tables.items():
         print(f"\n{TABLES[name].title}:\n\n{written}")
 
 
-def report(made: Table, measurements: Measurements) -> str:
+def report(made: Table, measurements: Measurements, options: dict[str, Any] | None = None) -> str:
     """A table, in Markdown."""
     rows = list(made.rows())
     multiples = rows[0].unit is not None
-    figure_names = ["bytes", "temporaries", "peak", "in place", "bytes more"] if multiples else _RATIOS
-    cells = [[*row.labels, *(_multiples if multiples else _ratios)(row, measurements)] for row in rows]
-    return table([*made.labels, *figure_names, "products"], [row + [""] * (len(cells[0]) - len(row)) for row in cells])
+    names = ["bytes", "temporaries", "peak", "in place", "bytes more"] if multiples else _RATIOS
+    header = [*made.labels, *names, "products"]
+    cells = []
+    for row in rows:
+        mine = measurements.measure(row.program, options)
+        other = None if row.over is None else measurements.measure(row.over, options)
+        made_cells = (_list_multiples if multiples else _list_ratios)(row, mine, other)
+        cells.append([*row.labels, *made_cells, *[""] * (len(header) - len(row.labels) - len(made_cells))])
+    return table(header, cells)
 
 
 _RATIOS = ["flops", "bytes", "temporaries", "peak"]
 
 
-def _ratios(row: Row, measurements: Measurements) -> list[str]:
-    assert row.over is not None
-    mine, other = measurements.measure(row.program), measurements.measure(row.over)
-    if mine is None or other is None:
-        return ["not installed"]
+def _list_ratios(row: Row, mine: Measured | str, other: Measured | str | None) -> list[str]:
+    for found in (mine, other):
+        if isinstance(found, str):
+            return [found]
+    assert isinstance(mine, Measured)
+    assert isinstance(other, Measured)
     ratios = mine.figures.over(other.figures)
     shown = (ratios.flops, ratios.bytes_accessed, ratios.temporaries, ratios.peak)
-    return [*(f"{ratio:.3f}" for ratio in shown), _list(mine.products)]
+    return [*(f"{ratio:.3f}" for ratio in shown), _list_products(mine)]
 
 
-def _multiples(row: Row, measurements: Measurements) -> list[str]:
+def _list_multiples(row: Row, mine: Measured | str, other: Measured | str | None) -> list[str]:
+    if isinstance(mine, str):
+        return [mine]
     assert row.unit is not None
-    mine = measurements.measure(row.program)
-    other = None if row.over is None else measurements.measure(row.over)
-    if mine is None:
-        return ["not installed"]
     multiples = mine.figures.per(row.unit)
     shown = (multiples.bytes_accessed, multiples.temporaries, multiples.peak, multiples.aliased)
-    more = f"{multiples.bytes_accessed - other.figures.per(row.unit).bytes_accessed:+.2f}" if other else ""
-    return [*(f"{multiple:.2f}" for multiple in shown), more, _list(mine.products)]
+    more = ""
+    if isinstance(other, Measured):
+        more = f"{multiples.bytes_accessed - other.figures.per(row.unit).bytes_accessed:+.2f}"
+    return [*(f"{multiple:.2f}" for multiple in shown), more, _list_products(mine)]
 
 
-def _list(counted: dict[str, int]) -> str:
-    return ", ".join(f"{count} {dtypes}" for dtypes, count in counted.items())
+def _list_products(measured: Measured) -> str:
+    return ", ".join(f"{count} {dtypes}" for dtypes, count in measured.products.items())
 
 
 def versions() -> dict[str, str]:

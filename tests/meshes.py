@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 
-def find_devices(count: int) -> list[jax.Device]:
+def find_devices(count: int) -> list[Any]:
     """Devices of the default platform, or of the CPU, which has four in all tests, where there are not so many."""
     devices = jax.devices()
     return (devices if len(devices) >= count else jax.devices("cpu"))[:count]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import is_floating_dtype
@@ -123,7 +124,8 @@ class Inside(NamedTuple):
       entering: the values that the equation reads, each with the argument of the program that it becomes.
       leaving: the results of the program, each with the variable that the equation makes of it.
       carry: which of its arguments are its own results of the turn before, from the second turn of a loop on.
-      trips: how often it runs each time that the equation does; 1 where only running it would tell.
+      trips: how often it runs each time that the equation does; 1 where only running it would tell, and 0 for the
+        branches of a `lax.platform_dependent` that are for other platforms than that of this process.
     """
 
     program: Jaxpr
@@ -151,7 +153,8 @@ def bodies_of(eqn: JaxprEqn) -> list[Inside]:
     if name == "while":
         return _find_while_bodies(eqn)
     if name == "cond":
-        return [_make_inside(eqn, branch, eqn.invars[1:]) for branch in params["branches"]]
+        branches = zip(params["branches"], _list_running(eqn), strict=True)
+        return [_make_inside(eqn, branch, eqn.invars[1:], trips=int(runs)) for branch, runs in branches]
     if name == "custom_linear_solve":
         return [_make_call(eqn, params["jaxprs"].solve)]
     return [_make_call(eqn, item) for value in params.values() for item in _list_items(value) if _is_body(item, eqn)]
@@ -172,6 +175,17 @@ def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def _list_running(eqn: JaxprEqn) -> list[bool]:
+    """Which branches of a `cond` may run in this process: all, or one of a `lax.platform_dependent`."""
+    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
+    if platforms is None:
+        return [True] * len(branches)
+    backend = jax.default_backend()
+    names = {"cuda", "rocm"} if backend == "gpu" else {backend}
+    chosen = next((i for i, own in enumerate(platforms) if own is None or not names.isdisjoint(own)), None)
+    return [i == chosen for i in range(len(branches))]
 
 
 def _find_while_bodies(eqn: JaxprEqn) -> list[Inside]:

@@ -30,7 +30,8 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     report is of the program as JAX traces it, before XLA fuses and rewrites it, with the bodies of jit, scan, cond,
     remat, shard_map and custom rules; of a whole train step it has the forward and the backward pass apart. It does
     not see what runs in kernels of the user's (Pallas, FFI, callbacks). The body of a `while` loop counts once, and so
-    does each branch of a `cond`. `numerics.FINDINGS` has the names of all findings, and what they are. A backward pass
+    does each branch of a `cond`; of a `lax.platform_dependent` the branch for the platform of this process, and of a
+    loop of no turns nothing. `numerics.FINDINGS` has the names of all findings, and what they are. A backward pass
     sums where the forward pass broadcast, as for the gradient of a bias: the table has these sums, and they are not
     among the findings.
 
@@ -189,12 +190,16 @@ class _Inspector:
                 yield Finding(name, message, source, path, dtypes, backward, count)
 
     def _suspect(self, suspicion: Suspicion, backward: bool) -> None:
+        if not suspicion.step.trips:
+            return
         path = self._find_place(suspicion.step.scope)[0]
         key = suspicion.id, find_line(find_origin(suspicion.step)), path, backward
         dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
         self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
 
     def _count(self, step: Step) -> None:
+        if not step.trips:
+            return
         path, backward = self._find_place(step.scope)
         work = step.trips * count_flops(step.eqn)
         key = path, step.name, _name_dtype(step), backward

@@ -1,7 +1,10 @@
 """The benchmark that needs a device, without one: it loses no row, goes on where it stopped, and says what failed."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +194,29 @@ def test_a_row_is_measured_without_the_one_it_would_be_compared_with():
     assert "over_first" not in record
 
 
+def test_a_row_that_does_not_fit_beside_the_first_is_measured_alone(monkeypatch):
+    take_turns = _gpu_measure.take_turns
+
+    def run_out_of_memory(runners, tiny):
+        if len(runners) == 2:
+            raise MemoryError
+        return take_turns(runners, tiny)
+
+    monkeypatch.setattr(_gpu_measure, "take_turns", run_out_of_memory)
+    table = _table(lambda tiny: _work(), lambda tiny: _work())
+    [record] = _measure(table, table.rows[1:]).values()
+    assert record["seconds"]
+    assert "over_first" not in record
+
+
+def test_a_row_that_fails_in_its_turns_says_why(monkeypatch):
+    def fail(runners, tiny):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(_gpu_measure, "take_turns", fail)
+    assert _measure(_table(lambda tiny: _work())) == {"t/0": {"error": "MemoryError: too large"}}
+
+
 def test_a_loss_that_is_not_finite_is_no_measurement():
     [record] = _measure(_table(lambda tiny: _work(loss=float("nan")))).values()
     assert record == {"error": "The loss is nan after some steps: they may not have been the usual ones."}
@@ -214,6 +240,7 @@ def test_the_command_works_in_little(tmp_path, capsys):
     assert path.with_suffix(".md").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("asks what the command says where there is no GPU")
 def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
     assert gpu.main(["--results", str(tmp_path)]) == 2
@@ -221,6 +248,12 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, capsys):
         "JAX finds no GPU, only 'cpu', which would take hours. Try what works there: --tiny." in capsys.readouterr().err
     )
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_device_that_does_not_answer_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "START_SECONDS", 0.0)
+    assert gpu.main(["--results", str(tmp_path)]) == 2
+    assert "JAX finds no device: it has not started within 0 seconds" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -238,7 +271,9 @@ def test_a_process_of_its_own_says_what_it_measured_or_why_it_died(tmp_path):
 
 @pytest.mark.slow
 def test_every_row_works_in_little(tmp_path):
-    assert gpu.main(["--tiny", "--results", str(tmp_path)]) == 0
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--minutes", "30", "--results", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run(command, cwd=gpu.RESULTS.parents[1], env=environment, check=True, capture_output=True)
     [path] = tmp_path.glob("*-tiny.json")
     rows = json.loads(path.read_text())["rows"]
     assert list(rows) == KEYS

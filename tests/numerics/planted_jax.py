@@ -1,6 +1,5 @@
 """Faults in plain JAX: matmuls, promotions, sums and casts."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,5 @@
 """Faults in linen models: parameters are abstract, nothing is initialised."""
 
-
 import jax
 import jax.numpy as jnp
 import optax

@@ -1,6 +1,5 @@
 """Faults in nnx models."""
 
-
 import jax
 import jax.numpy as jnp
 import optax

@@ -1,6 +1,5 @@
 """Faults in plain JAX: the range of half precision, losses, gradients and constants."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

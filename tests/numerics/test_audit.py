@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
@@ -375,3 +376,29 @@ def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
     assert jax.jit(by_broadcast)(jnp.ones(1)) == broadcast
     assert [finding.id for finding in audit(by_lookup)(f32(1)).findings] == ["half-gradient"]
     assert audit(by_broadcast)(f32(1)).findings == ()
+
+
+def test_of_a_choice_by_platform_the_branch_of_this_one_counts():
+    def choose(x):
+        on_cpu, elsewhere = lambda x: jnp.sin(x), lambda x: jnp.cos(jnp.float16(x)).astype(jnp.float32)
+        return lax.platform_dependent(x, cpu=on_cpu, default=elsewhere)
+
+    def count(fun):
+        return {row.operation: row.count for row in audit(fun)(f32(4)).rows}
+
+    assert count(choose)["sin"] == 1
+    assert "cos" not in count(choose)
+    assert "sin" not in count(lambda x: lax.platform_dependent(x, tpu=jnp.sin, default=jnp.cos))
+
+
+def test_a_step_that_may_be_skipped_counts_once():
+    """It has a form for each kind of platform."""
+    params = {"w": f32(8, 16)}
+
+    def step_of(tx):
+        return lambda params, grads: jmp.optim.step(tx, grads, tx.init(params), params)
+
+    inner = optax.contrib.muon(1e-2)
+    with jax.numpy_dtype_promotion("standard"):  # of optax's own
+        skipping, plain = (audit(step_of(tx))(params, params) for tx in (jmp.optim.skip_nonfinite(inner), inner))
+    assert sum(row.count for row in skipping.matmuls) == sum(row.count for row in plain.matmuls) > 0
