@@ -4,14 +4,20 @@ A branch computes the step or nothing. A select computes it always, and keeps th
 Both leave the same bits behind. They differ in what XLA makes of them: bytes accessed and temporaries of a whole step,
 in float32 copies of the parameters, of an MLP with 100 million (`python -m benchmarks.compiled`, jax 0.10.2):
 
-    | step                            | CPU branch | CPU select | v5e branch | v5e select | H100 branch | H100 select |
-    |---------------------------------|------------|------------|------------|------------|-------------|-------------|
-    | without a check                 |    14.89 / 1.00         |    10.76 /  .01         |     9.98 /  .51           |
-    | `step`, float32 gradients       | 20.39/2.00 | 21.39/2.83 | 12.08/1.01 | 11.41/ .34 |  17.98/4.00 |  10.48/ .51 |
-    | `minimize`, float16 gradients   | 17.89/1.25 | 21.39/2.83 | 11.24/ .26 | 11.41/ .34 |  16.48/3.50 |  10.48/ .51 |
-    | `update` and `apply_updates`    | 23.39/2.00 | 21.39/2.83 | 16.44/2.01 | 11.41/ .34 |  10.48/ .51 |  10.48/ .51 |
-    | `kahan`, bfloat16 (20.89 on a CPU, 11.09 and 9.48 without a check)
-    |                                 | 22.89/1.83 | 26.39/2.83 | 11.76/ .51 | 15.95/ .51 |  15.98/3.50 |   9.98/ .51 |
+    |      | step                          | no check     | branch       | select       |
+    |------|-------------------------------|--------------|--------------|--------------|
+    | CPU  | `step`, float32 gradients     | 14.89 / 1.00 | 20.39 / 2.00 | 21.39 / 2.83 |
+    |      | `minimize`, float16 gradients | 14.89 / 1.00 | 17.89 / 1.25 | 21.39 / 2.83 |
+    |      | `update` and `apply_updates`  | 14.89 / 1.00 | 23.39 / 2.00 | 21.39 / 2.83 |
+    |      | `kahan`, bfloat16 gradients   | 20.89 / 1.25 | 22.89 / 1.83 | 26.39 / 2.83 |
+    | v5e  | `step`, float32 gradients     | 10.76 /  .01 | 12.08 / 1.01 | 11.41 /  .34 |
+    |      | `minimize`, float16 gradients | 10.76 /  .01 | 11.24 /  .26 | 11.41 /  .34 |
+    |      | `update` and `apply_updates`  | 10.76 /  .01 | 16.44 / 2.01 | 11.41 /  .34 |
+    |      | `kahan`, bfloat16 gradients   | 11.09 /  .18 | 11.76 /  .51 | 15.95 /  .51 |
+    | H100 | `step`, float32 gradients     |  9.98 /  .51 | 17.98 / 4.00 | 10.48 /  .51 |
+    |      | `minimize`, float16 gradients |  9.98 /  .51 | 16.48 / 3.50 | 10.48 /  .51 |
+    |      | `update` and `apply_updates`  |  9.98 /  .51 | 10.48 /  .51 | 10.48 /  .51 |
+    |      | `kahan`, bfloat16 gradients   |  9.48 /  .51 | 15.98 / 3.50 |  9.98 /  .51 |
 
 - An H100 copies parameters and state for a branch with jax 0.10; with jax 0.12 `step` still accesses 11.98. A GPU also
   waits for the host, which reads the predicate of a branch.
