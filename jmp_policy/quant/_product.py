@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -12,7 +13,8 @@ from .._formats import Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
 from ._calibration import observe_input
-from ._numbers import Quantized, measure_amax, quantize_symmetric
+from ._numbers import Quantized, quantize_symmetric
+from ._platform_forms import measure_row_amax, narrow_sums
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
@@ -20,8 +22,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
-    multiplied into int32, and the sums by both scales in float32. That needs one scale for all weights of a sum. Where
-    a weight has finer scales, and for other formats, the weight is dequantized to the dtype of `left`.
+    multiplied into int32, and the sums by both scales in float32; a result in bfloat16 is rounded twice, before the
+    scales and after them. That needs one scale for all weights of a sum. Where a weight has finer scales, and for other
+    formats, the weight is dequantized to the dtype of `left`.
 
     The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
     to an `Unquantized` weight and to `left`.
@@ -70,7 +73,7 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
     """Quantizes the rows of an input to 8 bits, each by its largest magnitude or by what calibration clips it to."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
-    amax = measure_amax(left, summed)
+    amax = measure_row_amax(left, summed)
     if clip is not None:
         # An infinity stays: clipping would hide it. A stack has one clip for each layer only to be cut with them, so
         # that the clips of a batch of weights are the same.
@@ -84,10 +87,13 @@ def _multiply_integers(
 ) -> jax.Array:
     """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
+    dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
+    if dtype == jnp.bfloat16:  # float16 could not hold the sums
+        sums = narrow_sums(sums)
     # One scale after the other: their product may underflow, or overflow where the sum is zero.
     scaled = sums * operation.align_scale(rows.scale, operation.left)
     scaled = scaled * operation.align_scale(weight.scale, operation.right)
-    return scaled.astype(operation.compute.preferred_element_type or left.dtype)
+    return scaled.astype(dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:

@@ -95,6 +95,7 @@ def test_a_scope_may_be_treated_as_one_operation(treatment, dtype):
     assert found["add"] == ("float32" if treatment == "full" else "bfloat16")
 
 
+@pytest.mark.usefixtures("no_default_precision")
 @pytest.mark.parametrize("root", [LOW, f"{LOW},precision=high"])
 def test_the_precision_of_a_scope_is_that_of_its_products_but_for_those_with_one(root):
     def written(x):

@@ -79,7 +79,13 @@ def test_an_interrupted_run_keeps_its_rows_and_the_next_goes_on(run, tmp_path, c
 def test_a_run_that_dies_while_it_writes_leaves_the_file_whole(run, tmp_path, monkeypatch):
     run(lambda key: None, "--only", "products-8192/bfloat16")
     before = _read(tmp_path)
-    monkeypatch.setattr(pathlib.Path, "write_text", lambda self, text: (_ for _ in ()).throw(OSError("disk full")))
+
+    def write_half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", write_half)
     with pytest.raises(OSError, match="disk full"):
         run(lambda key: None)
     assert _read(tmp_path) == before

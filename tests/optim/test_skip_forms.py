@@ -225,6 +225,21 @@ class TestEachPlatformGetsItsForm:
         assert bits(exported.call(*args)) == bits(jax.jit(step)(*args))
 
 
+def test_a_step_that_may_be_skipped_has_derivatives():
+    """All forms are traced, whatever the platform."""
+    tx = jmp.optim.skip_nonfinite(SGD())
+    grads = {"w": jnp.full((2, 3), 2.0)}
+
+    def loss(rate):
+        params = {"w": jnp.ones((2, 3))}
+        scaled = jax.tree.map(lambda g: rate * g, grads)
+        return jnp.sum(jmp.optim.step(tx, scaled, tx.init(params), params)[0]["w"])
+
+    np.testing.assert_allclose(jax.grad(loss)(0.5), -0.1 * 2.0 * 6, rtol=1e-6)
+    np.testing.assert_allclose(jax.jvp(loss, (0.5,), (1.0,))[1], -0.1 * 2.0 * 6, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(loss))(jnp.ones(2)), [-1.2, -1.2], rtol=1e-6)
+
+
 def _branches(text):
     """The cases that depend on a predicate."""
     predicates = re.findall(r"(%\w+) = stablehlo\.convert %\w+ : \(tensor<i1>\) -> tensor<i32>", text)

@@ -1,0 +1,78 @@
+"""The steps of an integer product that one platform computes otherwise than another, to the same bits.
+
+On an H100 a product's kernel scales its sums by what entered the program alone: `GemmFusion` of XLA takes no operand
+that was computed in it, and a row's scale is. Sums in float32 would be written and scaled by the next kernel. They are
+rounded to bfloat16 before the scales, where any kernel does it, and a barrier keeps XLA from undoing that. Magnitudes
+are compared as integers there: XLA may write the `select` of a nan to memory before its maximum. A TPU fuses both
+scales into the product, and writes more for integers (1.474 for 1.375, two blocks).
+
+Bytes accessed by the forward pass of a GPT of width 1024 and one block over those in bfloat16, weights stored in int8,
+jax 0.10.2, by form of the product:
+
+| | H100 | v5e |
+|---|---|---|
+| sums in float32, a `select` for nans | 1.285 | 1.333 |
+| sums in bfloat16, on an H100 behind a barrier and magnitudes as integers | 1.049 | 1.333 |
+| bfloat16 products of the int8 numbers, which do not pay for losing the rate of int8 | 1.262 | 1.322 |
+| a barrier before inputs are rounded, which writes each of them once more | | 1.306 |
+
+Empty cells were not measured.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._rounding import round_as_float32
+from ._numbers import measure_amax
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # what runs without a jit compiles its branches once
+def measure_row_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Measures the largest magnitude of each row, as `measure_amax` does.
+
+    Args:
+      x: floating, any shape.
+      axes: the axes to reduce, which stay with length 1.
+
+    Returns:
+      float32, infinite where a number is not finite.
+
+    >>> measure_row_amax(jnp.array([[1.0, -3.0], [jnp.nan, 0.0]]), (1,)).tolist()
+    [[3.0], [inf]]
+    """
+    forms = (_measure_by_bits, measure_amax)
+    by_bits, by_select = (functools.partial(form, axes=axes) for form in forms)
+    return lax.platform_dependent(x, cuda=by_bits, default=by_select)
+
+
+def _measure_by_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Compares magnitudes by their bits: in order, and a nan above infinity."""
+    if not x.size:
+        return measure_amax(x, axes)
+    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    amax = lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
+    return lax.select(jnp.isnan(amax), lax.full_like(amax, jnp.inf), amax)
+
+
+@functools.partial(jax.jit, inline=True)
+def narrow_sums(sums: jax.Array) -> jax.Array:
+    """Rounds sums of integers to the nearest bfloat16 numbers, ties to even, in float32.
+
+    Args:
+      sums: float32.
+
+    >>> narrow_sums(jnp.float32([258, 259])).tolist()
+    [258.0, 260.0]
+    """
+    return lax.platform_dependent(sums, cuda=_round_behind_barrier, default=_round)
+
+
+def _round(sums: jax.Array) -> jax.Array:
+    return round_as_float32(sums, jnp.bfloat16)
+
+
+def _round_behind_barrier(sums: jax.Array) -> jax.Array:
+    return lax.optimization_barrier(sums.astype(jnp.bfloat16)).astype(jnp.float32)
