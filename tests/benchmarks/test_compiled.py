@@ -1,7 +1,6 @@
 """The figures of programs that are compiled for accelerators which need not be there."""
 
 import collections
-import dataclasses
 import functools
 import importlib.util
 
@@ -197,7 +196,9 @@ def _on_tpu(make, case):
 class TestOnATPU:
     def test_a_step_costs_what_it_costs_by_hand(self, case):
         ours, by_hand = _on_tpu(_programs.ours, case)[0], _on_tpu(_programs.by_hand, case)[0]
-        assert all(ratio <= 1.001 for ratio in dataclasses.astuple(ours.over(by_hand)))
+        ratios = ours.over(by_hand)
+        assert max(ratios.bytes_accessed, ratios.temporaries, ratios.peak) <= 1.001
+        assert ratios.flops <= 1.03  # a select for each number that a `lax.cond` skips
 
     def test_every_product_is_in_half(self, case):
         dtype = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[case.policy]
@@ -206,7 +207,8 @@ class TestOnATPU:
     def test_a_check_adds_a_bounded_number_of_bytes(self, case):
         unit = count_bytes(case.functional(None).params)
         ours, unchecked = (_on_tpu(make, case)[0].per(unit) for make in (_programs.ours, _programs.unchecked))
-        assert ours.bytes_accessed - unchecked.bytes_accessed <= 2.5
+        most = 1.5 if case.model == "mlp" else 2.5  # by a `lax.cond` the MLP has 2.1
+        assert ours.bytes_accessed - unchecked.bytes_accessed <= most
         assert ours.temporaries - unchecked.temporaries <= 1.0
 
 
