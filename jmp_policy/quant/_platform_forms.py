@@ -1,10 +1,10 @@
-"""The steps of an integer product that one platform computes otherwise than another, to the same bits.
+"""The steps of an integer product that one platform computes otherwise than another.
 
 On an H100 a product's kernel scales its sums by what entered the program alone: `GemmFusion` of XLA takes no operand
-that was computed in it, and a row's scale is. Sums in float32 would be written and scaled by the next kernel. They are
-rounded to bfloat16 before the scales, where any kernel does it, and a barrier keeps XLA from undoing that. Magnitudes
-are compared as integers there: XLA may write the `select` of a nan to memory before its maximum. A TPU fuses both
-scales into the product, and writes more for integers (1.474 for 1.375, two blocks).
+that was computed in it, and a row's scale is. Sums in float32 would be written and scaled by the next kernel. So they
+are rounded to bfloat16 before the scales, and a barrier keeps XLA from undoing that. Magnitudes are compared as
+integers: XLA may write the `select` of a nan to memory before its maximum. A TPU fuses both scales into the product,
+and writes more for integers (1.474 for 1.375, two blocks); a CPU gains nothing from either.
 
 Bytes accessed by the forward pass of a GPT of width 1024 and one block over those in bfloat16, weights stored in int8,
 jax 0.10.2, by form of the product:
@@ -12,7 +12,7 @@ jax 0.10.2, by form of the product:
 | | H100 | v5e |
 |---|---|---|
 | sums in float32, a `select` for nans | 1.285 | 1.333 |
-| sums in bfloat16, on an H100 behind a barrier and magnitudes as integers | 1.049 | 1.333 |
+| sums in bfloat16 behind a barrier, magnitudes as integers | 1.049 | |
 | bfloat16 products of the int8 numbers, which do not pay for losing the rate of int8 | 1.262 | 1.322 |
 | a barrier before inputs are rounded, which writes each of them once more | | 1.306 |
 
@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._rounding import round_as_float32
 from ._numbers import measure_amax
 
 
@@ -59,19 +58,14 @@ def _measure_by_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def narrow_sums(sums: jax.Array) -> jax.Array:
-    """Rounds sums of integers to the nearest bfloat16 numbers, ties to even, in float32.
+    """Rounds sums of integers that end in bfloat16, float32, to bfloat16 and back, on CUDA; elsewhere they stay.
 
-    Args:
-      sums: float32.
+    The result is then rounded twice, before the scales and after them: by at most 2**-7 of itself, not 2**-8.
 
-    >>> narrow_sums(jnp.float32([258, 259])).tolist()
-    [258.0, 260.0]
+    >>> narrow_sums(jnp.float32([258, 259])).tolist()  # on a CPU
+    [258.0, 259.0]
     """
-    return lax.platform_dependent(sums, cuda=_round_behind_barrier, default=_round)
-
-
-def _round(sums: jax.Array) -> jax.Array:
-    return round_as_float32(sums, jnp.bfloat16)
+    return lax.platform_dependent(sums, cuda=_round_behind_barrier, default=lambda sums: sums)
 
 
 def _round_behind_barrier(sums: jax.Array) -> jax.Array:

@@ -22,9 +22,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
-    multiplied into int32, and the sums by both scales in float32; a result in bfloat16 is rounded twice, before the
-    scales and after them. That needs one scale for all weights of a sum. Where a weight has finer scales, and for other
-    formats, the weight is dequantized to the dtype of `left`.
+    multiplied into int32, and the sums by both scales in float32; on an NVIDIA GPU a result in bfloat16 is rounded
+    twice, before the scales and after them. That needs one scale for all weights of a sum. Where a weight has finer
+    scales, and for other formats, the weight is dequantized to the dtype of `left`.
 
     The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
     to an `Unquantized` weight and to `left`.

@@ -141,15 +141,11 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one_and_the_dtype_that_w
         numbers = stored.dequantize(dtype)
         np.testing.assert_array_equal(ours[1], lax.dot_general(x, numbers, ROWS, preferred_element_type=jnp.float32))
     else:
-        x, w = np.asarray(x, np.float32), np.asarray(w)
-        check(ours[1], "ab,bc->ac", x, w)
-        if dtype != "bfloat16":
+        check(ours[1], "ab,bc->ac", np.asarray(x, np.float32), np.asarray(w))
+        if dtype != "bfloat16" or jax.default_backend() != "gpu":  # where it is rounded twice
             np.testing.assert_array_equal(ours[0], ours[1].astype(dtype))
-        else:  # rounded before the scales and after them
+        else:
             np.testing.assert_allclose(np.float64(ours[0]), np.float64(ours[1]), rtol=2**-7 + 2**-15)
-            (rows, row_scale), (columns, scale) = rounded_rows(x, (1,)), rounded_rows(w, (0,))
-            narrow = (rows @ columns).astype(jnp.bfloat16).astype(np.float32)
-            np.testing.assert_array_equal(ours[0], (narrow * row_scale * scale).astype(jnp.bfloat16))
 
 
 def test_weights_whose_scales_are_finer_than_the_sum_are_multiplied_as_floats():

@@ -1,4 +1,4 @@
-"""What platforms compute otherwise: the same bits, and each platform its own form in an exported program."""
+"""What platforms compute otherwise: how far apart they are, and each platform its own form in an exported program."""
 
 import re
 
@@ -11,7 +11,7 @@ from quant_reference import TINY, edge_columns, fresh
 
 from jmp_policy.quant import dot_general, quantize_array
 from jmp_policy.quant._numbers import measure_amax
-from jmp_policy.quant._platform_forms import _measure_by_bits, _round, _round_behind_barrier
+from jmp_policy.quant._platform_forms import _measure_by_bits, _round_behind_barrier
 
 ROWS = (((1,), (0,)), ((), ()))
 X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32)))
@@ -37,14 +37,16 @@ def test_no_rows_and_rows_of_nothing_are_measured_by_bits(shape):
     np.testing.assert_array_equal(_measure_by_bits(x, (1,)), measure_amax(x, (1,)))
 
 
-def test_a_barrier_rounds_to_the_bits_of_the_other_form():
-    ties = np.arange(-300, 300, 0.5)  # halfway between bfloat16 numbers from 256 on
-    numbers = [fresh(4096) * 1e5, *edge_columns(64).values(), ties, [np.inf, np.nan]]
-    sums = jnp.asarray(np.concatenate(numbers), "float32")
-    plain, behind = jax.jit(lambda x: (_round(x), _round_behind_barrier(x)))(sums)
-    np.testing.assert_array_equal(plain, behind)
-    np.testing.assert_array_equal(plain, sums.astype(jnp.bfloat16).astype(jnp.float32))
-    assert (plain != sums).any()
+def test_a_result_rounded_twice_is_within_two_roundings():
+    """Against float64; ties lie halfway between bfloat16 numbers from 256 on."""
+    sums = np.concatenate([np.round(fresh(4096) * 1e5), np.arange(-300, 300, 0.5)]).astype(np.float32)
+    scale = np.abs(fresh(sums.size)).astype(np.float32) + np.float32(0.1)
+    narrow = jax.jit(_round_behind_barrier)(sums)
+    np.testing.assert_array_equal(narrow, sums.astype(jnp.bfloat16).astype(np.float32))
+    twice = np.float64(jnp.asarray(narrow * scale, jnp.bfloat16))
+    exact = np.float64(sums) * np.float64(scale)
+    np.testing.assert_allclose(twice, exact, rtol=2**-7 + 2**-15)
+    assert not np.allclose(twice, exact, rtol=2**-8, atol=0)
 
 
 def exported(weight, *platforms, dtype=jnp.bfloat16):
@@ -63,14 +65,11 @@ def barriers(text):
 def test_an_exported_program_has_the_form_of_its_platform(weight):
     cuda, tpu = exported(weight, "cuda"), exported(weight, "tpu")
     assert barriers(cuda) == ["tensor<8x32xbf16>"]
-    assert "stablehlo.reduce_precision" not in cuda
     assert "stablehlo.bitcast_convert" in cuda
     assert barriers(tpu) == []
-    assert "stablehlo.reduce_precision" in tpu
     assert "stablehlo.bitcast_convert" not in tpu
     every = exported(weight, "cpu", "cuda", "tpu")
     assert barriers(every) == ["tensor<8x32xbf16>"]
-    assert "stablehlo.reduce_precision" in every
     assert "stablehlo.bitcast_convert" in every
 
 
@@ -78,7 +77,6 @@ def test_an_exported_program_has_the_form_of_its_platform(weight):
 def test_sums_stay_wide_for_results_in_other_dtypes(dtype):
     text = exported(quantize_array(W, "int8"), "cuda", dtype=dtype)
     assert barriers(text) == []
-    assert "stablehlo.reduce_precision" not in text
 
 
 def test_the_largest_sums_of_float16_do_not_overflow():
