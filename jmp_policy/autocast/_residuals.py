@@ -6,8 +6,8 @@ run that is computed again keeps what it reads.
 
 A softmax, written out, keeps its exponentials in float32, which for attention is the largest array of all. The
 derivative needs the result alone, y (t - sum(y t)), and the result is half. Its rounded numbers no longer add up to 1,
-so they are divided by their sum: near saturation the derivative is what a number is short of 1, and nothing else. On
-TPUs the logits, which are half as well, are what is kept; `benchmarks/README.md` has the figures.
+so they are divided by their sum: near saturation the derivative is what a number is short of 1, and nothing else. A TPU
+reads the logits instead, which are half as well, and kept beside the result; `benchmarks/README.md` has the figures.
 """
 
 import functools
