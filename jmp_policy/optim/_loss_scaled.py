@@ -272,7 +272,7 @@ def _check_state(state: PyTree) -> None:
 def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     update = with_extra_args(inner).update
 
-    @jax.jit  # so that skip, which asks for its shapes, does not trace it again
+    @jax.jit  # skip asks for its shapes, too
     def take(operands: Operands) -> Result:
         extra = operands.extra | others
         updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
@@ -286,6 +286,7 @@ def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Arra
 
 
 def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
+    @jax.jit
     def take(operands: Operands) -> Result:
         extra = operands.extra | others
         grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))

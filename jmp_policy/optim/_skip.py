@@ -74,11 +74,10 @@ def make_skippable(
     Make it once and keep it: a function that JAX has not seen before is compiled at each eager call.
 
     Args:
-      take: the step. It is traced once for both forms.
+      take: the step, under `jax.jit`, which traces it once for both forms.
       skip: what is left where it is not taken, in the shapes and dtypes of `take`.
       stores_half: whether the step keeps half-precision parameters in a storage of their own.
     """
-    take = jax.jit(take)
 
     def branch(finite: jax.Array, operands: Operands) -> Result:
         return lax.cond(finite, take, skip, operands)
