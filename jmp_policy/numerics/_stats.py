@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,15 @@ from jax.core import Tracer
 from .._dtypes import did_you_mean
 from .._paths import list_paths_to
 from ..report import Report, Table, draw_html_note
-from ._layout import Layout
+from ._layout import Layout, Site
 from ._measure import FIRST_EXPONENT, Record, fold, merge
 from ._row import Row, read_rows
 from ._stats_page import draw_page, list_cells
+from ._stats_plot import plot_exponents
 from ._stats_report import list_lines, list_notes, make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -107,6 +111,15 @@ class Stats(Report):
             raise KeyError(f"No row at {path!r} or inside it. {hint}")
         return self._take(indices)
 
+    def select(self, keep: Callable[[Site], bool]) -> "Stats":
+        """Some of the rows, as Stats: those whose site a function accepts.
+
+        Args:
+          keep: of a row's static part, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`, `dtype`,
+            `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+        """
+        return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows())
 
@@ -148,6 +161,28 @@ class Stats(Report):
             for key, value in row.list_scalars()
         }
 
+    def plot(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
+        """Draws how the numbers of all rows spread over exponents, and below the ranges of formats.
+
+        Each pass has a histogram of its own, arguments and results too. The dark part of a range are normal numbers,
+        the light part subnormal ones; beside it stands what the format would lose. `stats["blocks/0"].plot()` draws
+        the rows of a module, and `stats.select(...).plot()` any.
+
+        Args:
+          formats: whose ranges to draw; `None` for those that were measured. Integers have no range of their own.
+          direction: the pass to draw, `"backward"` for gradients; `None` for each.
+
+        Returns:
+          A `matplotlib.figure.Figure`, which notebooks show and `figure.savefig("exponents.png")` writes.
+
+        Raises:
+          ValueError: a format or direction is unknown, or there are no histograms.
+          ImportError: matplotlib is not installed.
+
+        Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+        """
+        return plot_exponents(self.rows(), self.layout.meter.formats if formats is None else formats, direction)
+
     def __repr__(self) -> str:
         counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
         return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
@@ -180,8 +215,8 @@ class Stats(Report):
 
     def _take(self, indices: list[int]) -> "Stats":
         """Some of the rows."""
-        is_run = indices == list(range(indices[0], indices[-1] + 1))
-        where = slice(indices[0], indices[-1] + 1) if is_run else np.array(indices, np.int32)
+        start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        where = slice(start, stop) if indices == list(range(start, stop)) else np.array(indices, np.int32)
         counts, extremes, exponents, sums = self.record
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
