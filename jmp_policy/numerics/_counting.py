@@ -68,7 +68,7 @@ def _list_thresholds(formats: Sequence[Format], histogram: bool, dtype: np.dtype
 
 
 def _bits(value: float, dtype: np.dtype) -> np.integer:
-    return np.array(value, dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)[()]
+    return np.array([value], dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)[0]
 
 
 def _pack(flags: list[jax.Array], like: jax.Array) -> list[jax.Array]:

@@ -113,7 +113,7 @@ def _make_grid(most: jax.Array, exponent: jax.Array, formats: Sequence[FloatForm
     return _Grid(
         jax.numpy.asarray(np.maximum(twice(steps, np.int64), -bias - 2).astype(most.dtype) << width),
         lax.convert_element_type(fields, most.dtype) << integer(width),
-        mantissas_ * power_of_two(lax.sub(largest_, exponents), dtype),
+        lax.mul(mantissas_, power_of_two(lax.sub(largest_, exponents), dtype)),
     )
 
 

@@ -67,7 +67,7 @@ def fold(record: Record, axis: int = 0) -> Record:
     info = np.iinfo(bits.dtype)
     most = lax.reduce(most, bits.dtype.type(info.min), lax.max, (axis,))
     least = lax.reduce(least, bits.dtype.type(info.max), lax.min, (axis,))
-    exponents = lax.reduce(record.exponents, np.int32(np.iinfo(np.int32).min), lax.max, (axis,))
+    exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
     sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(
         _pair(*words, -2),
