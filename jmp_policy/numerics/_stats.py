@@ -115,8 +115,8 @@ class Stats(Report):
         """Some of the rows, as Stats: those whose site a function accepts.
 
         Args:
-          keep: of a row's static part, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`, `dtype`,
-            `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+          keep: of the static part of a row, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`,
+            `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
         """
         return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
 

@@ -60,7 +60,7 @@ def list_ranges(formats: Iterable[str]) -> dict[str, FormatRange]:
 
 def _make_histogram(direction: str, rows: Sequence[Row], ranges: Iterable[str]) -> Histogram:
     count = max(1, sum(row.count for row in rows))
-    total = np.sum([row.histogram for row in rows], axis=0)
+    total = np.sum([row.histogram for row in rows if row.histogram is not None], axis=0)
     losses = {}
     for name in ranges:
         if all(name in row.formats for row in rows):

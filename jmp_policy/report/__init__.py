@@ -6,6 +6,8 @@ from ._chart import (
     Panel as Panel,
 )
 from ._exponents import ExponentChart as ExponentChart, FormatRange as FormatRange, Histogram as Histogram
+from ._figure import make_figure as make_figure, make_note as make_note
+from ._heat_map import HeatMap as HeatMap, HeatPanel as HeatPanel
 from ._palette import (
     BEFORE as BEFORE,
     FORMAT_STYLES as FORMAT_STYLES,

@@ -83,7 +83,7 @@ class ExponentChart:
         """
         if not self.histograms:
             return make_note("Nothing was measured.")
-        strips = max(0.01, _STRIP_HEIGHT * len(self.ranges))
+        strips = _STRIP_HEIGHT * max(1, len(self.ranges))
         figure = make_figure(_WIDTH, len(self.histograms) * (_HEIGHT + strips + _OTHER_HEIGHT / 2) + _OTHER_HEIGHT)
         heights = [_HEIGHT, strips] * len(self.histograms)
         all_axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -94,7 +94,7 @@ class ExponentChart:
         all_axes[0].set_xlim(self.first, self.first + bins)
         ticks = range(-(-self.first // 8) * 8, self.first + bins + 1, 8)
         all_axes[-1].set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
-        all_axes[-1].set_xlabel("magnitude")
+        all_axes[-1].set_xlabel("magnitude (light: subnormal numbers of a format)", fontsize=_TEXT_SIZE)
         return figure
 
     def _draw_histogram(self, axes: "Axes", histogram: Histogram) -> None:
@@ -104,7 +104,7 @@ class ExponentChart:
         for of_format in self.ranges:
             for edge in (of_format.least, of_format.most):
                 axes.axvline(edge, color=of_format.style.color, linestyle=of_format.style.dash, linewidth=1.1, zorder=3)
-        axes.set_title(histogram.title, loc="left", fontsize=10)
+        axes.set_title(histogram.title, loc="left", fontsize=10, wrap=True)
         axes.set_ylabel("% of numbers", fontsize=_TEXT_SIZE)
         axes.set_ylim(bottom=0)
         axes.margins(y=0.08)
@@ -121,6 +121,6 @@ class ExponentChart:
             loss = histogram.losses.get(of_format.name, "")
             axes.text(1.01, row, loss, transform=axes.get_yaxis_transform(), va="center", fontsize=_TEXT_SIZE)
         axes.set_yticks(range(len(self.ranges)), [of_format.name for of_format in self.ranges], fontsize=_TEXT_SIZE)
-        axes.set_ylim(len(self.ranges) - 0.5, -0.5)
+        axes.set_ylim(max(1, len(self.ranges)) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
