@@ -3,6 +3,8 @@
 - `audit` traces a function, and returns an `AuditReport`.
 - An `AuditRow` is the operations of one kind, a `Matmul` the products of one line.
 - A `Finding` is what is likely to lose numbers or time; `FINDINGS` says what each kind of them means.
+- `Stats` holds what tensors looked like at run time, and what formats would do to them; a `Row` is one tensor, and
+  `FormatShares` what one format would do to it.
 """
 
 from ._audit import audit as audit
@@ -13,3 +15,5 @@ from ._report import (
     Finding as Finding,
     Matmul as Matmul,
 )
+from ._row import FormatShares as FormatShares, Row as Row
+from ._stats import Stats as Stats

@@ -1,0 +1,209 @@
+"""Statistics of many tensors: a pytree of arrays that goes through `jit`, and on the host the rows that it holds."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import did_you_mean
+from .._paths import list_paths_to
+from ._layout import Layout
+from ._measure import FIRST_EXPONENT, Record, fold, merge
+from ._row import Row, read_rows
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Stats:
+    """What tensors looked like, and what formats would do to them.
+
+    A pytree of four arrays, whatever the number of rows; what the rows are of is static. It passes through `jit`,
+    `scan`, `lax.cond`, `vmap`, donation, pickles and checkpoints. `rows()`, iteration and all that shows numbers read
+    the arrays, and so work outside of `jit` only.
+
+    Attributes:
+      record: the arrays; leading axes, as of `vmap` or `scan`, are merged where rows are read.
+      layout: what the rows are of.
+    """
+
+    record: Record
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        register_with_flax()
+
+    def merge(self, other: "Stats") -> "Stats":
+        """Both together: counts and sums add up, and extremes are of both. Works inside `jit`, too.
+
+        Leading axes are merged one by one where both have the same, and are folded before where they differ.
+
+        Args:
+          other: statistics of the same rows, as of another step.
+
+        Raises:
+          TypeError: `other` is not a `Stats`.
+          ValueError: they are of other rows; the message has the first that differs.
+        """
+        if not isinstance(other, Stats):
+            raise TypeError(f"Only Stats merge with Stats, not a {type(other).__name__}: stats.merge(other_stats).")
+        if other.layout is not self.layout:
+            difference = self.layout.describe_difference(other.layout)
+            raise ValueError(
+                f"These Stats are of different programs: {difference}. Stats merge where both come from one collected "
+                "function, called with arguments of the same shapes: stats.merge(collected(*other_arguments)[1])."
+            )
+        mine, theirs = self.record, other.record
+        if mine.exponents.shape != theirs.exponents.shape:
+            mine, theirs = _fold_batch(mine), _fold_batch(theirs)
+        return Stats(merge(mine, theirs), self.layout)
+
+    def empty(self) -> "Stats":
+        """The same rows, never measured: what a `scan` that merges starts from, and a branch that skips returns.
+
+        It needs no more than shapes: `jax.eval_shape(collected, *args)[1].empty()`.
+        """
+        neutral = self.layout.meter.empty(len(self.layout))
+        batch = self.record.exponents.shape[:-1]
+        broadcast = (jnp.broadcast_to(leaf, (*batch, *leaf.shape)) for leaf in neutral)
+        return Stats(Record(*broadcast), self.layout)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The rows as numbers of the host, in the order of the program.
+
+        Raises:
+          TypeError: there are no numbers yet, as inside `jit`.
+        """
+        if not all(_has_numbers(leaf) for leaf in self.record):
+            raise TypeError(
+                "The rows of Stats are numbers, and there are none yet: inside jit, grad, vmap or eval_shape arrays "
+                "stand for them. Return the Stats from the function, and read its rows outside: "
+                "out, stats = jax.jit(collected)(x); stats.rows()."
+            )
+        return read_rows(Record(*map(np.asarray, jax.device_get(tuple(self.record)))), self.layout)
+
+    def __getitem__(self, path: str) -> "Stats":
+        """The rows of the module at a path and of those inside it, as Stats.
+
+        Raises:
+          KeyError: no row is there.
+        """
+        if not isinstance(path, str):
+            raise TypeError(f"Stats are indexed by paths, not by {path!r}: stats['blocks/0'], or stats.rows()[0].")
+        sites = self.layout.sites
+        indices = [index for index, site in enumerate(sites) if path in list_paths_to(site.path)]
+        if not indices:
+            known = dict.fromkeys(place for site in sites for place in list_paths_to(site.path) if place)
+            hint = did_you_mean(path, known) if known else "There is none."
+            raise KeyError(f"No row at {path!r} or inside it. {hint}")
+        return self._take(indices)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows())
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The formats and rows as plain dictionaries, lists, strings, finite numbers and `None`.
+
+        `first_exponent` is the exponent at which the second bin of each histogram begins.
+        """
+        return {
+            "formats": list(self.layout.meter.formats),
+            "first_exponent": FIRST_EXPONENT,
+            "rows": [row.to_dict() for row in self.rows()],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as strict JSON, without nan and infinity: `json.loads` returns that dictionary."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def scalars(self, prefix: str = "numerics") -> dict[str, float]:
+        """The rows as a flat dictionary of finite floats, as TensorBoard and W&B take them; histograms stay out.
+
+        No two rows share a name. A row that was not measured has none, so that a logger draws no zero for it.
+
+        Args:
+          prefix: what each name begins with.
+
+        Returns:
+          Floats by names like `"numerics/blocks/3/attention/dot_general/backward/float16/underflow"` and
+          `"numerics/blocks/3/attention/dot_general/backward/amax"`. The block of `"int8/64"` is named `int8_64`.
+        """
+        names = self.layout.list_names()
+        return {
+            "/".join([*([prefix] if prefix else []), name, key]): value
+            for name, row in zip(names, self.rows(), strict=True)
+            if row.times
+            for key, value in row.list_scalars()
+        }
+
+    def __repr__(self) -> str:
+        counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
+        return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
+
+    def _take(self, indices: list[int]) -> "Stats":
+        """Some of the rows."""
+        is_run = indices == list(range(indices[0], indices[-1] + 1))
+        where = slice(indices[0], indices[-1] + 1) if is_run else np.array(indices, np.int32)
+        counts, extremes, exponents, sums = self.record
+        record = Record(
+            counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
+        )
+        return Stats(record, Layout([self.layout.sites[index] for index in indices], self.layout.meter))
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+        """The arrays of the record by name, and the layout."""
+        keys = map(jax.tree_util.GetAttrKey, Record._fields)
+        return tuple(zip(keys, self.record, strict=True)), self.layout
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+        """The arrays of the record, and the layout."""
+        return tuple(self.record), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
+        """Stats of any four leaves."""
+        return cls(Record(*leaves), layout)
+
+
+def register_with_flax() -> None:
+    """Teaches `flax.serialization` Stats, once, if it is loaded: their arrays are a dictionary there."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None and not serialization.is_serializable(Stats):
+        serialization.register_serialization_state(Stats, _save_arrays, _restore_arrays)
+
+
+def _save_arrays(stats: Stats) -> dict[str, Any]:
+    return stats.record._asdict()
+
+
+def _restore_arrays(target: Stats, state: dict[str, Any]) -> Stats:
+    wanted, found = (
+        {name: getattr(leaf, "shape", None) for name, leaf in sorted(arrays.items())}
+        for arrays in (_save_arrays(target), state)
+    )
+    if found != wanted:
+        raise ValueError(
+            f"The target is {target!r}, whose arrays have the shapes {wanted}; what was saved has {found}. Restore "
+            "into Stats of the same collected function."
+        )
+    return Stats(Record(**state), target.layout)
+
+
+def _has_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _fold_batch(record: Record) -> Record:
+    """Merges all leading axes."""
+    axes = record.exponents.ndim - 1
+    batch = math.prod(record.exponents.shape[:-1])
+    flat = Record(*(leaf.reshape(batch, *leaf.shape[axes:]) for leaf in record))
+    return fold(flat) if axes else record
