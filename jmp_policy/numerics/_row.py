@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ._layout import Direction, Layout, Site
@@ -133,18 +134,19 @@ class Row:
 
 
 def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
-    """The rows of a record of NumPy arrays, whose leading axes are merged.
+    """The rows of a record, whose leading axes are merged.
 
     Counts are exact. Sums are added in float64, in units of the largest binade, so that none overflows or vanishes.
     """
-    rows, batch = len(layout), math.prod(record.exponents.shape[:-1])
-    words = record.counts.reshape(batch, rows, 2, record.counts.shape[-1]).astype(np.uint64)
+    all_counts, all_extremes, all_exponents, all_sums = map(np.asarray, jax.device_get(tuple(record)))
+    rows, batch = len(layout), math.prod(all_exponents.shape[:-1])
+    words = all_counts.reshape(batch, rows, 2, all_counts.shape[-1]).astype(np.uint64)
     counts = (words[:, :, 0] + (words[:, :, 1] << np.uint64(32))).sum(0)
-    extremes = record.extremes.reshape(batch, rows, 2).astype(np.float64)
+    extremes = all_extremes.reshape(batch, rows, 2).astype(np.float64)
     amax, least = extremes[..., 0].max(0, initial=0.0), extremes[..., 1].min(0, initial=math.inf)
-    exponents = record.exponents.reshape(batch, rows).astype(np.int64)
+    exponents = all_exponents.reshape(batch, rows).astype(np.int64)
     unit = exponents.max(0, initial=np.iinfo(np.int32).min)
-    parts = record.sums.reshape(batch, rows, record.sums.shape[-2], 2).astype(np.float64).sum(-1)
+    parts = all_sums.reshape(batch, rows, all_sums.shape[-2], 2).astype(np.float64).sum(-1)
     sums = np.ldexp(parts, np.maximum(2 * (exponents - unit), _LEAST_SHIFT)[..., None]).sum(0)
     numbers = zip(
         layout.sites, counts.tolist(), amax.tolist(), least.tolist(), unit.tolist(), sums.tolist(), strict=True
@@ -163,7 +165,7 @@ def _make_row(
     square, *errors = sums
     finite = count - nans - infs
     relative = [math.sqrt(error / square) if square > 0 else 0.0 for error in errors]
-    pairs = zip(relative[::2], relative[1::2], strict=True)
+    fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares))
     return Row(
         site.path, site.primitive, site.source, site.function, site.direction, site.turn, site.dtype, site.shape,
         count=count,
@@ -175,7 +177,7 @@ def _make_row(
         nans=nans,
         infs=infs,
         histogram=np.array(counts[-HISTOGRAM_BINS:], np.int64) if layout.meter.histogram else None,
-        formats={name: FormatShares(*lost, *error) for name, lost, error in zip(formats, shares, pairs, strict=True)},
+        formats={name: FormatShares(*fields) for name, fields in zip(formats, fields_of_formats, strict=True)},
     )  # fmt: skip
 
 

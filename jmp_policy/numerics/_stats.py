@@ -10,17 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._dtypes import did_you_mean
 from .._paths import list_paths_to
+from ..report import Report, Table, draw_html_note
 from ._layout import Layout
 from ._measure import FIRST_EXPONENT, Record, fold, merge
 from ._row import Row, read_rows
+from ._stats_page import draw_page, list_cells
+from ._stats_report import list_lines, list_notes, make_table
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Stats:
+class Stats(Report):
     """What tensors looked like, and what formats would do to them.
 
     A pytree of four arrays, whatever the number of rows; what the rows are of is static. It passes through `jit`,
@@ -79,13 +83,13 @@ class Stats:
         Raises:
           TypeError: there are no numbers yet, as inside `jit`.
         """
-        if not all(_has_numbers(leaf) for leaf in self.record):
+        if not self._has_numbers():
             raise TypeError(
                 "The rows of Stats are numbers, and there are none yet: inside jit, grad, vmap or eval_shape arrays "
                 "stand for them. Return the Stats from the function, and read its rows outside: "
                 "out, stats = jax.jit(collected)(x); stats.rows()."
             )
-        return read_rows(Record(*map(np.asarray, jax.device_get(tuple(self.record)))), self.layout)
+        return read_rows(self.record, self.layout)
 
     def __getitem__(self, path: str) -> "Stats":
         """The rows of the module at a path and of those inside it, as Stats.
@@ -148,6 +152,32 @@ class Stats:
         counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
         return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
 
+    def __str__(self) -> str:
+        return super().__str__() if self._has_numbers() else repr(self)
+
+    def _repr_html_(self) -> str:
+        if not self._has_numbers():
+            return draw_html_note(repr(self))
+        rows = self.rows()
+        return draw_page(list_lines(rows), rows, self.layout.meter.formats)
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        formats, lines = self.layout.meter.formats, list_lines(self.rows())
+        if not lines:
+            return []
+        if width is not None:
+            return [make_table(lines, formats, width)]
+        columns, rows = list_cells(lines, formats)
+        return [Table(columns, [[cell.text for cell in row] for row in rows])]
+
+    def _list_notes(self) -> list[str]:
+        rows = self.rows()
+        return list_notes(list_lines(rows), rows, self.layout.meter.formats)
+
+    def _has_numbers(self) -> bool:
+        arrays = jax.Array | np.ndarray
+        return all(isinstance(leaf, arrays) and not isinstance(leaf, Tracer) for leaf in self.record)
+
     def _take(self, indices: list[int]) -> "Stats":
         """Some of the rows."""
         is_run = indices == list(range(indices[0], indices[-1] + 1))
@@ -195,10 +225,6 @@ def _restore_arrays(target: Stats, state: dict[str, Any]) -> Stats:
             "into Stats of the same collected function."
         )
     return Stats(Record(**state), target.layout)
-
-
-def _has_numbers(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
 
 
 def _fold_batch(record: Record) -> Record:

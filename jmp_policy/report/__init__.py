@@ -16,8 +16,9 @@ from ._palette import (
     find_style as find_style,
 )
 from ._report import Report as Report, find_row as find_row
-from ._table import Column as Column, Table as Table
-from ._terminal import is_fitting as is_fitting
+from ._sortable import Cell as Cell, draw_sortable_table as draw_sortable_table
+from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note
+from ._terminal import has_columns as has_columns, is_fitting as is_fitting
 from ._wording import (
     choose_byte_unit as choose_byte_unit,
     format_bytes as format_bytes,

@@ -44,6 +44,7 @@ class Table:
 def draw_html_note(note: str) -> str:
     """A paragraph as HTML.
 
+    >>> from jmp_policy.report import draw_html_note
     >>> draw_html_note("cast in encoder/query")
     '<p>cast in <span style="white-space:nowrap">encoder/query</span></p>'
     """

@@ -50,6 +50,11 @@ def is_fitting(table: Table, width: int) -> bool:
     return _add_gaps(_measure_columns(table, _measure), table.gap) <= width
 
 
+def has_columns(table: Table, width: int) -> bool:
+    """Whether a table has room for columns, if only below the first cell of each row."""
+    return bool(_draw_columns(table, width) or _draw_columns_below(table, width))
+
+
 def draw_table(table: Table, width: int) -> str:
     """A table in the first shape that fits.
 

@@ -2,9 +2,13 @@
 
 import itertools
 
+import numpy as np
+
 import jmp_policy as jmp
 from jmp_policy.explanation import Explanation, Row
-from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul
+from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul, Stats
+from jmp_policy.numerics._layout import Layout, Site
+from jmp_policy.numerics._measure import Meter, Record
 from jmp_policy.quant import Comparison, LayerComparison
 
 FLOAT8 = jmp.get_policy("float8(min_size=0)_from_params=float32,compute=bfloat16,output=float32")
@@ -62,7 +66,27 @@ def _compare() -> Comparison:
     return Comparison(tuple(rows), 0.0789)
 
 
-REPORTS = {"explanation": _explain(), "audit": _audit(), "comparison": _compare()}
+def _measure() -> Stats:
+    formats = ("float16", "float8_e4m3fn", "float8_e5m2", "int8/64")
+    turns = {PATHS[1]: (0, 1, 2), PATHS[2]: ((0, 1), (1, 3))}
+    sites = [
+        Site(path, "conv_general_dilated", f"/home/someone/projects/transformer_layers.py:{line}", "attend",
+             "backward" if line % 2 else "forward", turn, "float32", 4096, (64, 64))
+        for line, path in enumerate(["", *PATHS])
+        for turn in turns.get(path, (None,))
+    ]  # fmt: skip
+    counts = np.zeros((len(sites), 2, 4 + 3 * len(formats) + 64), np.uint32)
+    counts[:-1, 0, 0] = 1
+    counts[2, 0, 2:4] = 7, 100
+    counts[:-1, 0, 4:10] = np.arange(len(sites) - 1)[:, None] * [4, 70, 9, 500, 3, 44]
+    counts[:-1, 0, -40:-30] = 409
+    sums = np.full((len(sites), 1 + 2 * len(formats), 2), 0.003, np.float32)
+    extremes = np.tile(np.float32([0.0123, 1.1e-9]), (len(sites), 1))
+    record = Record(counts, extremes, np.full(len(sites), -7, np.int32), sums)  # pyright: ignore[reportArgumentType]
+    return Stats(record, Layout(sites, Meter(formats)))
+
+
+REPORTS = {"explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure()}
 """By name; each holds every kind of row and note that its class has."""
 
 NAMES = {
@@ -71,5 +95,6 @@ NAMES = {
     "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
               "/home/someone/projects/translation/training/transformer_layers.py:1234"],
     "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
+    "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
 }  # fmt: skip
 """The names that must be whole in the text of each."""
