@@ -95,4 +95,4 @@ class Recorder(abc.ABC):
 
 def is_recorded(eqn: JaxprEqn) -> bool:
     """Whether an equation is part of what a recorder measures, and not of the user's program."""
-    return RECORD in str(eqn.source_info.name_stack)
+    return RECORD in name_stack(eqn)

@@ -10,7 +10,7 @@ equations for rules that change dtypes; here each passes records on, in the way 
 | while | in the carry, merged turn by turn; its test is not measured |
 | cond | every branch returns the rows of all branches, empty ones for the others |
 | shard_map | with an axis for the devices, folded outside |
-| custom_jvp, custom_vjp, kernels | not at all: they are operations, whose results are measured |
+| custom_jvp, custom_vjp, kernels, a `while` that vmap gave several tests | not at all: their results are measured |
 
 Mutable references and callbacks were no channel: the first fail under vmap, shard_map and the gradient of a remat, the
 second make a training step wait for the host.
@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec
 
 from .._trees import PyTree
 from ._module_paths import RECORD
-from ._program import Atom, Program, body_of
+from ._program import Atom, Program, body_of, name_stack
 from ._recorder import Line, Recorder
-from ._walk import Step
+from ._walk import Step, list_live
 
 
 class Recorded(NamedTuple):
@@ -121,8 +121,12 @@ class _Copy:
         """
         old = body_of(program)
         self._measure([old.invars[i] for i in arguments])
+        live = set(map(id, list_live(old)))
         for eqn in old.eqns:
-            self._write(eqn)
+            if id(eqn) in live:
+                self._write(eqn)
+            else:  # the compiler drops it, and measuring it would make it run
+                self._equations.append(eqn)
         self._measure([old.outvars[i] for i in results])
         if not (self._records or before or after):
             return Recorded(program, ())
@@ -148,13 +152,13 @@ class _Copy:
         name, context = eqn.primitive.name, self._recorder.enter(self._context, eqn)
         if name in _PARAMETERS:
             self._write_call(eqn, context, _PARAMETERS[name])
-        elif name in _WRITERS:
+        elif name in _WRITERS and not _has_several_tests(eqn):
             _WRITERS[name](self, eqn, context)
         else:
             self._equations.append(eqn)
             for i in self._recorder.choose(eqn, context):
                 self._measure([eqn.outvars[i]])
-                self._lines.append(Line(Step(name, eqn.invars, eqn.outvars, eqn, _name_scope(eqn)), i))
+                self._lines.append(Line(Step(name, eqn.invars, eqn.outvars, eqn, name_stack(eqn)), i))
 
     def _write_call(self, eqn: JaxprEqn, context: Any, parameter: str) -> None:
         """Writes an equation that runs the body in a parameter once."""
@@ -333,8 +337,9 @@ def _count_extra(inner: Recorded, eqn: JaxprEqn) -> int:
     return len(body_of(inner.program).outvars) - len(eqn.outvars)
 
 
-def _name_scope(eqn: JaxprEqn) -> str:
-    return str(eqn.source_info.name_stack)
+def _has_several_tests(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a loop that `vmap` made of several, which end in different turns."""
+    return eqn.primitive.name == "while" and bool(body_of(eqn.params["cond_jaxpr"]).outvars[0].aval.shape)
 
 
 def _replace(program: Program, invars: Sequence[Atom], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> Program:
