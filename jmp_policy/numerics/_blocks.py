@@ -1,0 +1,62 @@
+"""Tensors as blocks of few numbers, for small counters and short sums, with their leading axes as they are."""
+
+import math
+
+import jax
+import numpy as np
+from jax import lax
+
+from .._dtypes import at_least_float32
+from ._record import bits_of
+
+
+def read_magnitudes(x: jax.Array) -> jax.Array:
+    """The bits of magnitudes, in float32 or float64, as integers: they have the order of what they stand for.
+
+    >>> [hex(bits) for bits in read_magnitudes(jax.numpy.float32([1.0, -1e-45, -jax.numpy.inf])).tolist()]
+    ['0x3f800000', '0x1', '0x7f800000']
+    """
+    if x.dtype == jax.numpy.bfloat16:  # its subnormal numbers are those of float32: a conversion may flush them
+        bits = lax.convert_element_type(lax.bitcast_convert_type(x, np.uint16), np.int32)
+        return (bits & np.int32(0x7FFF)) << np.int32(16)
+    bits = bits_of(lax.convert_element_type(x, at_least_float32(x.dtype)))
+    return bits & bits.dtype.type(np.iinfo(bits.dtype).max)
+
+
+def split_blocks(x: jax.Array, length: int) -> tuple[jax.Array, tuple[int, ...]]:
+    """Splits the last axes so that all after the first split make blocks of at most so many numbers.
+
+    No axes are ever joined, and those before stay: a tensor that is sharded along them is looked at where it is.
+
+    Args:
+      x: at least one axis, and no axis of length zero.
+      length: of the longest block.
+
+    Returns:
+      The tensor, with a first axis of length 1, filled with zeros where an axis has no good divisor; and the axes of
+      a block, which are its last.
+
+    >>> blocks, axes = split_blocks(jax.numpy.ones((8, 512, 4, 16)), 255)
+    >>> blocks.shape, axes
+    ((1, 8, 256, 2, 4, 16), (3, 4, 5))
+    """
+    shape, first = x.shape, x.ndim
+    while first and shape[first - 1] <= length:
+        first -= 1
+        length //= shape[first]
+    if first and length > 1:
+        shape, first = (*shape[: first - 1], *_split_axis(shape[first - 1], length), *shape[first:]), first
+        missing = math.prod(shape) // (x.size // x.shape[first - 1]) - x.shape[first - 1]
+        if missing:
+            widths = [(0, missing if axis == first - 1 else 0, 0) for axis in range(x.ndim)]
+            x = lax.pad(x, x.dtype.type(0), widths)
+    return lax.reshape(x, (1, *shape)), tuple(range(first + 1, len(shape) + 1))
+
+
+def _split_axis(axis: int, length: int) -> tuple[int, int]:
+    """How many blocks of which length an axis becomes, or what is a little longer."""
+    divisor = max(size for size in range(1, length + 1) if axis % size == 0)
+    if 2 * divisor >= length:
+        return axis // divisor, divisor
+    blocks = -(-axis // length)
+    return blocks, -(-axis // blocks)

@@ -1,0 +1,174 @@
+"""What was measured of tensors, as arrays that add up: over turns of a loop, devices, a batch and steps.
+
+Counts have 64 bits in two words, sums have the digits of two numbers, and extremes are compared by their bits: a float
+`max` would lose a nan on some platforms, and a subnormal number on others.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+
+class Record(NamedTuple):
+    """The measurements of `R` tensors, each a row; any number of leading axes, those of a batch, may stand before.
+
+    Attributes:
+      counts: uint32 `(..., R, 2, C)`, the low and the high words of each count.
+      extremes: float `(..., R, 2)`: the largest magnitude of the finite numbers (0 where there is none), and the
+        smallest of those that are not zero (infinite where there is none).
+      exponents: int32 `(..., R)`: the sums are in units of `4**exponent`.
+      sums: float `(..., R, S, 2)`, the high and the low part of each sum.
+    """
+
+    counts: jax.Array
+    extremes: jax.Array
+    exponents: jax.Array
+    sums: jax.Array
+
+
+def join(records: Sequence[Record]) -> Record:
+    """Puts the rows of records below each other.
+
+    Args:
+      records: at least one; of one meter, and with the same leading axes.
+    """
+    if len(records) == 1:
+        return records[0]
+    columns = zip(zip(*records, strict=True), _AXES_FROM_ROWS, strict=True)
+    return Record(*(lax.concatenate(parts, parts[0].ndim - axes) for parts, axes in columns))
+
+
+def merge(a: Record, b: Record) -> Record:
+    """Adds up two records of the same rows, row by row.
+
+    It is associative and commutative, up to the rounding of the sums: that is some 2**-48 of them, so that a billion
+    merges leave their first six digits.
+    """
+    low, high = add_words(*_split(a.counts, -2), *_split(b.counts, -2))
+    most, least = zip(_split(bits_of(a.extremes), -1), _split(bits_of(b.extremes), -1), strict=True)
+    exponents = lax.max(a.exponents, b.exponents)
+    a_sums, b_sums = (_split(_align(record, exponents), -1) for record in (a, b))
+    return Record(
+        _pair(low, high, -2),
+        _floats_of(_pair(lax.max(*most), lax.min(*least), -1), a.extremes.dtype),
+        exponents,
+        _pair(*add_parts(*a_sums, *b_sums), -1),
+    )
+
+
+def fold(record: Record, axis: int = 0) -> Record:
+    """Merges a record over one of its leading axes, of any length: turns of a loop, devices, or a batch."""
+    words = add_up_words(*_split(record.counts, -2), (axis,))
+    bits = bits_of(record.extremes)
+    most, least = _split(bits, -1)
+    info = np.iinfo(bits.dtype)
+    most = lax.reduce(most, bits.dtype.type(info.min), lax.max, (axis,))
+    least = lax.reduce(least, bits.dtype.type(info.max), lax.min, (axis,))
+    exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
+    sums = _align(record, lax.expand_dims(exponents, (axis,)))
+    return Record(
+        _pair(*words, -2),
+        _floats_of(_pair(most, least, -1), record.extremes.dtype),
+        exponents,
+        _pair(*add_up(*_split(sums, -1), (axis,)), -1),
+    )
+
+
+def make_empty(rows: int, counts: int, sums: int, dtype: np.dtype) -> Record:
+    """The neutral element of `merge`: rows of tensors that were never measured."""
+    extremes = np.broadcast_to(np.array([0, np.inf], dtype), (rows, 2))
+    return Record(
+        jax.numpy.zeros((rows, 2, counts), np.uint32),
+        jax.numpy.asarray(extremes),
+        jax.numpy.full((rows,), -exponent_bias(dtype), np.int32),
+        jax.numpy.zeros((rows, sums, 2), dtype),
+    )
+
+
+def add_words(
+    low: jax.Array, high: jax.Array, other_low: jax.Array, other_high: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds numbers of 64 bits, each in two words of 32."""
+    total = low + other_low
+    carry = lax.convert_element_type(lax.lt(total, low), np.uint32)
+    return total, high + other_high + carry
+
+
+def add_up_words(low: jax.Array, high: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Sums numbers in two words over axes."""
+    zero = np.uint32(0)
+    low, high = lax.reduce((low, high), (zero, zero), lambda a, b: add_words(*a, *b), axes)
+    return low, high
+
+
+def add_parts(
+    high: jax.Array, low: jax.Array, other_high: jax.Array, other_low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Adds numbers that have the digits of two floats, a high and a low part.
+
+    Source: Dekker, A floating-point technique for extending the available precision, 1971; Knuth's sum of two.
+    """
+    total = high + other_high
+    added = total - high
+    error = (high - (total - added)) + (other_high - added)
+    rest = error + (low + other_low)
+    result = total + rest
+    return result, rest - (result - total)
+
+
+def add_up(high: jax.Array, low: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Sums numbers in two parts over axes."""
+    zero = high.dtype.type(0)
+    high, low = lax.reduce((high, low), (zero, zero), lambda a, b: add_parts(*a, *b), axes)
+    return high, low
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bits of floats as integers, which have the same order where no float is negative."""
+    return lax.bitcast_convert_type(x, np.int64 if x.dtype.itemsize == 8 else np.int32)
+
+
+def exponent_bias(dtype: np.dtype) -> int:
+    """What is added to an exponent in the bits of float32 or float64."""
+    return 1023 if dtype.itemsize == 8 else 127
+
+
+def mantissa_bits(dtype: np.dtype) -> int:
+    """How many bits below its first one a number of float32 or float64 has."""
+    return 52 if dtype.itemsize == 8 else 23
+
+
+def power_of_two(exponents: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`2**exponents` by its bits: zero below the normal numbers, and the largest power where it would be infinite."""
+    bias = exponent_bias(dtype)
+    fields = lax.clamp(np.int32(0), exponents + np.int32(bias), np.int32(2 * bias))
+    whole = lax.convert_element_type(fields, np.int64 if dtype.itemsize == 8 else np.int32)
+    return _floats_of(whole << whole.dtype.type(mantissa_bits(dtype)), dtype)
+
+
+_AXES_FROM_ROWS = (3, 2, 1, 3)  # how many axes of each array of a record are those of rows and after
+
+
+def _align(record: Record, exponents: jax.Array) -> jax.Array:
+    """The sums of a record, in units of other exponents, which are nowhere smaller."""
+    factors = power_of_two((record.exponents - exponents) * np.int32(2), record.sums.dtype)
+    return record.sums * lax.broadcast_in_dim(factors, record.sums.shape, tuple(range(factors.ndim)))
+
+
+def _split(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The two parts of an axis of length two."""
+    first, second = (lax.index_in_dim(x, i, axis, keepdims=False) for i in (0, 1))
+    return first, second
+
+
+def _pair(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
+    """Stacks two arrays along a new axis, counted from the end."""
+    axis += first.ndim + 1
+    return lax.concatenate([lax.expand_dims(part, (axis,)) for part in (first, second)], axis)
+
+
+def _floats_of(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(bits, dtype)
