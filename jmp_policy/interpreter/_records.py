@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Var
+from jax.extend.core import DebugInfo, JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
-from .._trees import PyTree
 from ._module_paths import RECORD
 from ._program import Atom, Program, body_of, name_stack
 from ._recorder import Line, Recorder
@@ -76,12 +75,12 @@ def record_program(
     ...     def merge(self, one, other): return one + other
     ...     def fold(self, record): return jnp.sum(record, axis=0)
     ...     def empty(self, rows): return jnp.zeros(rows, int)
-    >>> program = jax.make_jaxpr(lambda xs: lax.scan(lambda c, x: (jnp.sin(c) + x, None), 0.0, xs)[0])(jnp.ones(2))
+    >>> program = jax.make_jaxpr(lambda xs: lax.scan(lambda c, x: (c * x, -x), jnp.float32(1), xs)[1])(jnp.ones(2))
     >>> recorded = record_program(program, Sizes(), None)
     >>> [(line.step.name, line.turns) for line in recorded.lines]
-    [('sin', (0,)), ('add', (0,)), ('sin', (1,)), ('add', (1,))]
-    >>> jax.core.eval_jaxpr(recorded.program.jaxpr, recorded.program.consts, jnp.ones(2))[1].tolist()
-    [1, 1, 1, 1]
+    [('mul', (0,)), ('neg', (0,)), ('mul', (1,)), ('neg', (1,))]
+    >>> len(recorded.program.out_avals), recorded.program.out_avals[1].shape
+    (2, (4,))
     """
     key = recorder, context, tuple(arguments), tuple(results)
     found = _RECORDED.setdefault(program, {})
@@ -339,7 +338,10 @@ def _count_extra(inner: Recorded, eqn: JaxprEqn) -> int:
 
 def _has_several_tests(eqn: JaxprEqn) -> bool:
     """Whether an equation is a loop that `vmap` made of several, which end in different turns."""
-    return eqn.primitive.name == "while" and bool(body_of(eqn.params["cond_jaxpr"]).outvars[0].aval.shape)
+    if eqn.primitive.name != "while":
+        return False
+    test: Any = body_of(eqn.params["cond_jaxpr"]).outvars[0].aval
+    return bool(test.shape)
 
 
 def _replace(program: Program, invars: Sequence[Atom], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> Program:
@@ -352,8 +354,8 @@ def _replace(program: Program, invars: Sequence[Atom], eqns: Sequence[JaxprEqn],
 
 def _extend_structure(structure: Any, count: int) -> Any:
     """The structure of the results of a scan with so many more ys, as JAX describes it from 0.11 on."""
-    made = jax.make_jaxpr(lambda xs: lax.scan(lambda carry, x: (carry, [-y for y in x]), (), xs))([jnp.zeros(1)] * count)
-    pattern = made.eqns[-1].params["ft_out"]
+    traced = jax.make_jaxpr(lambda xs: lax.scan(lambda carry, x: (carry, [-y for y in x]), (), xs))
+    pattern = traced([jnp.zeros(1)] * count).eqns[-1].params["ft_out"]
     pair = type(pattern)
     carry, ys = structure.unpack()
     return pair(carry, pair(ys, pattern.unpack()[1]))

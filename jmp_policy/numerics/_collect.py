@@ -107,7 +107,8 @@ def collect(
         opened, args, kwargs = open_partials(fun, args, kwargs)
         watched = register.watch(opened)
         run = _Run(request, register, step, _find_signature(opened))
-        out = run_lifted(lambda *call: run.trace_and_run(*call, is_lifted=call[0] is not watched), watched, args, kwargs)
+        pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
+        out = run_lifted(pure, watched, args, kwargs)
         assert run.stats is not None
         return out, run.stats
 
@@ -197,7 +198,7 @@ class _Run:
 
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
         """Runs the new program on some steps, and on the others the old one."""
-        is_observed = jnp.asarray(self._step) % self._request.every == 0
+        is_observed = jnp.asarray(self._step) % (self._request.every or 1) == 0
         try:
             return lax.cond(
                 is_observed,

@@ -36,7 +36,7 @@ class Request:
 
 
 def make_request(
-    formats: Sequence[str], where: str | Sequence[str], of: str | Sequence[str], histogram: bool, loops: str, every: Any
+    formats: Any, where: str | Sequence[str], of: str | Sequence[str], histogram: bool, loops: str, every: Any
 ) -> Request:
     """Reads the arguments of `collect`.
 
@@ -44,7 +44,7 @@ def make_request(
       TypeError: something that is a string is none.
       ValueError: a name or a number is none that `collect` knows.
     """
-    names = [] if isinstance(formats, str) and not formats else _list_entries("formats", formats, least=0)
+    names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
     meter = Meter(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
     return Request(meter, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
 
@@ -54,8 +54,8 @@ def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
     if every is None:
         return None, args
     step = args[0] if args else None
-    is_integer = isinstance(step, int) or (is_array(step) and jnp.issubdtype(step.dtype, jnp.integer) and not step.shape)
-    if isinstance(step, bool) or not is_integer:
+    is_integer = is_array(step) and jnp.issubdtype(step.dtype, jnp.integer) and not step.shape
+    if isinstance(step, bool) or not (isinstance(step, int) or is_integer):
         raise TypeError(
             f"With every={every}, the first argument is the number of the step, an integer, not {describe(step)}. "
             "For example: collect(train_step, every=100)(step, state, batch)."
@@ -67,7 +67,8 @@ def check_function(fun: Any) -> None:
     adapter = find_adapter(fun)
     if adapter is None and callable(fun) and not isinstance(fun, type):
         return
-    example = "collect(train_step)(state, batch)" if adapter is None else adapter.audit_example.replace("audit", "collect")
+    audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
+    example = audited.replace("audit", "collect")
     raise TypeError(f"collect takes a function, got {describe(fun)}. For example: {example}.")
 
 
@@ -75,7 +76,7 @@ def _parse_passes(of: str | Sequence[str]) -> tuple[str, ...]:
     entries = _list_entries("of", of)
     for entry in entries:
         if entry not in PASSES:
-            raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of=('forward', 'backward').")
+            raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of={_EXAMPLES['of']}.")
     return entries
 
 
@@ -91,14 +92,14 @@ def _parse_every(every: int | None) -> int | None:
     return every
 
 
-def _list_entries(name: str, entries: str | Sequence[str], *, least: int = 1) -> tuple[str, ...]:
+def _list_entries(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:
     listed = (entries,) if isinstance(entries, str) else tuple(entries)
     for entry in listed:
         if not isinstance(entry, str):
             raise TypeError(f"{name} takes strings, got {entry!r}. For example: {name}={_EXAMPLES[name]}.")
-    if len(listed) < least:
+    if not listed:
         raise ValueError(f"{name} is empty, so that nothing would be measured. For example: {name}={_EXAMPLES[name]}.")
     return listed
 
 
-_EXAMPLES = {"formats": "('float16', 'float8_e4m3fn')", "where": "('matmuls', 'blocks/.*')", "of": "('forward', 'backward')"}
+_EXAMPLES = {"where": "('matmuls', 'blocks/.*')", "of": "('forward', 'backward')"}
