@@ -13,7 +13,10 @@ path starts there."""
 AUTOCAST = "jmp_autocast"
 """The scope of what autocast decided, which tells it from what an author wrote; no part of a path."""
 
-_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST))
+RECORD = "jmp_record"
+"""The scope of what a recorder measures, which is no part of the user's program."""
+
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD))
 
 
 class Modules(NamedTuple):
