@@ -220,6 +220,18 @@ def test_pickles_and_flax_bring_stats_back():
     assert stats.rows() == unpickled.rows() == restored.rows()
 
 
+@pytest.mark.filterwarnings("default")  # those of orbax
+def test_orbax_brings_stats_back(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    stats = make_stats(draw_tensors(0))
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"stats": stats})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", {"stats": stats.empty()})["stats"]
+    assert restored.layout is LAYOUT
+    assert restored.rows() == stats.rows()
+
+
 def test_flax_refuses_stats_of_other_rows():
     saved = serialization.to_bytes(make_stats(draw_tensors(0)))
     with pytest.raises(ValueError, match=r"The target is <Stats: 1 row, float16, .*what was saved has .*\(4, 2, 77\)"):
