@@ -295,7 +295,9 @@ def test_json_is_strict_and_comes_back():
     assert plain == stats.to_dict()
     assert plain["rows"][0]["turn"] == [1, 2]
     assert plain["rows"][1]["min_nonzero"] is None
-    assert tuple(map(Row.from_dict, plain["rows"])) == stats.rows()
+    restored = tuple(map(Row.from_dict, plain["rows"]))
+    assert restored == stats.rows()
+    assert (restored[0].turn, restored[0].shape) == ((1, 2), SHAPE)
 
 
 def test_scalars_are_finite_floats_with_unique_names():
