@@ -69,7 +69,7 @@ class Stats(Report):
         mine, theirs = self.record, other.record
         if mine.exponents.shape != theirs.exponents.shape:
             mine, theirs = _fold_batch(mine), _fold_batch(theirs)
-        return Stats(merge(mine, theirs), self.layout)
+        return Stats(_merge(mine, theirs), self.layout)
 
     def empty(self) -> "Stats":
         """The same rows, never measured: what a `scan` that merges starts from, and a branch that skips returns.
@@ -214,10 +214,10 @@ class Stats(Report):
         return all(isinstance(leaf, arrays) and not isinstance(leaf, Tracer) for leaf in self.record)
 
     def _take(self, indices: list[int]) -> "Stats":
-        """Some of the rows."""
+        """Some of the rows; outside of jit they come to the host, where choosing compiles nothing."""
         start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
         where = slice(start, stop) if indices == list(range(start, stop)) else np.array(indices, np.int32)
-        counts, extremes, exponents, sums = self.record
+        counts, extremes, exponents, sums = jax.device_get(tuple(self.record)) if self._has_numbers() else self.record
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
         )
@@ -236,6 +236,10 @@ class Stats(Report):
     def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
         """Stats of any four leaves."""
         return cls(Record(*leaves), layout)
+
+
+# Outside of jit this is one program in place of fifty; inside it leaves no trace.
+_merge, _fold = (jax.jit(function, inline=True) for function in (merge, fold))
 
 
 def register_with_flax() -> None:
@@ -267,4 +271,4 @@ def _fold_batch(record: Record) -> Record:
     axes = record.exponents.ndim - 1
     batch = math.prod(record.exponents.shape[:-1])
     flat = Record(*(leaf.reshape(batch, *leaf.shape[axes:]) for leaf in record))
-    return fold(flat) if axes else record
+    return _fold(flat) if axes else record
