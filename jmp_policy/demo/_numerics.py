@@ -32,8 +32,7 @@ def write_numerics(folder: RunFolder) -> None:
     (folder.path / PAGE).write_text(draw_document(stats, "numerics of a run", note), encoding="utf-8")
     gradients = stats.select(lambda site: site.direction in ("backward", "result"))
     figures = {"exponents": gradients.plot(), "amax": history.plot_amax()}
-    rows = stats.rows()
-    losing = [name for name in rows[0].formats if any(row.formats[name].underflow for row in rows)]
+    losing = [name for name in stats.layout.meter.formats if any(row.formats[name].underflow for row in stats)]
     figures |= {f"underflow-{name}": history.plot_underflow(name) for name in losing}
     for name, figure in figures.items():
         figure.savefig(folder.path / f"numerics-{name}.png", dpi=120)
