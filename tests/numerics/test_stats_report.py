@@ -153,6 +153,11 @@ def test_a_page_leaves_out_columns_without_a_cell():
     assert ">turn</th>" not in fine
 
 
+def test_a_page_sorts_by_rank_with_the_worst_on_top():
+    page = make_stats(list(map(make_site, "ab")), [LOSSES["fine"], LOSSES["worse"]])._repr_html_()
+    assert re.findall(r'data-value="(-[12].0)">([12])<', page) == [("-1.0", "1"), ("-2.0", "2")]
+
+
 def test_a_page_draws_exponents_and_sorts_by_the_commonest():
     page = make_stats([make_site("a")], [fill(0.25, 4.0)])._repr_html_()
     assert 'data-value="47.0" title="exponents from 2^-47 to 2^17; most numbers are near 2^0"' in page
