@@ -74,6 +74,12 @@ def test_turns_of_a_loop_share_a_line_that_shows_the_worst():
     assert note in str(make_stats(sites, tensors))
 
 
+def test_two_operations_of_a_loop_have_a_line_each():
+    sites = [make_site("a", turn=turn) for turn in (0, 1, 0, 1)]
+    stats = make_stats(sites, [LOSSES[name] for name in ("smaller", "fine", "fine", "tiny")])
+    assert [cells[4:7] for cells in read_table(stats)] == [["0", "of", "2"], ["1", "of", "2"]]
+
+
 def test_nested_turns_are_both_shown():
     sites = [make_site("a", turn=(outer, inner)) for outer in range(2) for inner in range(2)]
     [cells] = read_table(make_stats(sites, [LOSSES[name] for name in ("fine", "fine", "tiny", "fine")]))
