@@ -86,9 +86,10 @@ def make_table(lines: Sequence[Line], formats: Sequence[str], width: int) -> Tab
 
 def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
     """The notes below the table of a terminal."""
-    signs = ["↑ overflows, ↓ becomes zero"] if not all(map(is_integer, formats)) else []
+    signs = [] if all(map(is_integer, formats)) else ["↑ overflows, ↓ becomes zero"]
     signs += ["± relative error"] if any(map(is_integer, formats)) else []
-    notes = [f"{', '.join(signs)}; worst first"] if lines and signs else []
+    legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"
+    notes = [legend] if lines else []
     if len(lines) > MOST_LINES:
         notes.append(f"{len(lines) - MOST_LINES} lines of less loss are left out: `.rows()` has them.")
     return [*notes, *describe_loops(lines), *describe_unmeasured(rows)]

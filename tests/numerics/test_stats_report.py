@@ -128,6 +128,12 @@ def test_dtypes_are_shown_where_they_differ():
     assert "dtype" not in str(both["a"])
 
 
+def test_statistics_without_formats_are_in_the_order_of_the_program():
+    stats = make_stats(list(map(make_site, "abc")), [LOSSES[name] for name in ("huge", "fine", "bad")], formats=())
+    assert [cells[0] for cells in read_table(stats)] == ["c", "a", "b"]
+    assert str(stats).endswith("\n\nnan and infinities first; no format was asked for")
+
+
 def test_an_empty_program_says_so():
     layout = Layout([], make_layout().meter)
     assert str(Stats(layout.meter.empty(0), layout)) == (
