@@ -102,13 +102,12 @@ def collect(
     >>> def loss(weights, x):
     ...     with jax.named_scope("head"):
     ...         return jnp.mean(x @ weights["head"])
-    >>> observed = jax.jit(jmp.numerics.collect(jax.grad(loss), of=("forward", "backward", "results")))
-    >>> grads, stats = observed({"head": jnp.ones((3, 64))}, jnp.full((8, 3), 1e-6))
+    >>> observed = jax.jit(jmp.numerics.collect(jax.value_and_grad(loss), of=("forward", "backward")))
+    >>> (_, grads), stats = observed({"head": jnp.ones((3, 64))}, jnp.full((8, 3), 1e-6))
     >>> for row in stats:
     ...     print(row.direction, row.path, row.count, row.formats["float16"].underflow)
     forward head 512 0.0
     backward head 192 1.0
-    result result/head 192 1.0
     """
     check_function(fun)
     request, register = make_request(formats, where, of, histogram, loops, every), Register()
