@@ -66,7 +66,7 @@ class Row:
       times: how often it was measured.
       amax: the largest finite magnitude.
       min_nonzero: the smallest magnitude that is not zero, of finite numbers; `None` where there is none.
-      rms: the root of the mean square of the finite numbers.
+      rms: the root of the mean square of the finite numbers. In it and in errors, subnormal numbers of `dtype` are 0.
       zeros: the share of zeros.
       nans: how many numbers are nan.
       infs: how many are infinite.
