@@ -42,21 +42,21 @@ class Line(NamedTuple):
 class Recorder(abc.ABC):
     """Says which values of a program are measured, and what of them.
 
-    What it measures is a record: a tree of arrays, whose first axis has a row for each value. Records form a monoid:
-    `merge` is associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that
-    they are in.
+    A record is a tree of arrays, whose first axis has a row for each value. Records form a monoid: `merge` is
+    associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that they are in.
 
     >>> import jax.numpy as jnp
     >>> class Maxima(Recorder):  # the largest number of each result of a matmul
     ...     def enter(self, outer, eqn): return None
     ...     def choose(self, eqn, context): return [0] if eqn.primitive.name == "dot_general" else []
     ...     def splits(self, turns): return False
-    ...     def measure(self, value): return jnp.max(value, keepdims=True).reshape(1)
+    ...     def measure(self, value): return jnp.max(value)
+    ...     def gather(self, measured): return jnp.stack(measured)
     ...     def join(self, records): return jnp.concatenate(records)
     ...     def merge(self, one, other): return jnp.maximum(one, other)
     ...     def fold(self, record): return jnp.max(record, axis=0)
     ...     def empty(self, rows): return jnp.full(rows, -jnp.inf)
-    >>> Maxima().join([Maxima().measure(jnp.ones(2)), Maxima().empty(1)]).tolist()
+    >>> Maxima().join([Maxima().gather([Maxima().measure(jnp.ones(2))]), Maxima().empty(1)]).tolist()
     [1.0, -inf]
     """
 
@@ -74,7 +74,14 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def measure(self, value: Any) -> PyTree:
-        """The record of one value, in one row."""
+        """What is measured of one value where it is made: a tree of arrays, whose shapes are the same for all values."""
+
+    @abc.abstractmethod
+    def gather(self, measured: Sequence[PyTree]) -> PyTree:
+        """The record of what was measured of several values, a row for each.
+
+        This is done once for all values of a body, so that what it does is compiled once.
+        """
 
     @abc.abstractmethod
     def join(self, records: Sequence[PyTree]) -> PyTree:

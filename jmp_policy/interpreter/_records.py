@@ -70,7 +70,8 @@ def record_program(
     ...     def enter(self, outer, eqn): return None
     ...     def choose(self, eqn, context): return range(len(eqn.outvars))
     ...     def splits(self, turns): return turns < 3
-    ...     def measure(self, value): return jnp.array([value.size])
+    ...     def measure(self, value): return jnp.array(value.size)
+    ...     def gather(self, measured): return jnp.stack(measured)
     ...     def join(self, records): return jnp.concatenate(records)
     ...     def merge(self, one, other): return one + other
     ...     def fold(self, record): return jnp.sum(record, axis=0)
@@ -96,6 +97,7 @@ class _Copy:
         self._recorder, self._context = recorder, context
         self._equations: list[JaxprEqn] = []
         self._records: list[list[Atom]] = []
+        self._measured: list[list[Atom]] = []
         self._lines: list[Line] = []
 
     def copy(
@@ -127,6 +129,7 @@ class _Copy:
             else:  # the compiler drops it, and measuring it would make it run
                 self._equations.append(eqn)
         self._measure([old.outvars[i] for i in results])
+        self._gather()
         if not (self._records or before or after):
             return Recorded(program, ())
         record = self._join(before, after)
@@ -252,6 +255,7 @@ class _Copy:
         record: list[Atom] = [Var(_change_shape(atom.aval, axis, devices)) for atom in made]
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
+        self._gather()
         self._records.append(self._call(fold, [record]) if fold else record)
         self._lines += lines
 
@@ -259,7 +263,13 @@ class _Copy:
         return [line.move_out(eqn, body_of(body), turn) for line in inner.lines]
 
     def _measure(self, atoms: Sequence[Atom]) -> None:
-        self._records += [self._call("measure", [[atom]]) for atom in atoms]
+        self._measured += [self._call("measure", [[atom]]) for atom in atoms]
+
+    def _gather(self) -> None:
+        """Makes one record of what was measured since the last one."""
+        if self._measured:
+            self._records.append(self._call("gather", self._measured))
+            self._measured = []
 
     def _join(self, before: int, after: int) -> list[Atom]:
         """The rows of a body in one record."""
@@ -308,10 +318,10 @@ def _make_function(recorder: Recorder, name: str, statics: tuple[int, ...]) -> C
                 return [leaf.reshape(-1, *leaf.shape[2:]) for leaf in operands[0]]
             if name == "add_axis":
                 return [leaf[None] for leaf in operands[0]]
-            structure = jax.tree.structure(jax.eval_shape(lambda: recorder.empty(1)))
-            records = [jax.tree.unflatten(structure, operand) for operand in operands]
-            if name == "join":
-                return jax.tree.leaves(recorder.join(records))
+            example = recorder.measure(jnp.float32(0)) if name == "gather" else recorder.empty(1)
+            records = [jax.tree.unflatten(jax.tree.structure(example), operand) for operand in operands]
+            if name in ("gather", "join"):
+                return jax.tree.leaves(getattr(recorder, name)(records))
             return jax.tree.leaves(getattr(recorder, name)(*records, *statics))
 
     record.__name__ = f"{RECORD}_{name}"

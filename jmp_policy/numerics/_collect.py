@@ -146,6 +146,9 @@ class _StatsRecorder(Recorder):
     def measure(self, value: Any) -> Record:
         return self.meter.measure(value)
 
+    def gather(self, measured: Sequence[Record]) -> Record:
+        return join(measured)
+
     def join(self, records: Sequence[Record]) -> Record:
         return join(records)
 

@@ -43,7 +43,10 @@ class Magnitudes(Recorder):
 
     def measure(self, value):
         magnitude = jnp.sum(jnp.minimum(jnp.abs(lax.stop_gradient(value).astype(jnp.float32)), LARGEST))
-        return {"times": jnp.ones(1, jnp.int32), "sum": magnitude[None]}
+        return {"times": jnp.int32(1), "sum": magnitude}
+
+    def gather(self, measured):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *measured)
 
     def join(self, records):
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *records)
