@@ -131,6 +131,16 @@ def bits_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, np.int64 if x.dtype.itemsize == 8 else np.int32)
 
 
+def float_dtype(bits: jax.Array) -> np.dtype:
+    """The floats that integers are the bits of."""
+    return np.dtype(np.float64 if bits.dtype.itemsize == 8 else np.float32)
+
+
+def bits_like(values: Sequence[float], dtype: np.dtype) -> np.ndarray:
+    """The bits of numbers in float32 or float64, as integers."""
+    return np.array(values, dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)
+
+
 def exponent_bias(dtype: np.dtype) -> int:
     """What is added to an exponent in the bits of float32 or float64."""
     return 1023 if dtype.itemsize == 8 else 127
