@@ -1,17 +1,15 @@
 """What `autocast` makes of a function."""
 
-import contextlib
 import functools
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._adapter import Adapter, find_adapter, find_lifting_adapter, is_flax_object
+from .._adapter import Adapter, find_adapter, is_flax_object
 from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
 from .._dtypes import did_you_mean
@@ -21,7 +19,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._signatures import PolicySpec
 from .._trees import Args, Kwargs, PyTree
-from ..interpreter import Kind, Rewriter, float_dtype, run, trace
+from ..interpreter import Kind, Rewriter, explain_writes, float_dtype, open_partials, run, run_lifted, trace
 from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule
 from ._marks import Colour, Mark
@@ -100,18 +98,10 @@ class _Autocast:
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
             # What the function may write to has to be among its arguments.
-            fun, args, kwargs = _open_partials(self._fun, args, kwargs)
+            fun, args, kwargs = open_partials(self._fun, args, kwargs)
             policy = resolve_policy(root_policy(self._policy), (args, kwargs))
-            adapter = find_lifting_adapter((args, kwargs))
-            traceable = self._make_traceable(fun, policy)
-            if adapter is None:
-                return self._trace_and_run(policy, traceable, args, kwargs)
-
-            # Objects of nnx are written to outside of the trace, when it is over.
-            def run_lifted(pure: Callable[..., Any], state: PyTree) -> Any:
-                return self._trace_and_run(policy, pure, (state,), {})
-
-            return adapter.lift(run_lifted, traceable, args, kwargs)
+            trace_and_run = functools.partial(self._trace_and_run, policy)
+            return run_lifted(trace_and_run, self._make_traceable(fun, policy), args, kwargs)
 
         return call_autocast
 
@@ -119,7 +109,7 @@ class _Autocast:
         """Makes the function that is traced: its result is checked and cast, and its modules are entered."""
 
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
-            with matmul_precision(policy), _explain_writes():
+            with matmul_precision(policy), explain_writes():
                 out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
             return out
@@ -155,32 +145,6 @@ class _Autocast:
 
     def __reduce__(self) -> tuple:  # what it remembers is of this process
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules)
-
-
-def _open_partials(fun: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Args, Kwargs]:
-    """Returns a function, and what a partial or a method of a Flax object holds among its arguments.
-
-    The function may write to them, and so they have to come in as arguments.
-    """
-    if isinstance(fun, functools.partial):
-        return _open_partials(fun.func, (*fun.args, *args), {**fun.keywords, **kwargs})
-    if isinstance(fun, types.MethodType) and is_flax_object(fun.__self__):
-        return fun.__func__, (fun.__self__, *args), kwargs
-    return fun, args, kwargs
-
-
-@contextlib.contextmanager
-def _explain_writes() -> Iterator[None]:
-    """Adds to the error of nnx about a module that is closed over, which speaks of trace levels, what to do."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "TraceContextError":
-            error.add_note(
-                "autocast traces the function: pass an object that it writes to as an argument. "
-                "For example: autocast(lambda model, x: model(x), 'mixed_bfloat16')(model, x)."
-            )
-        raise
 
 
 def _check_result(fun: Callable[..., Any], out: PyTree) -> None:

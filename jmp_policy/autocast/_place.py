@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._full_precision import FULL_PRECISION
 from ..interpreter import walk
-from ..interpreter._module_paths import AUTOCAST
+from ..interpreter._module_paths import AUTOCAST, RECORD
 from ..interpreter._program import is_backward
 from ._dataflow import NONE, find_logarithmic_results, find_steep_results
 from ._scopes import Scope, Scopes
@@ -59,7 +59,8 @@ class EquationPlace(NamedTuple):
 _REGION = Function(FULL_PRECISION, "full")
 _NESTED = Function(AUTOCAST, "traced")
 _DECIDED = (_REGION, _NESTED)
-"""What an author decided for a region, and what another `autocast` did inside of the function: no rule is above it."""
+"""What an author decided for a region, and what another `autocast` or a recorder did inside of the function: no rule is
+above it."""
 
 
 class PlaceFinder:
@@ -90,7 +91,7 @@ class PlaceFinder:
         backward = outer.backward or is_backward(stack)
         # The outermost function of the tables decides, and what an author wrote around it is above that.
         function = outer.function
-        if AUTOCAST in stack:
+        if AUTOCAST in stack or RECORD in stack:
             function = _NESTED
         elif FULL_PRECISION in stack:
             function = _REGION

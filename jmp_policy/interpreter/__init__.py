@@ -1,6 +1,7 @@
 """Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
 
-from ._evaluate import Traced as Traced, run as run, trace as trace
+from ._evaluate import Traced as Traced, evaluate as evaluate, run as run, trace as trace
+from ._lifted import explain_writes as explain_writes, open_partials as open_partials, run_lifted as run_lifted
 from ._program import (
     Inside as Inside,
     bodies_of as bodies_of,
@@ -9,6 +10,8 @@ from ._program import (
     multiplies_only as multiplies_only,
     name_stack as name_stack,
 )
+from ._recorder import Line as Line, Recorder as Recorder, is_recorded as is_recorded
+from ._records import Recorded as Recorded, record_program as record_program
 from ._rewriter import Rewriter as Rewriter
 from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
 from ._walk import Step as Step, walk as walk

@@ -13,7 +13,10 @@ path starts there."""
 AUTOCAST = "jmp_autocast"
 """The scope of what autocast decided, which tells it from what an author wrote; no part of a path."""
 
-_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST))
+RECORD = "jmp_record"
+"""The scope of what a recorder measures, which is no part of the user's program."""
+
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD))
 
 
 class Modules(NamedTuple):
@@ -82,5 +85,9 @@ class ModulePaths:
 
 
 def _list_names(stack: str) -> list[str]:
-    """The scopes in a name stack, without what transformations put around them: `transpose(jvp(a))/b` is `a/b`."""
-    return [name for name in strip_transformations(stack).split("/") if name not in _NO_SCOPES]
+    """The scopes in a name stack, without what transformations put around them: `transpose(jvp(a))/b` is `a/b`.
+
+    The subscripts of `jnp.einsum`, which opens a scope of that name, are no module's name.
+    """
+    names = strip_transformations(stack).split("/")
+    return [name for name in names if name not in _NO_SCOPES and "->" not in name]

@@ -56,7 +56,7 @@ def walk(
     >>> [step.name for step in walk(program.jaxpr)]
     ['link', 'sin', 'mul', 'link']
     """
-    for eqn in _list_live(program) if live_only else program.eqns:
+    for eqn in list_live(program) if live_only else program.eqns:
         stack = name_stack(eqn)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
         bodies = bodies_of(eqn)
@@ -77,7 +77,7 @@ def walk(
             yield Step("link", sources, [var], eqn, here, around, trips)
 
 
-def _list_live(program: Jaxpr) -> list[JaxprEqn]:
+def list_live(program: Jaxpr) -> list[JaxprEqn]:
     """The equations that have effects, or results that lead to one that the program returns."""
     used = set(list_variables(program.outvars))
     found = []

@@ -3,11 +3,14 @@
 - `audit` traces a function, and returns an `AuditReport`.
 - An `AuditRow` is the operations of one kind, a `Matmul` the products of one line.
 - A `Finding` is what is likely to lose numbers or time; `FINDINGS` says what each kind of them means.
+- `collect` makes a function return, beside its results, what its tensors look like: a `Stats`.
 - `Stats` holds what tensors looked like at run time, and what formats would do to them; a `Row` is one tensor, and
-  `FormatShares` what one format would do to it.
+  `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
 """
 
 from ._audit import audit as audit
+from ._collect import collect as collect
+from ._history import StatsHistory as StatsHistory
 from ._report import (
     FINDINGS as FINDINGS,
     AuditReport as AuditReport,

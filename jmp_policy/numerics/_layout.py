@@ -2,12 +2,27 @@
 
 import dataclasses
 import itertools
+import typing
 import weakref
 from typing import Literal
 
+from .._dtypes import did_you_mean
 from ._measure import Meter
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
+
+DIRECTIONS: tuple[Direction, ...] = typing.get_args(Direction)
+
+
+def check_direction(direction: str | None) -> None:
+    """Accepts what a row may have as its direction, and `None`.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if direction is not None and direction not in DIRECTIONS:
+        remedy = did_you_mean(direction, DIRECTIONS)
+        raise ValueError(f"Unknown direction {direction!r}. {remedy} For example: direction='backward'.")
 
 
 @dataclasses.dataclass(frozen=True)

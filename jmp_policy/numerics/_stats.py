@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,15 @@ from jax.core import Tracer
 from .._dtypes import did_you_mean
 from .._paths import list_paths_to
 from ..report import Report, Table, draw_html_note
-from ._layout import Layout
+from ._layout import Layout, Site
 from ._measure import FIRST_EXPONENT, Record, fold, merge
 from ._row import Row, read_rows
 from ._stats_page import draw_page, list_cells
+from ._stats_plot import plot_exponents
 from ._stats_report import list_lines, list_notes, make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -34,6 +38,15 @@ class Stats(Report):
     Attributes:
       record: the arrays; leading axes, as of `vmap` or `scan`, are merged where rows are read.
       layout: what the rows are of.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> observe = jmp.numerics.collect(lambda x: x @ x, formats=["float16"], of="forward")
+    >>> _, stats = observe(jnp.array([[2.0**-15, 0.0], [0.0, 1.0]]))
+    >>> stats
+    <Stats: 1 row, float16; print it for the table>
+    >>> (row,) = stats.merge(stats)
+    >>> row.count, row.times, row.amax, row.zeros, row.formats["float16"].underflow
+    (8, 2, 1.0, 0.5, 0.25)
     """
 
     record: Record
@@ -65,7 +78,7 @@ class Stats(Report):
         mine, theirs = self.record, other.record
         if mine.exponents.shape != theirs.exponents.shape:
             mine, theirs = _fold_batch(mine), _fold_batch(theirs)
-        return Stats(merge(mine, theirs), self.layout)
+        return Stats(_merge(mine, theirs), self.layout)
 
     def empty(self) -> "Stats":
         """The same rows, never measured: what a `scan` that merges starts from, and a branch that skips returns.
@@ -106,6 +119,15 @@ class Stats(Report):
             hint = did_you_mean(path, known) if known else "There is none."
             raise KeyError(f"No row at {path!r} or inside it. {hint}")
         return self._take(indices)
+
+    def select(self, keep: Callable[[Site], bool]) -> "Stats":
+        """Some of the rows, as Stats: those whose site a function accepts.
+
+        Args:
+          keep: of the static part of a row, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`,
+            `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+        """
+        return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows())
@@ -148,6 +170,28 @@ class Stats(Report):
             for key, value in row.list_scalars()
         }
 
+    def plot(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
+        """Draws how the numbers of all rows spread over exponents, and below the ranges of formats.
+
+        Each pass has a histogram of its own, arguments and results too. The dark part of a range are normal numbers,
+        the light part subnormal ones; beside it stands what the format would lose. `stats["blocks/0"].plot()` draws
+        the rows of a module, and `stats.select(...).plot()` any.
+
+        Args:
+          formats: whose ranges to draw; `None` for those that were measured. Integers have no range of their own.
+          direction: the pass to draw, `"backward"` for gradients; `None` for each.
+
+        Returns:
+          A `matplotlib.figure.Figure`, which notebooks show and `figure.savefig("exponents.png")` writes.
+
+        Raises:
+          ValueError: a format or direction is unknown, or there are no histograms.
+          ImportError: matplotlib is not installed.
+
+        Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+        """
+        return plot_exponents(self.rows(), self.layout.meter.formats if formats is None else formats, direction)
+
     def __repr__(self) -> str:
         counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
         return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
@@ -179,10 +223,10 @@ class Stats(Report):
         return all(isinstance(leaf, arrays) and not isinstance(leaf, Tracer) for leaf in self.record)
 
     def _take(self, indices: list[int]) -> "Stats":
-        """Some of the rows."""
-        is_run = indices == list(range(indices[0], indices[-1] + 1))
-        where = slice(indices[0], indices[-1] + 1) if is_run else np.array(indices, np.int32)
-        counts, extremes, exponents, sums = self.record
+        """Some of the rows; outside of jit they come to the host, where choosing compiles nothing."""
+        start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        where = slice(start, stop) if indices == list(range(start, stop)) else np.array(indices, np.int32)
+        counts, extremes, exponents, sums = jax.device_get(tuple(self.record)) if self._has_numbers() else self.record
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
         )
@@ -201,6 +245,10 @@ class Stats(Report):
     def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
         """Stats of any four leaves."""
         return cls(Record(*leaves), layout)
+
+
+# Outside of jit this is one program in place of fifty; inside it leaves no trace.
+_merge, _fold = (jax.jit(function, inline=True) for function in (merge, fold))
 
 
 def register_with_flax() -> None:
@@ -232,4 +280,4 @@ def _fold_batch(record: Record) -> Record:
     axes = record.exponents.ndim - 1
     batch = math.prod(record.exponents.shape[:-1])
     flat = Record(*(leaf.reshape(batch, *leaf.shape[axes:]) for leaf in record))
-    return fold(flat) if axes else record
+    return _fold(flat) if axes else record

@@ -5,6 +5,9 @@ from ._chart import (
     Bars as Bars,
     Panel as Panel,
 )
+from ._exponents import ExponentChart as ExponentChart, FormatRange as FormatRange, Histogram as Histogram
+from ._figure import make_figure as make_figure, make_note as make_note
+from ._heat_map import HeatMap as HeatMap, HeatPanel as HeatPanel
 from ._palette import (
     BEFORE as BEFORE,
     FORMAT_STYLES as FORMAT_STYLES,
@@ -14,8 +17,9 @@ from ._palette import (
     UNSCALED as UNSCALED,
     Style as Style,
     find_style as find_style,
+    list_styles as list_styles,
 )
-from ._report import Report as Report, find_row as find_row
+from ._report import Report as Report, draw_document as draw_document, find_row as find_row
 from ._sortable import Cell as Cell, draw_sortable_table as draw_sortable_table
 from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note
 from ._terminal import has_columns as has_columns, is_fitting as is_fitting

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ._figure import make_figure
 from ._palette import REFERENCE_LINE
 
 if TYPE_CHECKING:
@@ -82,20 +83,15 @@ class BarChart:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.lines import Line2D
-            from matplotlib.patches import Patch
-        except ImportError as error:
-            raise ImportError("A plot needs matplotlib, which is not installed: pip install matplotlib") from error
-
         width = _PANEL_WIDTH * len(self.panels) + _CHARACTER_WIDTH * max(map(len, self.names), default=0)
         height = _OTHER_HEIGHT + _ROW_HEIGHT * len(self.names)
-        # The figure itself, not pyplot: no display is looked for, and no global state is left behind.
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = make_figure(width, height)
         all_axes = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
         for axes, panel in zip(all_axes, self.panels, strict=True):
             _draw_panel(axes, panel)
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
         first = all_axes[0]
         first.set_yticks(range(len(self.names)), self.names, fontsize=_NAME_SIZE)
         first.set_ylim(len(self.names) - 0.4, -0.6)

@@ -1,7 +1,9 @@
 """One look for each number format, in every plot: a color, a dash and a width."""
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .._grammar import parse_policy
@@ -42,6 +44,7 @@ FORMAT_STYLES = {
     "float16": Style("#0072B2", (0, (4, 2)), 1.7),
     UNSCALED: Style("#D55E00", (0, (5, 1.5, 1, 1.5)), 1.5),
     "float8": Style("#AA3377", (0, (2, 1)), 2.2),
+    "float8_e5m2": Style("#40004B", (0, (8, 2, 2, 2)), 2.6),
     "int8": Style("#009E73", (0, (6, 3)), 1.9),
     "int4": Style("#56B4E9", (0, (1, 1)), 1.6),
 }
@@ -62,6 +65,21 @@ KEPT, BEFORE = "#8C8C8C", "#E4E4E4"
 
 REFERENCE_LINE: dict[str, Any] = {"color": "#4D4D4D", "linestyle": (0, (1, 2)), "linewidth": 1.3, "zorder": 1.9}
 """Keywords of `Axes.axhline` and `Axes.axvline` for a value to compare with, such as a baseline."""
+
+
+def list_styles(formats: Iterable[str]) -> dict[str, Style]:
+    """How formats look beside each other, by name: float8 is e4m3fn, and what has no style of its own takes another.
+
+    >>> from jmp_policy.report import FORMAT_STYLES, list_styles
+    >>> styles = list_styles(["float8_e4m3fn", "int8/64", "float8_e3m4", "float4_e2m1fn"])
+    >>> styles["float8_e4m3fn"] == FORMAT_STYLES["float8"], styles["int8/64"] == FORMAT_STYLES["int8"]
+    (True, True)
+    >>> styles["float8_e3m4"] == styles["float4_e2m1fn"]
+    False
+    """
+    others = itertools.cycle(OTHER_STYLES)
+    keys = {name: "float8" if name == "float8_e4m3fn" else _drop_options(name) for name in formats}
+    return {name: FORMAT_STYLES[key] if key in FORMAT_STYLES else next(others) for name, key in keys.items()}
 
 
 def find_style(format: str | Policy, *, is_scaled: bool = True) -> Style:

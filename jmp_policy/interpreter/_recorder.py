@@ -1,0 +1,98 @@
+"""What is recorded of a program while it runs: which values, what of each, and how records come together."""
+
+import abc
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .._trees import PyTree
+from ._module_paths import RECORD
+from ._program import name_stack
+from ._walk import Step
+
+
+class Line(NamedTuple):
+    """What one row of a record is of.
+
+    Attributes:
+      step: the equation, and what is around it.
+      result: which of its results was measured.
+      turns: the turns of the loops around it, outermost first, without the loops whose turns are one row together.
+    """
+
+    step: Step
+    result: int
+    turns: tuple[int, ...] = ()
+
+    def move_out(self, eqn: JaxprEqn, body: Jaxpr, turn: int | None = None) -> "Line":
+        """The same line, seen from the program in which an equation runs the body that it is in.
+
+        Args:
+          eqn: the equation.
+          body: its body.
+          turn: the turn of the loop, if each has rows of its own.
+        """
+        step = self.step
+        scope = "/".join(filter(None, (name_stack(eqn), step.scope)))
+        moved = step._replace(scope=scope, around=((eqn, body), *step.around))
+        return Line(moved, self.result, self.turns if turn is None else (turn, *self.turns))
+
+
+class Recorder(abc.ABC):
+    """Says which values of a program are measured, and what of them.
+
+    What it measures is a record: a tree of arrays, whose first axis has a row for each value. Records form a monoid:
+    `merge` is associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that
+    they are in.
+
+    >>> import jax.numpy as jnp
+    >>> class Maxima(Recorder):  # the largest number of each result of a matmul
+    ...     def enter(self, outer, eqn): return None
+    ...     def choose(self, eqn, context): return [0] if eqn.primitive.name == "dot_general" else []
+    ...     def splits(self, turns): return False
+    ...     def measure(self, value): return jnp.max(value, keepdims=True).reshape(1)
+    ...     def join(self, records): return jnp.concatenate(records)
+    ...     def merge(self, one, other): return jnp.maximum(one, other)
+    ...     def fold(self, record): return jnp.max(record, axis=0)
+    ...     def empty(self, rows): return jnp.full(rows, -jnp.inf)
+    >>> Maxima().join([Maxima().measure(jnp.ones(2)), Maxima().empty(1)]).tolist()
+    [1.0, -inf]
+    """
+
+    @abc.abstractmethod
+    def enter(self, outer: Any, eqn: JaxprEqn) -> Hashable:
+        """The context of an equation in a body whose equation has the context `outer`."""
+
+    @abc.abstractmethod
+    def choose(self, eqn: JaxprEqn, context: Any) -> Sequence[int]:
+        """Which results of an equation are measured. Of one that runs programs that are entered, none ever is."""
+
+    @abc.abstractmethod
+    def splits(self, turns: int) -> bool:
+        """Whether each turn of a loop of so many has rows of its own."""
+
+    @abc.abstractmethod
+    def measure(self, value: Any) -> PyTree:
+        """The record of one value, in one row."""
+
+    @abc.abstractmethod
+    def join(self, records: Sequence[PyTree]) -> PyTree:
+        """The rows of several records, one after the other."""
+
+    @abc.abstractmethod
+    def merge(self, one: PyTree, other: PyTree) -> PyTree:
+        """What two records of the same values are together, row by row."""
+
+    @abc.abstractmethod
+    def fold(self, record: PyTree) -> PyTree:
+        """Merges over a leading axis: the turns of a loop, or devices."""
+
+    @abc.abstractmethod
+    def empty(self, rows: int) -> PyTree:
+        """The record of values that were never made."""
+
+
+def is_recorded(eqn: JaxprEqn) -> bool:
+    """Whether an equation is part of what a recorder measures, and not of the user's program."""
+    return RECORD in name_stack(eqn)

@@ -1,0 +1,119 @@
+"""The arguments and results of a function: their names in its trees, and what among them is no array."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._trees import PyTree, is_array
+
+KeyPath = tuple[Any, ...]
+_ARRAY = object()
+
+
+class Results:
+    """What a function returns: the arrays of it can be computed elsewhere, and put back.
+
+    >>> results = Results()
+    >>> results.take_arrays(lambda x: {"loss": x, "name": "adam"})(jax.numpy.ones(()))
+    [Array(1., dtype=float32)]
+    >>> results.put_back([2.0]), results.list_paths()
+    ({'loss': 2.0, 'name': 'adam'}, [(DictKey(key='loss'),)])
+    """
+
+    def __init__(self) -> None:
+        self._leaves: list[tuple[KeyPath, Any]] = []
+        self._structure: Any = None
+
+    def take_arrays(self, fun: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """The same function, which returns a list of its arrays."""
+
+        def call_and_take(*args: Any, **kwargs: Any) -> list[Any]:
+            leaves, self._structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
+            self._leaves = [(path, _ARRAY if is_array(leaf) else leaf) for path, leaf in leaves]
+            return [leaf for _, leaf in leaves if is_array(leaf)]
+
+        return call_and_take
+
+    def put_back(self, arrays: Sequence[Any]) -> PyTree:
+        """What the function returned, with these arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if leaf is _ARRAY else leaf for _, leaf in self._leaves]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def list_paths(self) -> list[KeyPath]:
+        """The paths of the arrays."""
+        return [path for path, leaf in self._leaves if leaf is _ARRAY]
+
+
+def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
+    """The paths of arrays among arguments, which begin with the names of the parameters.
+
+    Args:
+      signature: of the function, where it has one.
+      arguments: the positional arguments and those by name.
+      is_lifted: whether they are one tree of arrays that stands for both, as for objects of nnx.
+
+    >>> def loss(params, *batches, scale): ...
+    >>> name_arguments(inspect.signature(loss), (({"w": 1}, 2.0, [3]), {"scale": 4}), is_lifted=False)
+    []
+    >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
+    >>> name_arguments(inspect.signature(loss), arrays, is_lifted=False)
+    ['params/w', 'batches/0', 'batches/1/0', 'scale']
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    paths = [path[2:] if is_lifted else path for path, leaf in leaves if is_array(leaf)]
+    return [_name_argument(signature, path) for path in paths]
+
+
+def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
+    """The paths of results, which begin with `"result"`; `None` for what a function wrote to its arguments.
+
+    Args:
+      paths: their paths in what was traced.
+      is_lifted: whether that stands for what a function of objects of nnx returned and wrote.
+
+    >>> paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((1, {"w": 2}))[0]]
+    >>> name_results(paths, is_lifted=False)
+    ['result/0', 'result/1/w']
+    """
+    own = [_find_own(path) if is_lifted else path for path in paths]
+    return [None if path is None else _join("result", path) for path in own]
+
+
+def _name_argument(signature: inspect.Signature | None, path: KeyPath) -> str:
+    (kind, first), rest = map(_read_key, path[:2]), path[2:]
+    if kind == "1":  # of the arguments by name
+        return _join(first, rest)
+    position = int(first)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    for i, parameter in enumerate(parameters):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return _join(f"{parameter.name}/{position - i}", rest)
+        if i == position:
+            return _join(parameter.name, rest)
+    return _join(f"argument/{position}", rest)
+
+
+def _find_own(path: KeyPath) -> KeyPath | None:
+    """The path of a result in what a function of nnx objects returned; `None` where it is no part of that.
+
+    `nnx/_lift.py` has the tree: `"out"` is what was returned, or `"graph"` all objects, of which the third are.
+    """
+    kind = _read_key(path[0])
+    if kind == "out":
+        return path[1:]
+    is_returned = kind == "graph" and len(path) > 2 and _read_key(path[2]) == "2"
+    return path[3:] if is_returned else None
+
+
+def _join(name: str, path: KeyPath) -> str:
+    keys = [_read_key(key) for key in path]
+    if keys and keys[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):  # of a Variable of nnx
+        keys.pop()
+    return "/".join([name, *keys])
+
+
+def _read_key(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
