@@ -28,7 +28,7 @@ from ._record import (
     mantissa_bits,
     merge as merge,
 )
-from ._what_if import FloatFormat, parse_format as parse_format
+from ._what_if import FloatFormat, IntegerFormat, parse_format as parse_format
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -74,7 +74,9 @@ class Meter:
         most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
         floats = [each for each in formats if isinstance(each, FloatFormat)]
         sums = add_squares(blocks, axes, most, floats)
-        integers = {i: add_integer_errors(x, most, each) for i, each in enumerate(formats) if each not in floats}
+        integers = {
+            i: add_integer_errors(x, most, each) for i, each in enumerate(formats) if isinstance(each, IntegerFormat)
+        }
         row = Record(
             _insert_counts(counts.words, integers),
             _convert_extremes(counts.extremes, self.dtype),

@@ -64,9 +64,9 @@ def fold(record: Record, axis: int = 0) -> Record:
     words = add_up_words(*_split(record.counts, -2), (axis,))
     bits = bits_of(record.extremes)
     most, least = _split(bits, -1)
-    info = np.iinfo(bits.dtype)
-    most = lax.reduce(most, bits.dtype.type(info.min), lax.max, (axis,))
-    least = lax.reduce(least, bits.dtype.type(info.max), lax.min, (axis,))
+    infinity = bits_like((np.inf,), record.extremes.dtype)[0]
+    most = lax.reduce(most, bits.dtype.type(0), lax.max, (axis,))
+    least = lax.reduce(least, infinity, lax.min, (axis,))
     exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
     sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(

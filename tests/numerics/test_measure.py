@@ -182,7 +182,7 @@ def test_float64_is_counted_exactly():
 
 
 def test_float64_needs_a_meter_of_float64():
-    with jax.enable_x64(True), pytest.raises(TypeError, match="float64 needs a meter of float64.*dtype=np.dtype"):
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"float64 needs a meter of float64.*dtype=np\.dtype"):
         METER.measure(jnp.ones(3, jnp.float64))
 
 
