@@ -50,6 +50,7 @@ def count(magnitudes: jax.Array, formats: Sequence[Format], histogram: bool) -> 
     least = lax.select(is_zero, lax.full_like(blocks, infinity), blocks)
     *words, most, least = _reduce_blocks([*words, most, least], axes)
     everything = tuple(range(most.ndim))
+    least = lax.min(least, lax.full_like(least, infinity))  # where all are nan: a start does not count for one number
     return Counts(
         _combine(words, magnitudes.size, blocks.size, formats, histogram),
         lax.reduce(most, most.dtype.type(0), lax.max, everything),
