@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ._command import UserError, make_console
-from ._user_code import check_arguments, explain_errors, load_function, make_arguments
+from ._command import make_console
+from ._user_code import load_call
 
 if TYPE_CHECKING:
     from ..numerics import AuditReport
@@ -70,17 +69,5 @@ def _audit_function(name: str, maker: str | None) -> "AuditReport":
     """
     from ..numerics import audit
 
-    fun = load_function(name)
-
-    @functools.wraps(fun)
-    def call_explained(*args: Any) -> Any:
-        with explain_errors(f"{name} raised"):
-            return fun(*args)
-
-    try:
-        audit(fun)
-    except TypeError as error:  # it is a class, or a module of Flax
-        raise UserError(f"{name}: {error}") from None
-    args = () if maker is None else make_arguments(maker)
-    check_arguments(fun, args, name, maker)
-    return audit(call_explained)(*args)
+    fun, args = load_call(name, maker, audit, verb="audit", example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")
+    return audit(fun)(*args)

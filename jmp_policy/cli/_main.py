@@ -11,9 +11,16 @@ from ._audit import add_audit
 from ._command import UserError, check_device
 from ._compare import add_compare
 from ._doctor import add_doctor
+from ._numerics import add_numerics
 from ._train import add_train
 
-COMMANDS = {"train": add_train, "compare": add_compare, "doctor": add_doctor, "audit": add_audit}
+COMMANDS = {
+    "train": add_train,
+    "compare": add_compare,
+    "doctor": add_doctor,
+    "audit": add_audit,
+    "numerics": add_numerics,
+}
 
 # What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
 _DEMO_PACKAGES = ("orbax", "matplotlib")

@@ -28,6 +28,13 @@ def add_train(commands: "Commands") -> None:
     parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
     parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
     parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")
+    parser.add_argument(
+        "--numerics",
+        type=positive_int,
+        metavar="N",
+        help="on every Nth step, and the first, measure what its tensors look like and what other formats would do to "
+        "them: numerics.jsonl, and a report and plots at the end. Training stays the same (default: never)",
+    )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out, or the last one in runs/")
     parser.set_defaults(run=_train)
 
@@ -36,7 +43,7 @@ def _train(arguments: argparse.Namespace) -> int:
     """Trains, and prints how it ended."""
     from ..demo import TrainOptions, train
 
-    names = ("api", "policy", "steps", "seed", "out", "resume")
+    names = ("api", "policy", "steps", "seed", "out", "resume", "numerics")
     options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})
     console = make_console()
     result = train(options, console)
@@ -68,5 +75,5 @@ def _print_losses(result: "TrainResult", console: "Console") -> None:
         table.add_row(name, "not finite" if math.isnan(loss) else f"{loss:.3f}")
     console.print(table, soft_wrap=False)
     verdict = "beats" if result.validation < result.bigram else "does not beat"
-    files = "summary.json, metrics.jsonl, loss.png, checkpoints/"
+    files = ", ".join(result.files)
     console.print(f"The model {verdict} the bigram baseline. {result.folder}/ holds {files}")

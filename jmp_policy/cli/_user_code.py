@@ -1,6 +1,8 @@
 """The user's functions, by name: imported and called, and what goes wrong in them said in one line."""
 
 import contextlib
+import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +13,48 @@ from .._dtypes import did_you_mean
 from ._command import UserError
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def load_call(
+    name: str, maker: str | None, look: Callable[[Callable[..., Any]], Any], *, verb: str, example: str
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of the user's, and the arguments that it is called with.
+
+    Args:
+      name: the function.
+      maker: the function that returns its arguments; `None` if it takes none.
+      look: what is made of the function, and refuses a class or a module of Flax.
+      verb: what the command does to the function, for errors.
+      example: how an argument is made, for errors.
+
+    Returns:
+      The function, whose errors are errors of the user; and a tuple of arguments.
+
+    Raises:
+      UserError: there is no such function, it takes other arguments, or the user's code raises.
+    """
+    fun = load_function(name)
+
+    @functools.wraps(fun)
+    def call_explained(*args: Any) -> Any:
+        with explain_errors(f"{name} raised"):
+            return fun(*args)
+
+    try:
+        look(fun)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from None
+    args = () if maker is None else make_arguments(maker)
+    check_arguments(fun, args, name, maker, _Words(verb, example))
+    return call_explained, args
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """What errors say: what the command does to a function, and how an argument of it is made."""
+
+    verb: str
+    example: str
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -48,7 +92,7 @@ def make_arguments(name: str) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def check_arguments(fun: Callable[..., Any], args: Sequence[Any], name: str, maker: str | None) -> None:
+def check_arguments(fun: Callable[..., Any], args: Sequence[Any], name: str, maker: str | None, words: _Words) -> None:
     """Checks that a function takes the arguments.
 
     Args:
@@ -56,16 +100,17 @@ def check_arguments(fun: Callable[..., Any], args: Sequence[Any], name: str, mak
       args: its arguments.
       name: of the function, as the user wrote it.
       maker: the function that made the arguments, as the user wrote it; `None` if none did.
+      words: for errors.
 
     Raises:
       UserError: it takes others.
     """
     problem = _find_mismatch(fun, args)
     if problem and maker is None:
-        raise UserError(f"{name} {problem}, and there is no --args. {_show_maker(fun, name)}")
+        raise UserError(f"{name} {problem}, and there is no --args. {_show_maker(fun, name, words)}")
     if problem:
         count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
-        raise UserError(f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name)}")
+        raise UserError(f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name, words)}")
 
 
 def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
@@ -80,21 +125,21 @@ def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
     return ""
 
 
-def _show_maker(fun: Callable[..., Any], name: str) -> str:
+def _show_maker(fun: Callable[..., Any], name: str, words: _Words) -> str:
     """Shows a function that returns what another one takes, and how to name it."""
     signature = _find_signature(fun)
     parameters = signature.parameters.values() if signature else ()
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
     by_name = [parameter.name for parameter in required if parameter.kind is parameter.KEYWORD_ONLY]
     if by_name:
-        return f"Arguments by name cannot be given: audit a function that passes {' and '.join(by_name)} itself."
+        return f"Arguments by name cannot be given: {words.verb} a function that passes {' and '.join(by_name)} itself."
     names = [parameter.name for parameter in required if parameter.kind not in _VARIADIC]
     if not names:
         return "Leave --args out."
     module = name.partition(":")[0]
     return (
         f"For example, write `def make_args(): return {', '.join(names)}` in {module}, where each is an array or, say, "
-        f"jax.ShapeDtypeStruct((8, 128), jnp.float32), and add --args {module}:make_args"
+        f"{words.example}, and add --args {module}:make_args"
     )
 
 

@@ -14,6 +14,9 @@ from ._data import VOCABULARY
 
 WARMUP_STEPS = 100
 
+OBSERVED = "forward", "backward", "results"
+"""What `Trainer.observe` measures: the matmuls of both passes, and the gradients, by their paths."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:

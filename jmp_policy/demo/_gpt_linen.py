@@ -10,8 +10,16 @@ from flax import linen as nn
 import jmp_policy as jmp
 
 from .._trees import PyTree
-from ..numerics import AuditReport, audit
-from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
+from ..numerics import AuditReport, Stats, audit, collect
+from ._gpt import (
+    OBSERVED,
+    GPTConfig,
+    TrainerConfig,
+    causal_attention,
+    cross_entropy,
+    make_optimizer,
+    split_windows,
+)
 
 
 class SelfAttention(nn.Module):
@@ -85,6 +93,10 @@ class LinenTrainer:
         """Audits the step, without running it."""
         return audit(_train_step)(self.state, windows)
 
+    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
+        """Measures the products and gradients of the step."""
+        return _observe(self.state, windows)
+
     @property
     def params(self) -> PyTree:
         """The parameters."""
@@ -106,5 +118,15 @@ def _loss_fn(variables: PyTree, apply_fn: Callable[..., jax.Array], windows: jax
 def _train_step(
     state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike
 ) -> tuple["jmp.linen.TrainState", jax.Array]:
-    loss, grads = jmp.value_and_grad(_loss_fn, loss_scale=state)(state.params, state.apply_fn, windows)
+    loss, grads = _compute_grads(state, windows)
     return state.apply_gradients(grads=grads), loss
+
+
+@jax.jit
+def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> Stats:
+    _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(state, windows)
+    return stats
+
+
+def _compute_grads(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
+    return jmp.value_and_grad(_loss_fn, loss_scale=state)(state.params, state.apply_fn, windows)

@@ -9,8 +9,16 @@ from flax import nnx
 import jmp_policy as jmp
 
 from .._trees import PyTree
-from ..numerics import AuditReport, audit
-from ._gpt import GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
+from ..numerics import AuditReport, Stats, audit, collect
+from ._gpt import (
+    OBSERVED,
+    GPTConfig,
+    TrainerConfig,
+    causal_attention,
+    cross_entropy,
+    make_optimizer,
+    split_windows,
+)
 
 
 class SelfAttention(nnx.Module):
@@ -89,6 +97,10 @@ class NnxTrainer:
         """Audits the step, without running it."""
         return audit(_train_step)(self.model, self.optimizer, windows)
 
+    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
+        """Measures the products and gradients of the step."""
+        return _observe(self.model, self.optimizer, windows)
+
     @property
     def params(self) -> nnx.State:
         """The parameters."""
@@ -133,6 +145,18 @@ def _compute_logits(
 
 @nnx.jit
 def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> jax.Array:
-    loss, grads = jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer)(model, windows)
+    loss, grads = _compute_grads(model, optimizer, windows)
     optimizer.update(model, grads)
     return loss
+
+
+@nnx.jit
+def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> Stats:
+    _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(model, optimizer, windows)
+    return stats
+
+
+def _compute_grads(
+    model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike
+) -> tuple[jax.Array, nnx.State]:
+    return jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer)(model, windows)

@@ -30,9 +30,11 @@ class RunConfig:
       model: the sizes of the model.
       batch_size: windows in a batch.
       learning_rate: the highest learning rate.
-      steps: where the run ends; the one thing that may change when it is resumed.
+      steps: where the run ends; it may change when the run is resumed.
       growth_period: how many finite steps in a row double the loss scale, in float16; the library's default if `None`,
         which is how runs of older versions go on.
+      numerics: every how many steps tensors are measured, if at all. It changes nothing of the training, and may change
+        when the run is resumed.
     """
 
     api: str
@@ -45,6 +47,7 @@ class RunConfig:
     learning_rate: float
     steps: int
     growth_period: int | None = None
+    numerics: int | None = None
 
     def make_loss_scale(self) -> jmp.LossScale:
         """The loss scale of the first step; equal settings give the same object, and so one compiled step."""
@@ -77,6 +80,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.numerics = MetricsLog(path / "numerics.jsonl")
         self.summary = path / "summary.json"
         self.plot = path / "loss.png"
         self.checkpoints = path / "checkpoints"
@@ -155,17 +159,21 @@ class MetricsLog:
     def __init__(self, path: Path):
         self.path = path
 
-    def append(self, record: dict[str, float]) -> None:
+    def append(self, record: dict[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({key: json_value(value) for key, value in record.items()}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """All records, without a broken last line; an empty list without a file."""
+        return [json.loads(line) for line in self.read_lines()]
+
+    def read_lines(self) -> list[str]:
+        """The lines of all records."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in lines if line.endswith("\n")]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """The steps that have a figure, and the figure of each; nan for null."""
@@ -174,7 +182,9 @@ class MetricsLog:
         return [record["step"] for record in records], figures
 
     def truncate(self, step: int) -> None:
-        """Drops the records of later steps: a run resumed at `step` writes them again."""
+        """Drops the records of later steps: a run resumed at `step` writes them again. No file stays none."""
+        if not self.path.exists():
+            return
         kept = [record for record in self.read() if record["step"] <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")

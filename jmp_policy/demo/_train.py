@@ -25,6 +25,7 @@ from ._data import (
 )
 from ._display import StopRequest, TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
+from ._numerics import is_measured, write_numerics
 from ._plot import plot_run
 from ._run_folder import RunConfig, RunFolder
 from ._summary import RunSummary, ScaleHistory, examine_step, follow_loss_scale, spell_scale
@@ -38,6 +39,7 @@ GROWTH_PERIOD = 100
 EVALUATE_EVERY = 250
 CHECKPOINT_EVERY = 100
 EVALUATION_BATCHES = 64
+RUN_FILES = "summary.json", "metrics.jsonl", "loss.png", "checkpoints/"
 
 _FLOAT32 = jmp.Policy("float32", "float32", "float32")
 
@@ -59,6 +61,7 @@ class TrainOptions:
       resume: whether to continue a run.
       model: the sizes of the model.
       batch_size: windows in a batch.
+      numerics: every how many steps to measure tensors, the first step too; by default none.
     """
 
     api: str | None = None
@@ -70,6 +73,7 @@ class TrainOptions:
     resume: bool = False
     model: GPTConfig | None = None
     batch_size: int | None = None
+    numerics: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,7 @@ class TrainResult:
       unigram: the loss of the byte frequencies.
       bigram: the loss of the frequencies of pairs.
       summary: what the policy did.
+      files: what the folder holds of it, by name.
     """
 
     folder: Path
@@ -93,6 +98,7 @@ class TrainResult:
     unigram: float
     bigram: float
     summary: RunSummary
+    files: tuple[str, ...] = RUN_FILES
 
 
 def train(options: TrainOptions, console: Console) -> TrainResult:
@@ -115,7 +121,14 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
     run.plot()
     finished = step == config.steps
     validation = folder.metrics.curve("validation_loss")[1][-1] if finished else math.nan
-    return TrainResult(folder.path, step, finished, validation, **run.baselines, summary=run.summarize(step))
+    summary = run.summarize(step)
+    return TrainResult(
+        folder.path, step, finished, validation, **run.baselines, summary=summary, files=_list_files(folder)
+    )
+
+
+def _list_files(folder: RunFolder) -> tuple[str, ...]:
+    return *RUN_FILES, *sorted(file.name for file in folder.path.glob("numerics*"))
 
 
 class TrainingRun:
@@ -158,6 +171,7 @@ class TrainingRun:
         if step is not None:
             self.trainer.state = checkpoints.restore(step, self.trainer.state)
         self.folder.metrics.truncate(step or 0)
+        self.folder.numerics.truncate(step or 0)
         return step or 0
 
     def loop(self, step: int, checkpoints: Checkpoints, console: Console) -> int:
@@ -174,7 +188,7 @@ class TrainingRun:
         return step
 
     def plot(self) -> None:
-        """Draws the losses of all steps so far, and the loss scale."""
+        """Draws the losses of all steps so far, the loss scale, and what was measured of tensors."""
         metrics, scale = self.folder.metrics, self._follow_loss_scale()
         steps, scales = metrics.curve("loss_scale")
         plot_run(
@@ -186,6 +200,7 @@ class TrainingRun:
             scales=([0, *steps], [scale.first, *scales]),
             skipped=scale.skipped,
         )
+        write_numerics(self.folder)
 
     def summarize(self, step: int) -> RunSummary:
         """Says what the policy did up to a step, and writes it to `summary.json`."""
@@ -205,8 +220,10 @@ class TrainingRun:
         return make_trainer(config.api, trainer)
 
     def _train_step(self, step: int, display: TrainDisplay) -> None:
-        start = time.perf_counter()
         windows = sample_batch(self.corpus.train, seed=self.config.seed, step=step, **self._sizes)
+        if is_measured(step + 1, self.config.numerics):
+            self.folder.numerics.append({"step": step + 1, **self.trainer.observe(windows).to_dict()})
+        start = time.perf_counter()
         loss = float(self.trainer.step(windows)) / NATS_PER_BIT
         figures = read_scaling_figures(self.trainer)
         seconds = round(time.perf_counter() - start, 6)
@@ -236,6 +253,7 @@ def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfi
         learning_rate=TrainerConfig.learning_rate,
         steps=options.steps or DEFAULT_STEPS,
         growth_period=GROWTH_PERIOD,
+        numerics=options.numerics,
     )
     return RunFolder.create(options.out, config), config, corpus
 
@@ -255,7 +273,8 @@ def _resume(options: TrainOptions) -> tuple[RunFolder, RunConfig, Corpus]:
     corpus = load_corpus(options.data or saved.data)
     if corpus.sha256 != saved.data_sha256:
         raise UserError(f"{folder.path} was trained on other bytes than those of {corpus.source}: resume it with those")
-    return folder, dataclasses.replace(saved, steps=options.steps or saved.steps), corpus
+    may_change = {"steps": options.steps or saved.steps, "numerics": options.numerics or saved.numerics}
+    return folder, dataclasses.replace(saved, **may_change), corpus
 
 
 def _check_same(folder: RunFolder, name: str, saved: object, asked: object) -> None:
@@ -275,7 +294,7 @@ def _restore(run: TrainingRun, checkpoints: Checkpoints) -> int:
             f"{run.folder.path} is at step {checkpoints.latest_step} already, past --steps {steps}: give it more"
         )
     step = run.restore(checkpoints)
-    if run.folder.read_config().steps != steps:
+    if run.folder.read_config() != run.config:
         run.folder.write_config(run.config)
     return step
 

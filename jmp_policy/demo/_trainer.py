@@ -9,7 +9,7 @@ import numpy as np
 import jmp_policy as jmp
 
 from .._trees import PyTree
-from ..numerics import AuditReport
+from ..numerics import AuditReport, Stats
 from ._gpt import TrainerConfig
 
 NATS_PER_BIT = float(np.log(2))
@@ -48,6 +48,10 @@ class Trainer(Protocol):
 
     def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
         """Audits the step on such windows, which is traced and not run."""
+        ...
+
+    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
+        """Measures the products and gradients of the step on such windows, and leaves the state as it is."""
         ...
 
 

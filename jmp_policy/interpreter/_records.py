@@ -172,7 +172,7 @@ class _Copy:
         inner = record_program(eqn.params["jaxpr"], self._recorder, context)
         length, extra = eqn.params["length"], _count_extra(inner, eqn)
         changed = {"jaxpr": inner.program}
-        if "ft_out" in eqn.params:
+        if extra and "ft_out" in eqn.params:
             changed["ft_out"] = _extend_structure(eqn.params["ft_out"], extra)
         splits = self._recorder.splits(length)
         lines = [

@@ -199,19 +199,12 @@ class _Run:
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
         """Runs the new program on some steps, and on the others the old one."""
         is_observed = jnp.asarray(self._step) % (self._request.every or 1) == 0
-        try:
-            return lax.cond(
-                is_observed,
-                lambda *leaves: evaluate(new, *leaves),
-                lambda *leaves: [*evaluate(old, *leaves), *(empty if new is not old else ())],
-                *leaves,
-            )
-        except NotImplementedError as error:
-            raise NotImplementedError(
-                "collect(..., every=N) runs the function in one of two branches, and it has effects that JAX allows in "
-                f"none: {', '.join(map(str, old.effects))}. Observe with two compiled functions instead, of which the "
-                "host chooses one: (observed if step % 100 == 0 else train_step)(state, batch)."
-            ) from error
+        return lax.cond(
+            is_observed,
+            lambda *leaves: evaluate(new, *leaves),
+            lambda *leaves: [*evaluate(old, *leaves), *(empty if new is not old else ())],
+            *leaves,
+        )
 
 
 def _list_measured(is_chosen: bool, names: Sequence[str | None], atoms: Sequence[Atom]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 from .._messages import quote
 from ._history_plot import plot_amax, plot_underflow
+from ._merged_rows import merge_rows
 from ._row import Row
 from ._stats import Stats
 
@@ -102,6 +103,13 @@ class StatsHistory:
                         '{"step": 100, "rows": [...]}, with rows as in stats.to_dict().'
                     ) from error
         return history
+
+    def merge(self) -> Stats:
+        """All steps together, as `Stats`: to be printed, drawn or looked into.
+
+        A row that some steps lack, as after a change of the program, is of the others.
+        """
+        return merge_rows([rows for _, rows in self])
 
     def plot_underflow(self, format: str = "float16", *, direction: str | None = None) -> "Figure":
         """Draws which layers lose numbers to zero in a format, over the steps: a heat map.

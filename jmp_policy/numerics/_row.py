@@ -66,7 +66,7 @@ class Row:
       times: how often it was measured.
       amax: the largest finite magnitude.
       min_nonzero: the smallest magnitude that is not zero, of finite numbers; `None` where there is none.
-      rms: the root of the mean square of the finite numbers.
+      rms: the root of the mean square of the finite numbers. In it and in errors, subnormal numbers of `dtype` are 0.
       zeros: the share of zeros.
       nans: how many numbers are nan.
       infs: how many are infinite.
@@ -74,6 +74,15 @@ class Row:
         2**(i-46)`; the first one all smaller numbers but zeros, the last one all larger finite ones. `None` where
         no histogram was asked for.
       formats: by format, what it would do.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> x = jnp.array([0.0, 0.25, 3.0, 300.0])
+    >>> _, stats = jmp.numerics.collect(jnp.sum, formats=["float8_e4m3fn", "float8_e3m4"], of="arguments")(x)
+    >>> (row,) = stats.rows()
+    >>> row.direction, row.amax, row.min_nonzero, row.zeros, row.histogram.sum().item()
+    ('argument', 300.0, 0.25, 0.25, 3)
+    >>> [row.formats[name].overflow for name in row.formats]
+    [0.0, 0.25]
     """
 
     path: str

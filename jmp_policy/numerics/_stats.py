@@ -38,6 +38,15 @@ class Stats(Report):
     Attributes:
       record: the arrays; leading axes, as of `vmap` or `scan`, are merged where rows are read.
       layout: what the rows are of.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> observe = jmp.numerics.collect(lambda x: x @ x, formats=["float16"], of="forward")
+    >>> _, stats = observe(jnp.array([[2.0**-15, 0.0], [0.0, 1.0]]))
+    >>> stats
+    <Stats: 1 row, float16; print it for the table>
+    >>> (row,) = stats.merge(stats)
+    >>> row.count, row.times, row.amax, row.zeros, row.formats["float16"].underflow
+    (8, 2, 1.0, 0.5, 0.25)
     """
 
     record: Record

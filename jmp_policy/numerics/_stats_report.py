@@ -1,5 +1,6 @@
 """How statistics are read in a terminal: a table of what would be lost, worst first."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -53,13 +54,14 @@ def rank_loss(row: Row) -> tuple[float, float, float]:
 
 def list_lines(rows: Iterable[Row]) -> list[Line]:
     """The lines of rows that were measured, worst first; the turns of a loop share one."""
+    seen: collections.Counter[tuple[object, ...]] = collections.Counter()
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.times:
-            alone = len(groups) if row.turn is None else None
-            key = (row.path, row.primitive, row.source, row.direction, row.dtype, row.shape, alone)
-            groups.setdefault(key, []).append(row)
-    lines = [Line(max(group, key=rank_loss), len({row.turn for row in group})) for group in groups.values()]
+            place = (row.path, row.primitive, row.source, row.direction, row.dtype, row.shape)
+            seen[*place, row.turn] += 1  # a turn that comes again is another operation of that line
+            groups.setdefault((*place, row.turn is None, seen[*place, row.turn]), []).append(row)
+    lines = [Line(max(group, key=rank_loss), len(group)) for group in groups.values()]
     return sorted(lines, key=lambda line: rank_loss(line.row), reverse=True)
 
 
@@ -84,9 +86,10 @@ def make_table(lines: Sequence[Line], formats: Sequence[str], width: int) -> Tab
 
 def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
     """The notes below the table of a terminal."""
-    signs = ["↑ overflows, ↓ becomes zero"] if not all(map(is_integer, formats)) else []
+    signs = [] if all(map(is_integer, formats)) else ["↑ overflows, ↓ becomes zero"]
     signs += ["± relative error"] if any(map(is_integer, formats)) else []
-    notes = [f"{', '.join(signs)}; worst first"] if lines and signs else []
+    legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"
+    notes = [legend] if lines else []
     if len(lines) > MOST_LINES:
         notes.append(f"{len(lines) - MOST_LINES} lines of less loss are left out: `.rows()` has them.")
     return [*notes, *describe_loops(lines), *describe_unmeasured(rows)]

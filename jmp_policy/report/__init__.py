@@ -19,7 +19,7 @@ from ._palette import (
     find_style as find_style,
     list_styles as list_styles,
 )
-from ._report import Report as Report, find_row as find_row
+from ._report import Report as Report, draw_document as draw_document, find_row as find_row
 from ._sortable import Cell as Cell, draw_sortable_table as draw_sortable_table
 from ._table import Column as Column, Table as Table, draw_html_note as draw_html_note
 from ._terminal import has_columns as has_columns, is_fitting as is_fitting

@@ -1,12 +1,17 @@
 """A report: tables with notes below them, as text in a terminal and as HTML in a notebook."""
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any, TypeVar
 
 from ._table import Table, draw_html_note, draw_html_table
 from ._terminal import DEFAULT_WIDTH, draw_table, measure_width, wrap_note
 
 Row = TypeVar("Row")
+
+
+# The colors of the system, dark ones too.
+_PAGE_STYLE = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5em}p{max-width:50em}"
 
 
 class Report:
@@ -50,6 +55,31 @@ class Report:
 
     def _repr_html_(self) -> str:
         return "".join([*map(draw_html_table, self._list_tables(None)), *map(draw_html_note, self._list_notes())])
+
+
+def draw_document(report: Report, title: str, note: str = "") -> str:
+    """A report as a whole HTML document, for a file.
+
+    Args:
+      report: what is in it.
+      title: the title of the window.
+      note: a paragraph before the report.
+
+    >>> from jmp_policy.report import Report, draw_document
+    >>> class Nothing(Report):
+    ...     def _list_tables(self, width):
+    ...         return []
+    ...
+    ...     def _list_notes(self):
+    ...         return ["nothing was found"]
+    >>> draw_document(Nothing(), "R & D").partition("<title>")[2].partition("<style>")[0]
+    'R &amp; D</title>'
+    """
+    before = draw_html_note(note) if note else ""
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_PAGE_STYLE}</style></head><body>{before}{report._repr_html_()}</body></html>\n"
+    )
 
 
 def find_row(rows: Iterable[Row], path: str, kind: str, listed: str) -> Row:

@@ -26,14 +26,22 @@ from jmp_policy.cli import main
         (["train", "--seed", "-1"], "jmp-policy train: error: argument --seed: expected an integer from 0 to"),
         (["train", "--api", "torch"], "jmp-policy train: error: argument --api: invalid choice: 'torch'"),
         (["compare", "--data", "no/such"], "jmp-policy: error: --data no/such does not exist"),
-        (["fly"], "jmp-policy: error: there is no command 'fly'. Known are 'train', 'compare', 'doctor', 'audit'."),
+        (
+            ["fly"],
+            "jmp-policy: error: there is no command 'fly'. Known are 'train', 'compare', 'doctor', 'audit', "
+            "'numerics'.",
+        ),
         (["docter"], "jmp-policy: error: there is no command 'docter'. Did you mean 'doctor'?"),
         (["--verison"], "jmp-policy: error: there is no option '--verison'. Did you mean '--version'?"),
         (["-x"], "jmp-policy: error: there is no option '-x'. Known are '--help', '--version'."),
         (["train", "--polcy=x"], "jmp-policy train: error: there is no option '--polcy=x'. Did you mean '--policy'?"),
         (["doctor", "cpu"], "jmp-policy doctor: error: 'cpu' is one word too many. jmp-policy doctor --help shows"),
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
-        ([], "jmp-policy: error: which command? train, compare, doctor or audit: jmp-policy --help says what they do"),
+        (
+            [],
+            "jmp-policy: error: which command? train, compare, doctor, audit or numerics: jmp-policy --help "
+            "says what they do",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):

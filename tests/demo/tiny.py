@@ -63,6 +63,9 @@ class TableTrainer:
     def audit(self, windows) -> jmp.numerics.AuditReport:
         return jmp.numerics.audit(_step)(self.state, windows)
 
+    def observe(self, windows) -> jmp.numerics.Stats:
+        return _observe(self.params, windows)[1]
+
 
 def _optimizer(scale: jmp.LossScale) -> optax.GradientTransformationExtraArgs:
     return jmp.optim.loss_scaled(_INNER, scale)
@@ -83,3 +86,6 @@ def _step(state, windows):
     loss, grads = jmp.value_and_grad(_loss_fn, loss_scale=scale)(state["params"], windows)
     params, opt_state = jmp.optim.step(_optimizer(scale), grads, state["opt_state"], state["params"])
     return loss, {"params": params, "opt_state": opt_state}
+
+
+_observe = jax.jit(jmp.numerics.collect(jax.grad(_loss_fn), of="results"))

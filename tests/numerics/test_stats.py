@@ -220,6 +220,18 @@ def test_pickles_and_flax_bring_stats_back():
     assert stats.rows() == unpickled.rows() == restored.rows()
 
 
+@pytest.mark.filterwarnings("default")  # those of orbax
+def test_orbax_brings_stats_back(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    stats = make_stats(draw_tensors(0))
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"stats": stats})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", {"stats": stats.empty()})["stats"]
+    assert restored.layout is LAYOUT
+    assert restored.rows() == stats.rows()
+
+
 def test_flax_refuses_stats_of_other_rows():
     saved = serialization.to_bytes(make_stats(draw_tensors(0)))
     with pytest.raises(ValueError, match=r"The target is <Stats: 1 row, float16, .*what was saved has .*\(4, 2, 77\)"):
@@ -283,7 +295,9 @@ def test_json_is_strict_and_comes_back():
     assert plain == stats.to_dict()
     assert plain["rows"][0]["turn"] == [1, 2]
     assert plain["rows"][1]["min_nonzero"] is None
-    assert tuple(map(Row.from_dict, plain["rows"])) == stats.rows()
+    restored = tuple(map(Row.from_dict, plain["rows"]))
+    assert restored == stats.rows()
+    assert (restored[0].turn, restored[0].shape) == ((1, 2), SHAPE)
 
 
 def test_scalars_are_finite_floats_with_unique_names():

@@ -12,7 +12,7 @@ from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
 from jmp_policy.numerics._history_plot import MOST_ROWS
-from jmp_policy.report import FORMAT_STYLES
+from jmp_policy.report import BEFORE, FORMAT_STYLES
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 LONG = "model/encoder/transformer/layers_{}/self_attention/query_key_value/DenseGeneral_0"
@@ -85,13 +85,16 @@ def test_texts_do_not_collide_and_are_not_cut(name):
 
 
 def test_bars_are_the_shares_of_numbers():
-    stats = make_stats(2, directions=("backward",))
-    above, below = draw(stats.plot()).axes
-    total = sum(row.histogram for row in stats)
+    tensors = np.random.default_rng(0).normal(size=(3, *SHAPE)) * 2.0**-22
+    tensors[0, 0, :4] = 0
+    sites = [make_site(name, direction="forward" if name == "c" else "backward") for name in "abc"]
+    stats = Stats(make_record(tensors), make_layout(*sites))
+    above, below = draw(stats.plot(direction="backward")).axes
+    total = sum(row.histogram for row in stats.rows()[:2])
     shown = {round(bar.get_x()): bar.get_height() for bar in above.patches}
-    assert shown == {index - 47: pytest.approx(100 * count / total.sum()) for index, count in enumerate(total)}
-    assert above.get_title(loc="left") == "backward, 2 rows"
-    lost = np.mean([row.formats["float16"].underflow for row in stats])
+    assert shown == {index - 47: pytest.approx(100 * count / 64) for index, count in enumerate(total)}
+    assert above.get_title(loc="left") == "backward, 2 rows; 6.2% zeros"
+    lost = np.mean([row.formats["float16"].underflow for row in stats.rows()[:2]])
     assert lost > 0
     assert below.texts[0].get_text() == f"{100 * lost:.1f}% become zero"
 
@@ -142,6 +145,7 @@ def test_a_heat_map_has_the_shares_of_each_step():
     assert 0 < len(kept) < 5
     assert axes.get_title(loc="left") == f"backward; {5 - len(kept)} of 5 rows lose nothing"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "50"]
+    assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
 
 
 def test_a_pass_that_loses_nothing_is_named_above_the_map():
@@ -182,7 +186,9 @@ def test_a_heat_map_of_no_loss_says_so():
 def test_a_step_that_lacks_a_row_is_blank():
     history = make_history(1, count=3, directions=("backward",))
     history.append(50, make_stats(2, directions=("backward",)))
-    shown = np.ma.masked_invalid(history.plot_underflow("float8_e4m3fn").axes[0].images[0].get_array())
+    image = history.plot_underflow("float8_e4m3fn").axes[0].images[0]
+    assert to_hex(image.cmap(np.nan)).upper() == BEFORE
+    shown = np.ma.masked_invalid(image.get_array())
     assert shown.mask.tolist() == [[False, False], [False, False], [False, True]]
 
 

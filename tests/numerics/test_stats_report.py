@@ -74,6 +74,12 @@ def test_turns_of_a_loop_share_a_line_that_shows_the_worst():
     assert note in str(make_stats(sites, tensors))
 
 
+def test_two_operations_of_a_loop_have_a_line_each():
+    sites = [make_site("a", turn=turn) for turn in (0, 1, 0, 1)]
+    stats = make_stats(sites, [LOSSES[name] for name in ("smaller", "fine", "fine", "tiny")])
+    assert [cells[4:7] for cells in read_table(stats)] == [["0", "of", "2"], ["1", "of", "2"]]
+
+
 def test_nested_turns_are_both_shown():
     sites = [make_site("a", turn=(outer, inner)) for outer in range(2) for inner in range(2)]
     [cells] = read_table(make_stats(sites, [LOSSES[name] for name in ("fine", "fine", "tiny", "fine")]))
@@ -122,6 +128,12 @@ def test_dtypes_are_shown_where_they_differ():
     assert "dtype" not in str(both["a"])
 
 
+def test_statistics_without_formats_are_in_the_order_of_the_program():
+    stats = make_stats(list(map(make_site, "abc")), [LOSSES[name] for name in ("huge", "fine", "bad")], formats=())
+    assert [cells[0] for cells in read_table(stats)] == ["c", "a", "b"]
+    assert str(stats).endswith("\n\nnan and infinities first; no format was asked for")
+
+
 def test_an_empty_program_says_so():
     layout = Layout([], make_layout().meter)
     assert str(Stats(layout.meter.empty(0), layout)) == (
@@ -151,6 +163,11 @@ def test_a_page_leaves_out_columns_without_a_cell():
     assert ">inf</th>" in lost
     assert ">inf</th>" not in fine
     assert ">turn</th>" not in fine
+
+
+def test_a_page_sorts_by_rank_with_the_worst_on_top():
+    page = make_stats(list(map(make_site, "ab")), [LOSSES["fine"], LOSSES["worse"]])._repr_html_()
+    assert re.findall(r'data-value="(-[12].0)">([12])<', page) == [("-1.0", "1"), ("-2.0", "2")]
 
 
 def test_a_page_draws_exponents_and_sorts_by_the_commonest():

@@ -1,0 +1,133 @@
+"""`jmp-policy numerics`."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._command import UserError, make_console
+from ._user_code import load_call
+
+if TYPE_CHECKING:
+    from ..numerics import Stats
+    from ._command import Commands
+
+_ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
+
+_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def step(*args): return
+jax.value_and_grad(loss_fn)(*args)` and `def make_args(): return make_params(), {_ARRAY}`, and run
+`jmp-policy numerics train:step --args train:make_args --formats float16 int8`. --json prints one document with these
+keys: versions, by package; device (platform, name, system, half_instructions); function; formats; first_exponent, that
+of the second bin of histograms; rows (path, primitive, source, function, direction, turn, dtype, shape, count, times,
+amax, min_nonzero, rms, zeros, nans, infs, histogram, formats)."""
+
+
+def add_numerics(commands: "Commands") -> None:
+    """Adds `jmp-policy numerics` to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "numerics",
+        help="what the tensors of a function look like, and what number formats would do to them",
+        description="Run a function once, and print what its tensors look like, and how much of each would underflow "
+        "or overflow in which number format.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:grad_step, in this folder")
+    parser.add_argument(
+        "--args",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns the arguments: a tuple of them, or a single one (default: no arguments)",
+    )
+    options = {
+        "formats": ("FORMAT", "such as float16, bf16, int8 or int4/32 (default: float16 bfloat16 float8_e4m3fn "
+                    "float8_e5m2)"),
+        "where": ("WHAT", "matmuls, all, operations such as exp, and patterns of paths (default: matmuls)"),
+        "of": ("PASS", "some of forward, recomputed, backward, arguments and results (default: all but recomputed)"),
+    }  # fmt: skip
+    for name, (metavar, text) in options.items():
+        parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too, with all rows, that sorts")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the exponents, too: a .png, .svg or .pdf")
+    parser.set_defaults(run=_run_numerics)
+
+
+def _run_numerics(arguments: argparse.Namespace) -> int:
+    """Measures, and prints and writes the report."""
+    for name in ("html", "plot"):
+        _check_file(f"--{name}", getattr(arguments, name))
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+        stats = _measure_function(arguments)
+    if arguments.html:
+        from ..report import draw_document
+
+        arguments.html.write_text(draw_document(stats, f"numerics of {arguments.function}"), encoding="utf-8")
+    if arguments.plot:
+        stats.plot().savefig(arguments.plot, dpi=150)
+    if arguments.json:
+        from ..doctor import find_machine
+
+        document = {**find_machine().to_dict(), "function": arguments.function, **stats.to_dict()}
+        print(json.dumps(document, indent=2))
+    else:
+        make_console().print(str(stats))
+    return 0
+
+
+def _measure_function(arguments: argparse.Namespace) -> "Stats":
+    """The statistics of one call of a function of the user's.
+
+    Raises:
+      UserError: there is no such function, it takes other arguments, an option has a name that means nothing, or the
+        user's code raises.
+    """
+    from ..numerics import collect
+
+    chosen = {name: getattr(arguments, name) for name in ("formats", "where", "of") if getattr(arguments, name)}
+    name, maker = arguments.function, arguments.args
+    measure = lambda fun: collect(fun, **chosen)
+    try:
+        measure(len)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    fun, args = load_call(name, maker, measure, verb="measure", example=_ARRAY)
+    _check_arrays(args, maker)
+    try:
+        return measure(fun)(*args)[1]
+    except ValueError as error:
+        if not str(error).startswith("where has"):  # what matches nothing is known when the function has been traced
+            raise
+        raise UserError(str(error)) from None
+
+
+def _check_arrays(args: tuple[Any, ...], maker: str | None) -> None:
+    """Checks that arguments have numbers.
+
+    Raises:
+      UserError: one is only the shape of an array.
+    """
+    import jax
+
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {_ARRAY}")
+
+
+def _check_file(option: str, file: Path | None) -> None:
+    """Checks that a file can be written, before the function runs.
+
+    Raises:
+      UserError: its folder is not there, or it is a plot of an unknown kind.
+    """
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.parent}")
+    if option == "--plot":
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if file.suffix.removeprefix(".") not in kinds:
+            raise UserError(f"--plot {file} is no picture that matplotlib writes: name it {file.stem}.png")
