@@ -1,6 +1,7 @@
 """Training steps of a model of GPT-2 small's shape and of ResNet-50, in each precision."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,21 @@ def training(task: Task, precision: Precision) -> Work:
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         with jax.default_matmul_precision(precision.matmul):
             return work.step(state, batch)
+
+    return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))
+
+
+def observing(task: Task, precision: Precision, every: int | None) -> Work:
+    """The training step of a task, with a row of statistics for each product; on every so many steps, or on each."""
+    work = training(task, precision)
+    measure = functools.partial(jmp.numerics.collect, of=("forward", "backward"))
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        if every is None:
+            (state, loss), stats = measure(work.step)(state, batch)
+        else:
+            (state, loss), stats = measure(work.step, every=every)(state.step, state, batch)
+        return state, (loss, stats)
 
     return dataclasses.replace(work, step=jax.jit(step, donate_argnums=0))
 

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from benchmarks._gpu_models import PRECISIONS, Work, gpt2, resnet50, training
+from benchmarks._gpu_models import PRECISIONS, Work, gpt2, observing, resnet50, training
 from benchmarks._gpu_products import PRODUCTS, multiply
 
 SIZES = (8192, 16384)
+
+OBSERVED = {"`numerics.collect`, each step": None, "`numerics.collect`, `every=100`": 100}
+"""How often statistics are measured. To choose between two compiled steps on the host costs as much as the step does."""
 
 GPT_ONLY = {"bfloat16, `with_policy`, `skip_nonfinite`", "float8, `with_policy`, current"}
 """What ResNet-50, which takes long to compile, is not asked."""
@@ -86,6 +89,9 @@ def tables() -> list[Table]:
         for size in SIZES
     ]
     gpt = {name: functools.partial(_train, "gpt2", name) for name in PRECISIONS}
+    by_hand = "bfloat16 by hand"
+    observed = {by_hand: functools.partial(_train, "gpt2", by_hand)}
+    observed |= {name: functools.partial(_observe, every) for name, every in OBSERVED.items()}
     mixed = {name: functools.partial(_optimize, name) for name in MIXED_FLOAT16}
     half = {name: functools.partial(_optimize, name) for name in HALF_PARAMETERS}
     resnet = {name: functools.partial(_train, "resnet50", name) for name in PRECISIONS if name not in GPT_ONLY}
@@ -94,6 +100,7 @@ def tables() -> list[Table]:
         _table("gpt2", "Training a model of GPT-2 small's shape, 8 windows of 1024 tokens", gpt, items="tokens"),
         _table("mixed_float16", "Optimizers: AdamW, 100 M float32 parameters, compute in float16", mixed),
         _table("half_parameters", "Optimizers: AdamW, 100 M bfloat16 parameters", half),
+        _table("numerics", "Statistics of each product of that model, trained in bfloat16", observed, items="tokens"),
         _table("resnet50", "Training ResNet-50, 128 images of 224 by 224", resnet, items="images"),
     ]
 
@@ -109,6 +116,10 @@ def _multiply(name: str, size: int, tiny: bool) -> Work:
 
 def _train(task: str, name: str, tiny: bool) -> Work:
     return training({"gpt2": gpt2, "resnet50": resnet50}[task](tiny), PRECISIONS[name])
+
+
+def _observe(every: int | None, tiny: bool) -> Work:
+    return observing(gpt2(tiny), PRECISIONS["bfloat16 by hand"], every)
 
 
 def _optimize(name: str, tiny: bool) -> Work:

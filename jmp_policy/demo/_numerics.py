@@ -40,7 +40,7 @@ def write_numerics(folder: RunFolder) -> None:
 
 def _describe(config: RunConfig, history: StatsHistory) -> str:
     steps = history.steps
-    which = f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    which = f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {min(steps)}"
     return (
         f"What the tensors of {which} looked like, trained with {config.policy.name}, and what other formats would do "
         "to them. The backward pass is measured as it runs, with the loss scale in its numbers. The results are the "

@@ -85,5 +85,9 @@ class ModulePaths:
 
 
 def _list_names(stack: str) -> list[str]:
-    """The scopes in a name stack, without what transformations put around them: `transpose(jvp(a))/b` is `a/b`."""
-    return [name for name in strip_transformations(stack).split("/") if name not in _NO_SCOPES]
+    """The scopes in a name stack, without what transformations put around them: `transpose(jvp(a))/b` is `a/b`.
+
+    The subscripts of `jnp.einsum`, which opens a scope of that name, are no module's name.
+    """
+    names = strip_transformations(stack).split("/")
+    return [name for name in names if name not in _NO_SCOPES and "->" not in name]

@@ -57,10 +57,21 @@ def collect(
     sharded, and what it measures leaves as a pytree of arrays, without a callback. Compose it around the gradient,
     `collect(jax.value_and_grad(loss_fn))`, to see the backward pass too.
 
-    A row is one tensor. Where XLA fuses differently because a tensor is looked at, results may differ in their last
-    bits. A value that only kernels and functions with derivatives of their own see (Pallas, `jax.custom_vjp`) has no
-    row; what such a function returns has one, if it does what is chosen. Devices of a `shard_map` and the turns of a
-    `while` are one row together; of a replicated value, each device counts its own copy.
+    A row is one tensor. XLA fuses an operation that is looked at differently, so that results may differ in their last
+    bits. Pallas kernels and functions with derivatives of their own (`jax.custom_vjp`) are operations: what they return
+    has a row, if they do what is chosen, and what is inside has none. Devices of a `shard_map` are one row together, of
+    which each counts its own copy of a replicated value, and so are the turns of a `while`.
+
+    Statistics of each step cost a pass or two over what is measured (`benchmarks/numerics.py`). `every=100` pays that in
+    one step of a hundred. Two compiled functions, of which the host chooses one, cost nothing on the other steps:
+
+        observed, plain = jax.jit(collect(train_step)), jax.jit(train_step)
+        for step, batch in enumerate(batches):
+            if step % 100:
+                state = plain(state, batch)
+            else:
+                state, stats = observed(state, batch)
+                logger.log(stats.scalars(), step)
 
     Args:
       fun: any function of trees of arrays, with modules of linen or nnx, or without.
@@ -88,15 +99,16 @@ def collect(
     Source: the histograms are those of Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
-    >>> def loss(w, x):
+    >>> def loss(weights, x):
     ...     with jax.named_scope("head"):
-    ...         return jnp.mean(x @ w)
-    >>> observed = jax.jit(jmp.numerics.collect(jax.grad(loss), of=("backward", "results")))
-    >>> grads, stats = observed(jnp.ones((3, 4)), jnp.full((8, 3), 1e-6))
+    ...         return jnp.mean(x @ weights["head"])
+    >>> observed = jax.jit(jmp.numerics.collect(jax.grad(loss), of=("forward", "backward", "results")))
+    >>> grads, stats = observed({"head": jnp.ones((3, 64))}, jnp.full((8, 3), 1e-6))
     >>> for row in stats:
     ...     print(row.direction, row.path, row.count, row.formats["float16"].underflow)
-    backward head 12 0.0
-    result result 12 0.0
+    forward head 512 0.0
+    backward head 192 1.0
+    result result/head 192 1.0
     """
     check_function(fun)
     request, register = make_request(formats, where, of, histogram, loops, every), Register()

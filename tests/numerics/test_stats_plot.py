@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 import sys
 
 import numpy as np
@@ -245,3 +246,8 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="A plot needs matplotlib, which is not installed: pip install matplotlib"):
         make_stats().plot()
+
+
+def test_a_notebook_shows_a_plot_without_pyplot_and_it_survives_pickling():
+    figure = pickle.loads(pickle.dumps(make_stats(1).plot()))
+    assert figure._repr_png_().startswith(b"\x89PNG")
