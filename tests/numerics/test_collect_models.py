@@ -1,17 +1,13 @@
-"""`numerics.collect` on models that were written for other purposes, and on whole training steps."""
-
-import functools
+"""`numerics.collect` on models that were written for other purposes: paths, turns, policies."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn, nnx
 from observed import assert_row_is, assert_same, check_collect, find, find_sites, observe
 
 import jmp_policy as jmp
-import jmp_policy.linen
 import jmp_policy.nnx
 from benchmarks.architectures._registry import ARCHITECTURES
 from jmp_policy.demo import _gpt_linen, _gpt_nnx
@@ -20,7 +16,8 @@ from jmp_policy.numerics import audit
 
 CONFIG = GPTConfig(width=8, depth=2, heads=2, context=4, vocabulary=16)
 WINDOWS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 5)))
-X, Y = (jnp.asarray(np.random.default_rng(seed).normal(size=(4, 3)), jnp.float32) for seed in (1, 2))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(2).normal(size=(3, 3)), jnp.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ def test_rows_of_a_gpt_have_the_paths_of_its_modules_and_of_its_gradients(api):
     sites = stats.layout.sites
     assert [site.direction for site in sites if site.path == path] == ["forward", "backward", "backward"]
     [dw] = [site for site in sites if site.path == f"result/1/{leaf}"]
-    assert dw.shape == (8, 24) and dw.direction == "result"
+    assert (dw.shape, dw.direction) == ((8, 24), "result")
     matmuls = [site for site in sites if site.primitive == "dot_general"]
     report = audit(grad)(model, windows)
     assert {(site.path, site.direction == "backward") for site in matmuls} == {
@@ -107,7 +104,7 @@ def test_scanned_layers_have_rows_by_turn(remat):
     kernels, x = variables["params"]["layers"]["dense"]["kernel"], X
     for row, kernel in zip(find(stats, "forward"), kernels, strict=True):
         product = x @ kernel
-        assert row.path == "layers/dense" and row.shape == product.shape
+        assert (row.path, row.shape) == ("layers/dense", product.shape)
         np.testing.assert_allclose(row.amax, np.abs(product).max(), rtol=1e-5)
         x = jnp.tanh(product)
     dws = find(stats, "backward", shape=(3, 3))
@@ -164,157 +161,46 @@ def test_a_linen_cell_in_a_scan_has_its_path_once():
     assert {matmul.path for matmul in audit(model.apply)(variables, xs).matmuls} == {"cell/i", "cell/h"}
 
 
-class Regularized(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(3, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.head = nnx.Linear(3, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(self.dropout(self.norm(x)))
-
-
-def mean_square(model, x, y):
-    return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+def test_what_autocast_decides_is_what_is_measured():
+    fun = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    for observed, dtype in (
+        (observe(jmp.autocast(fun, "mixed_bfloat16")), "bfloat16"),
+        (observe(jax.grad(jmp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), "mixed_bfloat16"))), "bfloat16"),
+        (jmp.autocast(observe(fun), "mixed_bfloat16"), "float32"),  # what was observed is cast, not what is written
+    ):
+        stats = jax.eval_shape(observed, W, X)[1]
+        products = [site for site in stats.layout.sites if site.primitive]
+        assert [(site.direction, site.dtype) for site in products] == [("forward", dtype), ("backward", dtype)]
 
 
-def make_nnx_step(make_model, make_optimizer, grad=nnx.value_and_grad):
-    """A training step of objects, and a function that makes those."""
-
-    def step(model, optimizer, x, y):
-        options = {} if grad is nnx.value_and_grad else {"loss_scale": optimizer}
-        loss, grads = grad(mean_square, **options)(model, x, y)
-        optimizer.update(model, grads)
-        return loss
-
-    def make():
-        model = make_model()
-        return model, make_optimizer(model, wrt=nnx.Param)
-
-    return step, make
+def test_autocast_casts_no_statistics():
+    observed = observe(lambda w, x: x @ w, of=("forward", "results"))
+    product, stats = jmp.autocast(observed, "params=float32,compute=bfloat16,output=bfloat16")(W, X)
+    expected = jax.eval_shape(observed, W, X)[1]
+    assert jax.tree.map(lambda leaf: leaf.dtype, stats) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+    assert find(stats, "forward")[0].count == product.size
 
 
-SCALED = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale(2.0**8))
-NNX_STEPS = {
-    "adamw": lambda: make_nnx_step(Regularized, functools.partial(nnx.Optimizer, tx=optax.adamw(1e-2))),
-    "MultiSteps": lambda: make_nnx_step(
-        Regularized, functools.partial(nnx.Optimizer, tx=optax.MultiSteps(optax.adam(1e-2), 2))
-    ),
-    "float16, loss_scaled": lambda: make_nnx_step(
-        lambda: jmp.with_policy(Regularized(), "mixed_float16"),
-        functools.partial(jmp.nnx.Optimizer, tx=SCALED),
-        jmp.nnx.value_and_grad,
-    ),
+POLICIES = {
+    "mixed_float16": "float16",
+    "int8_from_mixed_bfloat16": "bfloat16",
+    "float8/4(min_size=0)_from_mixed_bfloat16": "bfloat16",
 }
 
 
-@pytest.mark.parametrize("name", NNX_STEPS)
-def test_nnx_objects_are_written_as_without(name):
-    step, make = NNX_STEPS[name]()
-    objects, observed = make(), make()
-    collected = nnx.jit(observe(step, of="forward"))
-    plain = nnx.jit(step)
-    for _ in range(2):
-        loss = plain(*objects, X, Y)
-        out, stats = collected(*observed, X, Y)
-        assert_same(out, loss)
-    assert_same(*(list(map(nnx.to_pure_dict, map(nnx.state, each))) for each in (observed, objects)))
-    dtype = "float16" if "float16" in name else "float32"
-    assert [(row.path, row.dtype) for row in find(stats, "forward")] == [("head", dtype)]
-
-
-def test_gradients_inside_of_a_step_are_observed():
-    """The statistics leave as auxiliary results of a step that is jitted as a whole, and its objects are written."""
-    model = Regularized()
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        (loss, grads), stats = observe(nnx.value_and_grad(mean_square), of="results")(model, x, y)
-        optimizer.update(model, grads)
-        return grads, stats
-
-    for count in (1, 2):
-        grads, stats = step(model, optimizer, X, Y)
-        assert model.dropout.rngs.count[...] == count
-    assert_row_is(find(stats, "result", path="result/1/head/kernel")[0], grads["head"]["kernel"][...])
-
-
-PARAMS = {"w": jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), jnp.float32), "b": jnp.zeros(3)}
-
-
-def loss_fn(params, x, y):
-    half = lambda x: x.astype(jnp.float16)
-    return jnp.mean((half(x) @ half(params["w"]) + half(params["b"]) - half(y)).astype(jnp.float32) ** 2)
-
-
-def step_by_hand(tx, params, state, x, y):
-    scale = {"loss_scale": state} if tx is SCALED else {"loss_scale": jmp.NoOpLossScale()}
-    loss, grads = jmp.value_and_grad(loss_fn, **scale)(params, x, y)
-    return *jmp.optim.step(tx, grads, state, params), loss
-
-
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
-    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-    "loss_scaled": SCALED,
-    "skip_nonfinite": jmp.optim.skip_nonfinite(optax.sgd(0.1, momentum=0.9)),
-}
-
-
-def minimize(tx, *args):
-    return jmp.optim.minimize(loss_fn, tx)(*args)
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [("adamw", step_by_hand), ("MultiSteps", minimize), ("loss_scaled", minimize), ("skip_nonfinite", step_by_hand)],
-)
-def test_a_step_with_its_optimizer_is_the_one_without(name, make):
-    tx = OPTIMIZERS[name]
-    step = functools.partial(make, tx)
-    of = ("forward", "backward", "results")
-    (params, *_), stats = check_collect(step, PARAMS, tx.init(PARAMS), X, Y, of=of)
-    assert [row.dtype for row in (*find(stats, "forward"), *find(stats, "backward"))] == ["float16", "float16"]
-    assert_row_is(find(stats, "result", path="result/0/w")[0], params["w"])
-
-
-def test_a_step_that_overflows_says_so():
-    """All numbers of a gradient are nan or infinite: there is no smallest one."""
-    (params, state, loss), stats = check_collect(
-        functools.partial(step_by_hand, SCALED), PARAMS, SCALED.init(PARAMS), X * 1e6, Y, of=("forward", "results")
-    )
-    np.testing.assert_array_equal(params["w"], PARAMS["w"])
-    [row] = find(stats, "result", path="result/2")
-    assert (row.nans + row.infs, row.min_nonzero, row.amax) == (1, None, 0)
-    assert find(stats, "forward")[0].nonfinite == 1
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("shape", [(), (1,), (3,)])
-def test_tensors_without_a_number_have_no_smallest_one(shape, value):
-    _, stats = check_collect(lambda x: x, jnp.full(shape, value), of="results")
-    assert [row.min_nonzero for row in stats] == [None]
-
-
-@pytest.mark.parametrize("policy", [None, "mixed_float16"])
-def test_a_linen_train_state_can_be_donated(policy):
-    model = nn.Dense(3) if policy is None else jmp.with_policy(nn.Dense(3), policy)
-    variables = model.init(jax.random.key(0), X)
-    make = functools.partial(jmp.linen.TrainState.create, apply_fn=model.apply, tx=SCALED)
-
-    def step(state, x, y):
-        loss = lambda params: mean_square(lambda x: state.apply_fn({"params": params}, x), x, y)
-        loss, grads = jmp.value_and_grad(loss, loss_scale=state)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    given = jax.tree.map(jnp.copy, variables["params"])
-    state = make(params=given)
-    expected = jax.jit(step)(make(params=variables["params"]), X, Y)
-    out, stats = jax.jit(observe(step), donate_argnums=0)(state, X, Y)
-    assert_same(out[0].params, expected[0].params)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    assert_row_is(find(stats, "argument", path="state/params/kernel")[0], variables["params"]["kernel"])
-    assert_row_is(find(stats, "result", path="result/0/params/kernel")[0], out[0].params["kernel"])
-    assert find(stats, "forward")[0].dtype == ("float32" if policy is None else "float16")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_layers_with_a_policy_have_rows_in_its_dtypes(api, policy):
+    x = jnp.tile(X, (4, 16))[:, :16]
+    if api == "linen":
+        model = jmp.with_policy(nn.Dense(16, use_bias=False), policy)
+        variables = model.init(jax.random.key(0), x)
+        fun = jax.grad(lambda variables, x: jnp.sum(model.apply(variables, x).astype(jnp.float32)), allow_int=True)
+    else:
+        variables = jmp.with_policy(nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)), policy)
+        fun = jmp.nnx.grad(lambda model, x: jnp.sum(model(x).astype(jnp.float32)), loss_scale=jmp.NoOpLossScale())
+    expected = nnx.jit(fun)(variables, x)
+    grads, stats = nnx.jit(observe(fun, of=("forward", "backward")))(variables, x)
+    assert_same(*(nnx.to_pure_dict(each) if api == "nnx" else each for each in (grads, expected)), bound=1e-2)
+    assert {row.dtype for row in stats} == {POLICIES[policy]}
+    assert all(row.times == 1 for row in stats)
