@@ -173,12 +173,12 @@ def test_what_autocast_decides_is_what_is_measured():
         assert [(site.direction, site.dtype) for site in products] == [("forward", dtype), ("backward", dtype)]
 
 
-def test_autocast_casts_no_statistics():
-    observed = observe(lambda w, x: x @ w, of=("forward", "results"))
-    product, stats = jmp.autocast(observed, "params=float32,compute=bfloat16,output=bfloat16")(W, X)
-    expected = jax.eval_shape(observed, W, X)[1]
-    assert jax.tree.map(lambda leaf: leaf.dtype, stats) == jax.tree.map(lambda leaf: leaf.dtype, expected)
-    assert find(stats, "forward")[0].count == product.size
+@pytest.mark.parametrize("give", [jmp.autocast, jmp.with_policy])
+def test_a_policy_casts_no_statistics(give):
+    observed = give(observe(lambda w, x: x @ w, of="arguments"), "params=float32,compute=float32,output=bfloat16")
+    product, stats = observed(W, X)
+    assert product.dtype == jnp.bfloat16
+    assert_row_is(find(stats, "argument", path="w")[0], W)
 
 
 POLICIES = {
