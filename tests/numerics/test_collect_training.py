@@ -17,6 +17,13 @@ import jmp_policy.nnx
 X, Y = (jnp.asarray(np.random.default_rng(seed).normal(size=(4, 3)), jnp.float32) for seed in (1, 2))
 
 
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """The norms of Flax and the accumulators of optax rely on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 class Regularized(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
