@@ -32,7 +32,7 @@ from ..interpreter._program import Atom
 from ._choice import Choice, Place, find_direction, make_choice
 from ._ends import Results, name_arguments, name_results
 from ._layout import Direction, Layout, Site
-from ._measure import Meter, Record, fold, join, merge
+from ._measure import Look, Meter, Record, fold, join, merge
 from ._request import Request, check_function, make_request, take_step
 from ._source import find_line, find_origin
 from ._stats import Stats
@@ -143,11 +143,11 @@ class _StatsRecorder(Recorder):
     def splits(self, turns: int) -> bool:
         return self.loops == "split" or (self.loops == "auto" and turns <= MOST_TURNS)
 
-    def measure(self, value: Any) -> Record:
-        return self.meter.measure(value)
+    def measure(self, value: Any) -> Look | Record:
+        return self.meter.look(value)
 
-    def gather(self, measured: Sequence[Record]) -> Record:
-        return join(measured)
+    def gather(self, measured: Sequence[Look | Record]) -> Record:
+        return self.meter.gather(measured)
 
     def join(self, records: Sequence[Record]) -> Record:
         return join(records)

@@ -32,6 +32,26 @@ _LARGEST_COUNT = 2**32
 _NO_BIN = -(2**20)
 
 
+class Tally(NamedTuple):
+    """What the first pass leaves: numbers that are few, and the same ones for every tensor.
+
+    Attributes:
+      low: the low 32 bits of what the counters of all words came to: as many arrays `(W,)` as a word has counters.
+      high: the high 32 bits.
+      sizes: uint32 `(2, 2)`, the words of how many numbers the blocks have, and of how many only fill them.
+      most: unsigned `(W,)`, of which the first stands for the largest magnitude that is finite.
+      least: the same for the smallest that is not zero.
+      times: uint32, how often the tensor was measured: 1.
+    """
+
+    low: tuple[jax.Array, ...]
+    high: tuple[jax.Array, ...]
+    sizes: jax.Array
+    most: jax.Array
+    least: jax.Array
+    times: jax.Array
+
+
 class Counts(NamedTuple):
     """What the first pass found.
 
@@ -44,7 +64,7 @@ class Counts(NamedTuple):
     extremes: jax.Array
 
 
-def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence[Format], histogram: bool) -> Counts:
+def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence[Format], histogram: bool) -> Tally:
     """Counts the numbers of a tensor.
 
     Args:
@@ -64,19 +84,46 @@ def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence
     packed = _pack(x, words, row)
     # As unsigned numbers infinities and nan are the smallest when infinity is taken away, and zero is the largest when
     # one is.
-    unsigned = np.dtype(f"uint{8 * dtype.itemsize}").type
-    infinity = unsigned(bits_like((np.inf,), dtype)[0])
+    unsigned = _unsigned(dtype)
     bits = lax.bitcast_convert_type(x, unsigned)
-    packed, most, least = _reduce([packed, bits - infinity, bits - unsigned(1)], tuple(axis + 1 for axis in axes))
-    most, least = (lax.index_in_dim(each, 0, row) for each in (most, least))  # where a row has all bits
-    most, least = _reduce([most, least], tuple(range(most.ndim)))
-    extremes = lax.concatenate([lax.expand_dims(most, (0,)), lax.expand_dims(least, (0,))], 0)
-    zero = unsigned(2 ** (8 * dtype.itemsize) - int(infinity))
-    bounds = (np.array([zero, 0], unsigned), np.array([np.iinfo(unsigned).max, infinity - unsigned(1)], unsigned))
-    extremes = lax.clamp(bounds[0], extremes, bounds[1]) + np.array([infinity, 1], unsigned)
-    return Counts(
-        _combine(packed, row, size, blocks.size, formats, histogram), lax.bitcast_convert_type(extremes, x.dtype)
-    )
+    shifted = [bits - unsigned(_infinity(dtype)), bits - unsigned(1)]
+    packed, most, least = _reduce([packed, *shifted], tuple(axis + 1 for axis in axes))
+    return _add_up_counters(packed, most, least, row, size, blocks.size)
+
+
+def fill_tally(formats: Sequence[Format], histogram: bool, dtype: np.dtype) -> Tally:
+    """The tally of a tensor that has no numbers."""
+    rows, unsigned = len(_list_words(tuple(formats), histogram, dtype).offsets), _unsigned(dtype)
+    zeros = (lax.full((rows,), 0, np.uint32),) * _PER_WORD
+    most, least = (lax.full((rows,), fill, unsigned) for fill in (0, np.iinfo(unsigned).max))
+    return Tally(zeros, zeros, lax.full((2, 2), 0, np.uint32), most, least, lax.full((), 1, np.uint32))
+
+
+def read_most(tally: Tally) -> jax.Array:
+    """The bits of the largest finite magnitude, an integer."""
+    unsigned, bits = tally.most.dtype.type, tally.most.dtype.itemsize * 8
+    dtype = np.dtype(f"float{bits}")
+    zero = unsigned(2**bits - _infinity(dtype))
+    most = lax.max(lax.index_in_dim(tally.most, 0, keepdims=False), zero) + unsigned(_infinity(dtype))
+    return lax.bitcast_convert_type(most, np.dtype(f"int{bits}"))
+
+
+def read_counts(tally: Tally, formats: Sequence[Format], histogram: bool) -> Counts:
+    """Reads the counts and extremes off a tally."""
+    unsigned, bits = tally.least.dtype.type, tally.least.dtype.itemsize * 8
+    infinity = unsigned(_infinity(np.dtype(f"float{bits}")))
+    least = lax.min(lax.index_in_dim(tally.least, 0, keepdims=False), infinity - unsigned(1)) + unsigned(1)
+    least = lax.bitcast_convert_type(least, np.dtype(f"int{bits}"))
+    extremes = lax.concatenate([lax.expand_dims(each, (0,)) for each in (read_most(tally), least)], 0)
+    # The raw counts are those of all counters, and four more that columns are differences of.
+    nothing = lax.full((1,), 0, np.uint32)
+    once = lax.expand_dims(tally.times, (0,))
+    low = lax.concatenate([*tally.low, tally.sizes[:, 0], once, nothing], 0)
+    high = lax.concatenate([*tally.high, tally.sizes[:, 1], nothing, nothing], 0)
+    plus, minus = _list_differences(tally.most.shape[0], tuple(formats), histogram)
+    borrow = lax.convert_element_type(lax.lt(_take(low, plus), _take(low, minus)), np.uint32)
+    words = _stack(_take(low, plus) - _take(low, minus), _take(high, plus) - _take(high, minus) - borrow)
+    return Counts(words, extremes)
 
 
 class _Words(NamedTuple):
@@ -142,27 +189,31 @@ def _reduce(operands: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]
     return lax.reduce(operands, starts, add, axes)
 
 
-def _combine(
-    packed: jax.Array, row: int, size: int, padded: int, formats: Sequence[Format], histogram: bool
-) -> jax.Array:
-    """The words of each count `(2, C)`, from the packed words of blocks, whose axis `row` is that of words."""
+def _add_up_counters(
+    packed: jax.Array, most: jax.Array, least: jax.Array, row: int, size: int, padded: int
+) -> Tally:
+    """The tally of a tensor, from the words of its blocks, whose axis `row` is that of words."""
     counters = [(packed >> np.uint32(_WIDTH * i)) & np.uint32(LONGEST_BLOCK) for i in range(_PER_WORD)]
-    zeros, add = [np.uint32(0)] * _PER_WORD, lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-    constants = np.array([padded, padded - size, 1, 0], np.uint64)
-    plus, minus = _list_differences(packed.shape[row], tuple(formats), histogram)
     others = tuple(axis for axis in range(packed.ndim) if axis != row)
+    sizes = [[number % 2**32, number >> 32] for number in (padded, padded - size)]
+    constants = np.array(sizes, np.uint32), np.uint32(1)
     if padded < _LARGEST_COUNT or row == 1:  # with one block there are few
-        raw = lax.concatenate([*lax.reduce(counters, zeros, add, others), constants.astype(np.uint32)], 0)
-        low = _take(raw, plus) - _take(raw, minus)
-        return _stack(low, lax.full_like(low, 0))
+        *low, most, least = _reduce([*counters, most, least], others)
+        return Tally(tuple(low), (np.zeros(low[0].shape, np.uint32),) * _PER_WORD, constants[0], most, least, constants[1])
     # Each slice of the first axis of the tensor alone has few enough numbers.
-    slices = lax.reduce(counters, zeros, add, tuple(axis for axis in others if axis != 1))
-    slices = lax.concatenate(slices, 1)
-    sums = add_up_words(slices, lax.full_like(slices, 0), (0,))
-    halves = (constants.astype(np.uint32), (constants >> np.uint64(32)).astype(np.uint32))
-    low, high = (lax.concatenate([part, half], 0) for part, half in zip(sums, halves, strict=True))
-    borrow = lax.convert_element_type(lax.lt(_take(low, plus), _take(low, minus)), np.uint32)
-    return _stack(_take(low, plus) - _take(low, minus), _take(high, plus) - _take(high, minus) - borrow)
+    *slices, most, least = _reduce([*counters, most, least], tuple(axis for axis in others if axis != 1))
+    pairs = [add_up_words(each, lax.full_like(each, 0), (0,)) for each in slices]
+    most, least = _reduce([most, least], (0,))
+    low, high = zip(*pairs, strict=True)
+    return Tally(low, high, constants[0], most, least, constants[1])
+
+
+def _unsigned(dtype: np.dtype) -> type:
+    return np.dtype(f"uint{8 * dtype.itemsize}").type
+
+
+def _infinity(dtype: np.dtype) -> int:
+    return int(bits_like((np.inf,), dtype)[0])
 
 
 def _take(x: jax.Array, indices: tuple[int, ...]) -> jax.Array:

@@ -16,9 +16,8 @@ from ._what_if import FloatFormat
 
 
 class Sums(NamedTuple):
-    """Sums in units of `4**exponent`, an int32 scalar: the high and low parts, `(S,)`."""
+    """The high and low parts of sums, `(S,)`."""
 
-    exponent: jax.Array
     high: jax.Array
     low: jax.Array
 
@@ -33,7 +32,7 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
       formats: floating formats alone.
 
     Returns:
-      The sums, first that of squares, then two for each format.
+      The sums, first that of squares, then two for each format, each in units of its own: `convert_units` knows them.
     """
     exponent = find_exponent(most, blocks.dtype)
     grid = _make_grid(most, exponent, formats, blocks.dtype)
@@ -49,7 +48,14 @@ def add_squares(blocks: jax.Array, axes: tuple[int, ...], most: jax.Array, forma
     # In two parts from the start: alone, a sum of squares is a product to XLA:CPU, which writes its operands down.
     parts = add_up(squares, lax.full_like(squares, 0), tuple(axis + 1 for axis in axes))
     high, low = add_up(*parts, tuple(axis for axis in range(parts[0].ndim) if axis != row))
-    return Sums(exponent, high * grid.squared_units, low * grid.squared_units)
+    return Sums(high, low)
+
+
+def convert_units(sums: Sums, most: jax.Array, formats: Sequence[FloatFormat]) -> Sums:
+    """The same sums in units of `4**find_exponent(most)`."""
+    dtype = sums.high.dtype
+    units = _make_grid(most, find_exponent(most, dtype), formats, dtype).squared_units
+    return Sums(sums.high * units, sums.low * units)
 
 
 def find_exponent(most: jax.Array, dtype: np.dtype) -> jax.Array:

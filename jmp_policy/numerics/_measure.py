@@ -4,20 +4,27 @@ Two passes over it: `_counting.py` for what is counted, then `_errors.py` for wh
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
+from .._dtypes import at_least_float32
 from ._blocks import split_blocks, widen
 from ._counting import (
     FIRST_COUNTS as FIRST_COUNTS,
     FIRST_EXPONENT as FIRST_EXPONENT,
     HISTOGRAM_BINS as HISTOGRAM_BINS,
     LONGEST_BLOCK,
+    Tally,
     count,
+    fill_tally,
+    read_counts,
+    read_most,
 )
-from ._errors import Sums, add_squares
+from ._errors import Sums, add_squares, convert_units, find_exponent
 from ._integers import IntegerErrors, add_integer_errors
 from ._record import (
     Record as Record,
@@ -28,9 +35,23 @@ from ._record import (
     mantissa_bits,
     merge as merge,
 )
-from ._what_if import FloatFormat, IntegerFormat, parse_format as parse_format
+from ._what_if import FloatFormat, Format, IntegerFormat, parse_format as parse_format
 
 _FLOAT32 = np.dtype(np.float32)
+
+
+class Look(NamedTuple):
+    """What the passes over a tensor leave; its arrays have the same shapes for all tensors of a dtype.
+
+    Attributes:
+      tally: of the first pass.
+      sums: of the second one, for formats of floats.
+      errors: of formats of integers, in their order.
+    """
+
+    tally: Tally
+    sums: Sums
+    errors: list[IntegerErrors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,29 +82,68 @@ class Meter:
 
         float32 numbers below the normal ones are counted as what they are, and are zeros in the sums.
         """
+        row = self._finish(self._look(x), at_least_float32(x.dtype))
+        return Record(*(lax.expand_dims(part, (0,)) for part in row))
+
+    def look(self, x: jax.Array) -> Look | Record:
+        """What of a measurement must be done where the tensor is; `gather` does the rest for many tensors at once.
+
+        In a program of both float32 and float64 that is all of it.
+        """
+        return self._look(x) if self.dtype == _FLOAT32 else self.measure(x)
+
+    def gather(self, looks: Sequence[Look | Record]) -> Record:
+        """The record of several looks, a row for each. It is `measure`, compiled once for all of them."""
+        if self.dtype != _FLOAT32:
+            return join([look for look in looks if isinstance(look, Record)])
+        stacked = jax.tree.map(lambda *parts: lax.concatenate([lax.expand_dims(part, (0,)) for part in parts], 0), *looks)
+        return jax.vmap(lambda look: self._finish(look, _FLOAT32))(stacked)
+
+    def _look(self, x: jax.Array) -> Look:
         x = lax.stop_gradient(x)
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs a meter of float64: Meter(..., dtype=np.dtype('float64')).")
+        floats, integers = self._split_formats()
         if x.size == 0:
-            empty = self.empty(1)
-            return empty._replace(counts=empty.counts.at[:, 0, 0].set(np.uint32(1)))
-        formats = [parse_format(name) for name in self.formats]
+            dtype = at_least_float32(x.dtype)
+            zeros = [lax.full((1 + 2 * len(floats),), 0, dtype)] * 2
+            tally = fill_tally(self._formats, self.histogram, dtype)
+            return Look(tally, Sums(*zeros), [_make_no_errors(dtype)] * len(integers))
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
         blocks, axes = split_blocks(x, LONGEST_BLOCK)
-        counts = count(blocks, axes, x.size, formats, self.histogram)
+        tally = count(blocks, axes, x.size, self._formats, self.histogram)
+        most = read_most(tally)
+        errors = [add_integer_errors(x, most, each) for each in integers]
+        return Look(tally, add_squares(blocks, axes, most, floats), errors)
+
+    def _finish(self, look: Look, dtype: np.dtype) -> Record:
+        """The row of a tensor, whose numbers were looked at in a dtype."""
+        floats, integers = self._split_formats()
+        counts = read_counts(look.tally, self._formats, self.histogram)
         most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
-        floats = [each for each in formats if isinstance(each, FloatFormat)]
-        sums = add_squares(blocks, axes, most, floats)
-        integers = {
-            i: add_integer_errors(x, most, each) for i, each in enumerate(formats) if isinstance(each, IntegerFormat)
-        }
-        row = Record(
-            _insert_counts(counts.words, integers),
+        places = [i for i, each in enumerate(self._formats) if isinstance(each, IntegerFormat)]
+        errors = dict(zip(places, look.errors, strict=True))
+        sums = _join_sums(convert_units(look.sums, most, floats), errors, len(self.formats))
+        return Record(
+            _insert_counts(counts.words, errors),
             _convert_extremes(counts.extremes, self.dtype),
-            sums.exponent,
-            lax.convert_element_type(_join_sums(sums, integers, len(formats)), self.dtype),
+            find_exponent(most, dtype),
+            lax.convert_element_type(sums, self.dtype),
         )
-        return Record(*(lax.expand_dims(part, (0,)) for part in row))
+
+    @property
+    def _formats(self) -> list[Format]:
+        return [parse_format(name) for name in self.formats]
+
+    def _split_formats(self) -> tuple[list[FloatFormat], list[IntegerFormat]]:
+        formats = self._formats
+        floats = [each for each in formats if isinstance(each, FloatFormat)]
+        return floats, [each for each in formats if isinstance(each, IntegerFormat)]
+
+
+def _make_no_errors(dtype: np.dtype) -> IntegerErrors:
+    zeros = lax.full((2,), 0, dtype)
+    return IntegerErrors(lax.full((2,), 0, np.uint32), zeros, zeros)
 
 
 def _insert_counts(words: jax.Array, integers: dict[int, IntegerErrors]) -> jax.Array:
