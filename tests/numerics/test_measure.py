@@ -243,3 +243,8 @@ def test_it_is_measured_inside_shard_map():
     for i in range(4):
         want = count_with_numpy(np.asarray(x[2 * i : 2 * i + 2]), FLOATS)
         assert records.counts[i, 0].tolist() == want.tolist()
+
+
+def test_a_value_that_xla_knows_is_not_measured_while_it_compiles():
+    lowered = jax.jit(lambda x: (x, METER.measure(jnp.zeros((64, 64))))).lower(jnp.ones(2))
+    assert "reduce" in lowered.compile().as_text()
