@@ -7,7 +7,6 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import at_least_float32
-from ._record import bits_of
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -21,16 +20,6 @@ def widen(x: jax.Array) -> jax.Array:
     # Its subnormal numbers are those of float32, which a conversion may flush.
     bits = lax.convert_element_type(lax.bitcast_convert_type(x, np.uint16), np.uint32)
     return lax.bitcast_convert_type(bits << np.uint32(16), np.float32)
-
-
-def read_magnitudes(x: jax.Array) -> jax.Array:
-    """The bits of magnitudes as integers, which have the order of what they stand for.
-
-    >>> [hex(bits) for bits in read_magnitudes(jax.numpy.float32([1.0, -1e-45, -jax.numpy.inf])).tolist()]
-    ['0x3f800000', '0x1', '0x7f800000']
-    """
-    bits = bits_of(x)
-    return bits & bits.dtype.type(np.iinfo(bits.dtype).max)
 
 
 def split_blocks(x: jax.Array, length: int) -> tuple[jax.Array, tuple[int, ...]]:

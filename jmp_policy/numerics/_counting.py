@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._record import add_up_words, bits_like, exponent_bias, float_dtype, mantissa_bits
+from ._record import add_up_words, bits_like, bits_of, exponent_bias, float_dtype, mantissa_bits
 from ._what_if import FloatFormat, Format
 
 HISTOGRAM_BINS = 64
@@ -48,17 +48,19 @@ def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence
     """Counts the numbers of a tensor.
 
     Args:
-      blocks: the bits of their magnitudes, as `split_blocks` splits a tensor, with a first axis of length 1.
+      blocks: float32 or float64, as `split_blocks` splits a tensor, with a first axis of length 1.
       axes: those of a block, of at most `LONGEST_BLOCK` numbers.
       size: how many numbers the tensor has; zeros fill the blocks.
       formats: which casts to count the losses of; those of integers are left zero.
       histogram: whether to count exponents.
     """
-    dtype = float_dtype(blocks)
+    dtype = blocks.dtype
     # A row per word, next to the numbers of a block, which a core therefore reads once for all of them.
     words, row = _list_words(tuple(formats), histogram, dtype), axes[0]
     shape = (*blocks.shape[:row], len(words.offsets), *blocks.shape[row:])
-    x = lax.broadcast_in_dim(blocks, shape, [axis for axis in range(len(shape)) if axis != row])
+    x = lax.broadcast_in_dim(bits_of(blocks), shape, [axis for axis in range(len(shape)) if axis != row])
+    # The first operation differs by row: XLA would write down what the rows have in common.
+    x &= lax.broadcast_in_dim(np.array(words.masks, x.dtype), shape, (row,))
     packed = _pack(x, words, row)
     # As unsigned numbers infinities and nan are the smallest when infinity is taken away, and zero is the largest when
     # one is.
@@ -66,13 +68,14 @@ def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence
     infinity = unsigned(bits_like((np.inf,), dtype)[0])
     bits = lax.bitcast_convert_type(x, unsigned)
     packed, most, least = _reduce([packed, bits - infinity, bits - unsigned(1)], tuple(axis + 1 for axis in axes))
+    most, least = (lax.index_in_dim(each, 0, row) for each in (most, least))  # where a row has all bits
     most, least = _reduce([most, least], tuple(range(most.ndim)))
     extremes = lax.concatenate([lax.expand_dims(most, (0,)), lax.expand_dims(least, (0,))], 0)
     zero = unsigned(2 ** (8 * dtype.itemsize) - int(infinity))
     bounds = (np.array([zero, 0], unsigned), np.array([np.iinfo(unsigned).max, infinity - unsigned(1)], unsigned))
     extremes = lax.clamp(bounds[0], extremes, bounds[1]) + np.array([infinity, 1], unsigned)
     return Counts(
-        _combine(packed, row, size, blocks.size, formats, histogram), lax.bitcast_convert_type(extremes, blocks.dtype)
+        _combine(packed, row, size, blocks.size, formats, histogram), lax.bitcast_convert_type(extremes, x.dtype)
     )
 
 
@@ -80,10 +83,12 @@ class _Words(NamedTuple):
     """How each word counts, a row per word.
 
     Attributes:
+      masks: which bits it looks at: those of magnitudes, of exponents, or none.
       thresholds: the bits up to which each of its counters counts numbers.
       offsets: the first bin that its counters count, or none.
     """
 
+    masks: tuple[int, ...]
     thresholds: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
 
@@ -98,8 +103,14 @@ def _list_words(formats: tuple[Format, ...], histogram: bool, dtype: np.dtype) -
     thresholds = bits_like(values, dtype).tolist()
     thresholds += [-1] * (-len(thresholds) % _PER_WORD)
     words = [tuple(thresholds[i : i + _PER_WORD]) for i in range(0, len(thresholds), _PER_WORD)]
-    bins = range(0, HISTOGRAM_BINS, _PER_WORD) if histogram else ()
-    return _Words((*words, *[(-1,) * _PER_WORD for _ in bins]), (*[_NO_BIN for _ in words], *bins))
+    largest, exponent = np.iinfo(f"int{8 * dtype.itemsize}").max, int(bits_like((np.inf,), dtype)[0])
+    # There is always a row that looks at other bits than the first one, if only to count nothing.
+    bins, mask = (range(0, HISTOGRAM_BINS, _PER_WORD), exponent) if histogram else ([_NO_BIN], 0)
+    return _Words(
+        (*[largest for _ in words], *[mask for _ in bins]),
+        (*words, *[(-1,) * _PER_WORD for _ in bins]),
+        (*[_NO_BIN for _ in words], *bins),
+    )
 
 
 def _pack(x: jax.Array, words: _Words, row: int) -> jax.Array:

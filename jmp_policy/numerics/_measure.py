@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._blocks import read_magnitudes, split_blocks, widen
+from ._blocks import split_blocks, widen
 from ._counting import (
     FIRST_COUNTS as FIRST_COUNTS,
     FIRST_EXPONENT as FIRST_EXPONENT,
@@ -70,7 +70,7 @@ class Meter:
         formats = [parse_format(name) for name in self.formats]
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
         blocks, axes = split_blocks(x, LONGEST_BLOCK)
-        counts = count(read_magnitudes(blocks), axes, x.size, formats, self.histogram)
+        counts = count(blocks, axes, x.size, formats, self.histogram)
         most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
         floats = [each for each in formats if isinstance(each, FloatFormat)]
         sums = add_squares(blocks, axes, most, floats)
