@@ -17,7 +17,7 @@ Kwargs = dict[str, Any]
 
 
 class Uncast:
-    """Base of pytrees whose arrays no cast may touch: loss scales, and quantized storage."""
+    """Base of pytrees whose arrays no cast may touch: loss scales, quantized storage, and statistics."""
 
 
 def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], bool] | None = None) -> T:

@@ -19,7 +19,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._signatures import PolicySpec
 from .._trees import Args, Kwargs, PyTree
-from ..interpreter import Kind, Rewriter, explain_writes, float_dtype, open_partials, run, run_lifted, trace
+from ..interpreter import Kind, Rewriter, explain_tracing, float_dtype, open_partials, run, run_lifted, trace
 from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule
 from ._marks import Colour, Mark
@@ -109,7 +109,7 @@ class _Autocast:
         """Makes the function that is traced: its result is checked and cast, and its modules are entered."""
 
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
-            with matmul_precision(policy), explain_writes():
+            with matmul_precision(policy), explain_tracing():
                 out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
             return out

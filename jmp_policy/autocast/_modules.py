@@ -85,8 +85,12 @@ def _scope_of(call: ModuleCall, caller: str) -> AbstractContextManager[Any]:
       call: the call.
       caller: the path of the module that makes it; the empty string at a root, and outside of all modules.
     """
-    if call.path == caller or (call.scope and not call.path):
+    if call.scope and not call.path:
         return nullcontext()
+    if call.path == caller:
+        # Flax opens a scope for a call by itself, as of a cell in a scan, as for one of a module of its name inside.
+        is_again = call.scope and call.method == "__call__"
+        return jax.named_scope(ELSEWHERE + call.path) if is_again else nullcontext()
     inside = call.path.removeprefix(f"{caller}/" if caller else "")
     if caller and inside == call.path:
         return jax.named_scope(ELSEWHERE + call.path)

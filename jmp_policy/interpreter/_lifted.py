@@ -6,6 +6,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from .._adapter import find_lifting_adapter, is_flax_object
 from .._trees import Args, Kwargs
 
@@ -40,8 +42,8 @@ def run_lifted(run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwa
 
 
 @contextlib.contextmanager
-def explain_writes(caller: str = "autocast", example: str = ", 'mixed_bfloat16'") -> Iterator[None]:
-    """Adds to the error of nnx about a module that is closed over, which speaks of trace levels, what to do.
+def explain_tracing(caller: str = "autocast", example: str = ", 'mixed_bfloat16'") -> Iterator[None]:
+    """Adds what to do to errors that only tracing makes: they speak of trace levels and of a jit that nobody wrote.
 
     Args:
       caller: the name of the function that traces.
@@ -49,6 +51,12 @@ def explain_writes(caller: str = "autocast", example: str = ", 'mixed_bfloat16'"
     """
     try:
         yield
+    except _NO_VALUE as error:
+        error.add_note(
+            f"{caller} traces the function as jax.jit does: while it runs, arrays have no values that Python could "
+            "decide on or convert. What Python needs can be a number of Python's among the arguments, which stays one."
+        )
+        raise
     except Exception as error:
         if type(error).__name__ == "TraceContextError":
             error.add_note(
@@ -56,3 +64,8 @@ def explain_writes(caller: str = "autocast", example: str = ", 'mixed_bfloat16'"
                 f"For example: {caller}(lambda model, x: model(x){example})(model, x)."
             )
         raise
+
+
+_NO_VALUE = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+)  # fmt: skip

@@ -7,20 +7,19 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import at_least_float32
-from ._record import bits_of
 
 
-def read_magnitudes(x: jax.Array) -> jax.Array:
-    """The bits of magnitudes, in float32 or float64, as integers: they have the order of what they stand for.
+def widen(x: jax.Array) -> jax.Array:
+    """A tensor in float32, or in float64 if it is that, with every subnormal number.
 
-    >>> [hex(bits) for bits in read_magnitudes(jax.numpy.float32([1.0, -1e-45, -jax.numpy.inf])).tolist()]
-    ['0x3f800000', '0x1', '0x7f800000']
+    >>> widen(jax.numpy.bfloat16([1.0, 1e-40])).dtype
+    dtype('float32')
     """
-    if x.dtype == jax.numpy.bfloat16:  # its subnormal numbers are those of float32: a conversion may flush them
-        bits = lax.convert_element_type(lax.bitcast_convert_type(x, np.uint16), np.int32)
-        return (bits & np.int32(0x7FFF)) << np.int32(16)
-    bits = bits_of(lax.convert_element_type(x, at_least_float32(x.dtype)))
-    return bits & bits.dtype.type(np.iinfo(bits.dtype).max)
+    if x.dtype != jax.numpy.bfloat16:
+        return lax.convert_element_type(x, at_least_float32(x.dtype))
+    # Its subnormal numbers are those of float32, which a conversion may flush.
+    bits = lax.convert_element_type(lax.bitcast_convert_type(x, np.uint16), np.uint32)
+    return lax.bitcast_convert_type(bits << np.uint32(16), np.float32)
 
 
 def split_blocks(x: jax.Array, length: int) -> tuple[jax.Array, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from ..interpreter import (
     Line,
     Recorder,
     evaluate,
-    explain_writes,
+    explain_tracing,
     float_dtype,
     is_float,
     open_partials,
@@ -174,7 +174,7 @@ class _Run:
     def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
         """Traces a function of trees of arrays, has its program return a record, and runs that."""
         request, ends = self._request, Results()
-        with TRACING(self._register.token), explain_writes("collect", ""):
+        with TRACING(self._register.token), explain_tracing("collect", ""):
             traced = trace(ends.take_arrays(fun), args, kwargs)
         program, modules = traced.program, self._register.list_modules()
 

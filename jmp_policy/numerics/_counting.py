@@ -1,7 +1,7 @@
 """The first pass over a tensor: how many of its numbers are what, and its extremes, in one reduction.
 
-Counters have 8 bits, four of them to a word, and a block has at most 255 numbers. To compare a tensor with an array of
-thresholds instead wrote forty times as many bytes.
+Counters have 10 bits, three of them to a word, and a block has at most 1023 numbers. To compare a tensor with an array
+of thresholds along a last axis instead wrote forty times as many bytes.
 """
 
 import functools
@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._blocks import split_blocks
-from ._record import add_up_words, exponent_bias, mantissa_bits
+from ._record import add_up_words, bits_like, bits_of, exponent_bias, float_dtype, mantissa_bits
 from ._what_if import FloatFormat, Format
 
 HISTOGRAM_BINS = 64
@@ -25,100 +24,141 @@ FIRST_EXPONENT = -46
 FIRST_COUNTS = 4
 """Times, zeros, nans and infinities come before the counts of formats."""
 
-_LONGEST_BLOCK = 255
+_WIDTH, _PER_WORD = 10, 3  # of counters, and how many a word has
+LONGEST_BLOCK = 2**_WIDTH - 1
+"""What a counter holds."""
+
 _LARGEST_COUNT = 2**32
+_NO_BIN = -(2**20)
 
 
 class Counts(NamedTuple):
-    """What the first pass found: the words of each count `(2, C)`, and the bits of the extremes, integers."""
+    """What the first pass found.
+
+    Attributes:
+      words: uint32 `(2, C)`, the low and high words of each count.
+      extremes: integers `(2,)`, the bits of the largest finite magnitude and of the smallest that is not zero.
+    """
 
     words: jax.Array
-    most: jax.Array
-    least: jax.Array
+    extremes: jax.Array
 
 
-def count(magnitudes: jax.Array, formats: Sequence[Format], histogram: bool) -> Counts:
-    """Counts the numbers of a tensor, given the bits of their magnitudes, an array of at least one axis and number."""
-    dtype = np.dtype(np.float64 if magnitudes.dtype.itemsize == 8 else np.float32)
-    blocks, axes = split_blocks(magnitudes, _LONGEST_BLOCK)
-    infinity = _bits(np.inf, dtype)
-    thresholds = _list_thresholds(formats, histogram, dtype)
-    flags = [lax.le(blocks, lax.full_like(blocks, threshold)) for threshold in thresholds]
-    words = _pack(flags, blocks) + (_pack_histogram(blocks, dtype) if histogram else [])
-    is_zero, is_finite = flags[0], flags[1]
-    most = lax.select(is_finite, blocks, lax.full_like(blocks, 0))
-    least = lax.select(is_zero, lax.full_like(blocks, infinity), blocks)
-    *words, most, least = _reduce_blocks([*words, most, least], axes)
-    everything = tuple(range(most.ndim))
+def count(blocks: jax.Array, axes: tuple[int, ...], size: int, formats: Sequence[Format], histogram: bool) -> Counts:
+    """Counts the numbers of a tensor.
+
+    Args:
+      blocks: float32 or float64, as `split_blocks` splits a tensor, with a first axis of length 1.
+      axes: those of a block, of at most `LONGEST_BLOCK` numbers.
+      size: how many numbers the tensor has; zeros fill the blocks.
+      formats: which casts to count the losses of; those of integers are left zero.
+      histogram: whether to count exponents.
+    """
+    dtype = blocks.dtype
+    # A row per word, next to the numbers of a block, which a core therefore reads once for all of them.
+    words, row = _list_words(tuple(formats), histogram, dtype), axes[0]
+    shape = (*blocks.shape[:row], len(words.offsets), *blocks.shape[row:])
+    x = lax.broadcast_in_dim(bits_of(blocks), shape, [axis for axis in range(len(shape)) if axis != row])
+    # The first operation differs by row: XLA would write down what the rows have in common.
+    x &= lax.broadcast_in_dim(np.array(words.masks, x.dtype), shape, (row,))
+    packed = _pack(x, words, row)
+    # As unsigned numbers infinities and nan are the smallest when infinity is taken away, and zero is the largest when
+    # one is.
+    unsigned = np.dtype(f"uint{8 * dtype.itemsize}").type
+    infinity = unsigned(bits_like((np.inf,), dtype)[0])
+    bits = lax.bitcast_convert_type(x, unsigned)
+    packed, most, least = _reduce([packed, bits - infinity, bits - unsigned(1)], tuple(axis + 1 for axis in axes))
+    most, least = (lax.index_in_dim(each, 0, row) for each in (most, least))  # where a row has all bits
+    most, least = _reduce([most, least], tuple(range(most.ndim)))
+    extremes = lax.concatenate([lax.expand_dims(most, (0,)), lax.expand_dims(least, (0,))], 0)
+    zero = unsigned(2 ** (8 * dtype.itemsize) - int(infinity))
+    bounds = (np.array([zero, 0], unsigned), np.array([np.iinfo(unsigned).max, infinity - unsigned(1)], unsigned))
+    extremes = lax.clamp(bounds[0], extremes, bounds[1]) + np.array([infinity, 1], unsigned)
     return Counts(
-        _combine(words, magnitudes.size, blocks.size, formats, histogram),
-        lax.reduce(most, most.dtype.type(0), lax.max, everything),
-        lax.reduce(least, infinity, lax.min, everything),
+        _combine(packed, row, size, blocks.size, formats, histogram), lax.bitcast_convert_type(extremes, x.dtype)
     )
 
 
-def _list_thresholds(formats: Sequence[Format], histogram: bool, dtype: np.dtype) -> list[np.integer]:
-    """The bits of what is compared: zero, the largest finite number, infinity, those of formats, the last bin's."""
-    largest = float(np.finfo(dtype).max)
+class _Words(NamedTuple):
+    """How each word counts, a row per word.
+
+    Attributes:
+      masks: which bits it looks at: those of magnitudes, of exponents, or none.
+      thresholds: the bits up to which each of its counters counts numbers.
+      offsets: the first bin that its counters count, or none.
+    """
+
+    masks: tuple[int, ...]
+    thresholds: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+
+
+@functools.cache
+def _list_words(formats: tuple[Format, ...], histogram: bool, dtype: np.dtype) -> _Words:
+    """Words for zero, the largest finite number, infinity and the thresholds of formats, then those of the bins."""
     floats = [each for each in formats if isinstance(each, FloatFormat)]
-    values = [0.0, largest, np.inf, *(value for each in floats for value in each.find_thresholds(dtype))]
-    thresholds = [_bits(value, dtype) for value in values]
-    last_bin = _bits(2.0 ** (FIRST_EXPONENT + HISTOGRAM_BINS - 2), dtype)
-    return [*thresholds, last_bin - last_bin.dtype.type(1)] if histogram else thresholds
+    values = [0.0, np.finfo(dtype).max, np.inf, *(value for each in floats for value in each.find_thresholds(dtype))]
+    if histogram:  # up to the last bin: it has what is above and finite
+        values.append(np.nextafter(dtype.type(2.0 ** (FIRST_EXPONENT + HISTOGRAM_BINS - 2)), dtype.type(0)))
+    thresholds = bits_like(values, dtype).tolist()
+    thresholds += [-1] * (-len(thresholds) % _PER_WORD)
+    words = [tuple(thresholds[i : i + _PER_WORD]) for i in range(0, len(thresholds), _PER_WORD)]
+    largest, exponent = np.iinfo(f"int{8 * dtype.itemsize}").max, int(bits_like((np.inf,), dtype)[0])
+    # There is always a row that looks at other bits than the first one, if only to count nothing.
+    bins, mask = (range(0, HISTOGRAM_BINS, _PER_WORD), exponent) if histogram else ([_NO_BIN], 0)
+    return _Words(
+        (*[largest for _ in words], *[mask for _ in bins]),
+        (*words, *[(-1,) * _PER_WORD for _ in bins]),
+        (*[_NO_BIN for _ in words], *bins),
+    )
 
 
-def _bits(value: float, dtype: np.dtype) -> np.integer:
-    return np.array([value], dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)[0]
-
-
-def _pack(flags: list[jax.Array], like: jax.Array) -> list[jax.Array]:
-    """Words that count four flags each, one to a byte."""
-    zero, *units = (lax.full_like(like, unit, np.uint32) for unit in (0, 1, 1 << 8, 1 << 16, 1 << 24))
-    bytes_ = [lax.select(flag, units[i % 4], zero) for i, flag in enumerate(flags)]
-    return [functools.reduce(lax.bitwise_or, bytes_[i : i + 4]) for i in range(0, len(bytes_), 4)]
-
-
-def _pack_histogram(magnitudes: jax.Array, dtype: np.dtype) -> list[jax.Array]:
-    """Words that count the bins, four to a word. Zeros are in bin 0, and the last bin is not counted here."""
-    exponents = lax.convert_element_type(magnitudes >> magnitudes.dtype.type(mantissa_bits(dtype)), np.int32)
+def _pack(x: jax.Array, words: _Words, row: int) -> jax.Array:
+    """Words in which a number counts itself, in the counters of the thresholds that it is below and of its bin."""
+    spread = lambda values, dtype: lax.broadcast_in_dim(np.array(values, dtype), x.shape, (row,))
+    zero = lax.full_like(x, 0, np.uint32)
+    dtype = float_dtype(x)
+    exponents = lax.convert_element_type(x >> x.dtype.type(mantissa_bits(dtype)), np.int32)
     bins = lax.max(exponents - np.int32(exponent_bias(dtype) + FIRST_EXPONENT - 1), np.int32(0))
-    # A shift by 32 or more leaves zero, and so does one by less than zero, which is a large number here.
-    shifts = lax.convert_element_type(bins << np.int32(3), np.uint32)
-    one, width = lax.full_like(shifts, 1), lax.full_like(shifts, 32)
-    words = [one << shifts]
-    while len(words) < HISTOGRAM_BINS // 4:
-        shifts = shifts - width
-        words.append(one << shifts)
-    return words
+    # A shift by 32 or more leaves zero, and so does one by less than zero, which is a large number here; one by 30
+    # leaves what no counter has.
+    shifts = lax.bitcast_convert_type((bins - spread(words.offsets, np.int32)) * np.int32(_WIDTH), np.uint32)
+    packed = lax.full_like(zero, 1) << shifts
+    for i in range(_PER_WORD):
+        is_below = lax.le(x, spread([thresholds[i] for thresholds in words.thresholds], x.dtype))
+        packed |= lax.select(is_below, lax.full_like(zero, 1 << _WIDTH * i), zero)
+    return packed
 
 
-def _reduce_blocks(operands: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
-    """Adds up words, and takes the extremes, which are the last two operands."""
-    *words, most, least = operands
-    starts = [np.uint32(0)] * len(words) + [most.dtype.type(0), least.dtype.type(np.iinfo(least.dtype).max)]
+def _reduce(operands: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+    """Adds up words, and takes the maximum of the last operand but one, and the minimum of the last one."""
+    starts = [operand.dtype.type(0) for operand in operands]
+    starts[-1] = operands[-1].dtype.type(np.iinfo(operands[-1].dtype).max)
 
-    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
         sums = [x + y for x, y in zip(a[:-2], b[:-2], strict=True)]
-        return (*sums, lax.max(a[-2], b[-2]), lax.min(a[-1], b[-1]))
+        return [*sums, lax.max(a[-2], b[-2]), lax.min(a[-1], b[-1])]
 
-    return list(lax.reduce([*words, most, least], starts, add, axes))
+    return lax.reduce(operands, starts, add, axes)
 
 
-def _combine(words: list[jax.Array], size: int, padded: int, formats: Sequence[Format], histogram: bool) -> jax.Array:
-    """The words of each count `(2, C)`, from the packed words of blocks."""
-    packed = lax.concatenate(words, 0)
-    bytes_ = [(packed >> np.uint32(8 * i)) & np.uint32(255) for i in range(4)]
-    zeros, add = [np.uint32(0)] * 4, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+def _combine(
+    packed: jax.Array, row: int, size: int, padded: int, formats: Sequence[Format], histogram: bool
+) -> jax.Array:
+    """The words of each count `(2, C)`, from the packed words of blocks, whose axis `row` is that of words."""
+    counters = [(packed >> np.uint32(_WIDTH * i)) & np.uint32(LONGEST_BLOCK) for i in range(_PER_WORD)]
+    zeros, add = [np.uint32(0)] * _PER_WORD, lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
     constants = np.array([padded, padded - size, 1, 0], np.uint64)
-    plus, minus = _list_differences(len(words), tuple(formats), histogram)
-    if padded < _LARGEST_COUNT:
-        raw = [*lax.reduce(bytes_, zeros, add, tuple(range(1, packed.ndim))), constants.astype(np.uint32)]
-        raw = lax.concatenate(raw, 0)
+    plus, minus = _list_differences(packed.shape[row], tuple(formats), histogram)
+    others = tuple(axis for axis in range(packed.ndim) if axis != row)
+    if padded < _LARGEST_COUNT or row == 1:  # with one block there are few
+        raw = lax.concatenate([*lax.reduce(counters, zeros, add, others), constants.astype(np.uint32)], 0)
         low = _take(raw, plus) - _take(raw, minus)
         return _stack(low, lax.full_like(low, 0))
-    # Each slice of the first axis alone has few enough numbers.
-    slices = lax.concatenate(lax.reduce(bytes_, zeros, add, tuple(range(2, packed.ndim))), 0)
-    sums = add_up_words(slices, lax.full_like(slices, 0), (1,))
+    # Each slice of the first axis of the tensor alone has few enough numbers.
+    slices = lax.reduce(counters, zeros, add, tuple(axis for axis in others if axis != 1))
+    slices = lax.concatenate(slices, 1)
+    sums = add_up_words(slices, lax.full_like(slices, 0), (0,))
     halves = (constants.astype(np.uint32), (constants >> np.uint64(32)).astype(np.uint32))
     low, high = (lax.concatenate([part, half], 0) for part, half in zip(sums, halves, strict=True))
     borrow = lax.convert_element_type(lax.lt(_take(low, plus), _take(low, minus)), np.uint32)
@@ -137,24 +177,24 @@ def _stack(low: jax.Array, high: jax.Array) -> jax.Array:
 def _list_differences(words: int, formats: tuple[Format, ...], histogram: bool) -> tuple[tuple[int, ...], ...]:
     """Of which two raw counts each column is the difference.
 
-    A flag is true up to its threshold. The raw counts are all first bytes of the words, all second ones, and so on, and
-    then the number of numbers, that of those which fill the blocks, one and zero.
+    A flag is true up to its threshold. The raw counts are all first counters of the words, all second ones, and so on,
+    and then the number of numbers, that of those which fill the blocks, one and zero.
     """
-    flag = lambda i: i % 4 * words + i // 4
-    everything, filling, one, nothing = (4 * words + i for i in range(4))
-    is_zero, is_finite, is_number = map(flag, range(3))
+    find = lambda i, first=0: i % _PER_WORD * words + first + i // _PER_WORD
+    everything, filling, one, nothing = (_PER_WORD * words + i for i in range(4))
+    is_zero, is_finite, is_number = map(find, range(3))
     columns = [(one, nothing), (is_zero, filling), (everything, is_number), (is_number, is_finite)]
     flags = 3
     for each in formats:
         if isinstance(each, FloatFormat):
-            to_zero, to_subnormal, to_finite = map(flag, range(flags, flags + 3))
+            to_zero, to_subnormal, to_finite = map(find, range(flags, flags + 3))
             columns += [(to_zero, is_zero), (to_subnormal, to_zero), (is_finite, to_finite)]
             flags += 3
         else:
             columns += [(nothing, nothing)] * 3
     if histogram:
-        below_last, first_word = flag(flags), words - HISTOGRAM_BINS // 4
-        bins = [i % 4 * words + first_word + i // 4 for i in range(HISTOGRAM_BINS - 1)]
+        below_last, first_word = find(flags), flags // _PER_WORD + 1
+        bins = [find(i, first_word) for i in range(HISTOGRAM_BINS - 1)]
         columns += [(bins[0], is_zero), *((each, nothing) for each in bins[1:]), (is_finite, below_last)]
     plus, minus = zip(*columns, strict=True)
     return plus, minus

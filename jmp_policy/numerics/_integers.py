@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._errors import find_exponent, float_dtype, read_units
-from ._record import add_up, add_up_words, power_of_two
+from ._errors import find_exponent, read_units
+from ._record import add_up, add_up_words, bits_like, bits_of, mantissa_bits, power_of_two
 from ._what_if import IntegerFormat
 
 
@@ -26,34 +26,35 @@ class IntegerErrors(NamedTuple):
     low: jax.Array
 
 
-def add_integer_errors(magnitudes: jax.Array, most: jax.Array, spec: IntegerFormat) -> IntegerErrors:
-    """Rounds a tensor to integers, block by block along its last axis, each in units of its own largest binade.
+def add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> IntegerErrors:
+    """Rounds a tensor to integers, block by block along its last axis, each in units of its own largest magnitude.
 
     Args:
-      magnitudes: the bits of magnitudes; at least one axis and number.
-      most: the bits of the largest finite one of all.
+      x: float32 or float64; at least one axis and number.
+      most: the bits of the largest finite magnitude of all, an integer.
       spec: the format.
     """
-    dtype = float_dtype(magnitudes)
-    infinity = np.array(np.inf, dtype).view(magnitudes.dtype)[()]
-    finite = lax.select(lax.lt(magnitudes, lax.full_like(magnitudes, infinity)), magnitudes, magnitudes * 0)
-    blocks = _split_last_axis(finite, spec.block)
-    last = blocks.ndim - 1
-    amax = lax.expand_dims(lax.reduce(blocks, blocks.dtype.type(0), lax.max, (last,)), (last,))
+    blocks = _split_last_axis(x, spec.block)
+    dtype, last = x.dtype, blocks.ndim - 1
+    magnitudes = bits_of(lax.abs(blocks))
+    is_finite = lax.lt(magnitudes, lax.full_like(magnitudes, bits_like((np.inf,), dtype)[0]))
+    magnitudes = lax.select(is_finite, magnitudes, lax.full_like(magnitudes, 0))
+    amax = lax.expand_dims(lax.reduce(magnitudes, magnitudes.dtype.type(0), lax.max, (last,)), (last,))
     exponents = find_exponent(amax, dtype)
+    units = power_of_two(lax.neg(exponents), dtype)
     spread = lambda x: lax.broadcast_in_dim(x, blocks.shape, tuple(range(blocks.ndim)))
-    x = read_units(blocks, spread(exponents), dtype)
+    values = read_units(blocks, spread(units))
     # A block of zeros needs a scale that can divide.
-    scale = lax.max(read_units(amax, exponents, dtype) * dtype.type(1 / spec.max), dtype.type(2.0**-20))
-    codes = lax.round(x / spread(scale), lax.RoundingMethod.TO_NEAREST_EVEN)
-    becomes_zero = lax.bitwise_and(lax.eq(codes, lax.full_like(codes, 0)), lax.gt(blocks, lax.full_like(blocks, 0)))
-    errors = [codes * spread(scale) - x, _round_to(x, spread(_round_up_to_power(scale)))]
+    largest = read_units(lax.bitcast_convert_type(amax, dtype), units)
+    scale = lax.max(largest * dtype.type(1 / spec.max), dtype.type(2.0**-20))
+    codes = [_round_to_multiples(values, spread(each)) for each in (scale, _round_up_to_power(scale))]
+    becomes_zero = lax.eq(codes[0], lax.full_like(codes[0], 0)) & lax.gt(magnitudes, lax.full_like(magnitudes, 0))
     weights = spread(power_of_two((exponents - find_exponent(most, dtype)) * np.int32(2), dtype))
-    squares = lax.concatenate([lax.expand_dims(error * error * weights, (0,)) for error in errors], 0)
-    everything = tuple(range(1, squares.ndim))
+    errors = [lax.expand_dims(code - values, (0,)) for code in codes]
+    errors = lax.concatenate(errors, 0)
+    squares = errors * errors * lax.broadcast_in_dim(weights, errors.shape, tuple(range(1, errors.ndim)))
     parts = add_up(squares, lax.full_like(squares, 0), (last + 1,))
-    high, low = add_up(*parts, everything[:-1])
-    return IntegerErrors(_count(becomes_zero), high, low)
+    return IntegerErrors(_count(becomes_zero), *add_up(*parts, tuple(range(1, last + 1))))
 
 
 def _split_last_axis(x: jax.Array, block: int) -> jax.Array:
@@ -64,15 +65,13 @@ def _split_last_axis(x: jax.Array, block: int) -> jax.Array:
     return lax.reshape(x, (*x.shape[:-1], blocks, length))
 
 
-def _round_to(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """The error of the nearest multiple of a power of two."""
-    return lax.round(x / scale, lax.RoundingMethod.TO_NEAREST_EVEN) * scale - x
+def _round_to_multiples(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return lax.round(x / scale, lax.RoundingMethod.TO_NEAREST_EVEN) * scale
 
 
 def _round_up_to_power(scale: jax.Array) -> jax.Array:
     """The smallest power of two that is not below."""
-    bits = lax.bitcast_convert_type(scale, np.int64 if scale.dtype.itemsize == 8 else np.int32)
-    digits = (1 << (52 if scale.dtype.itemsize == 8 else 23)) - 1
+    bits, digits = bits_of(scale), (1 << mantissa_bits(scale.dtype)) - 1
     return lax.bitcast_convert_type((bits + bits.dtype.type(digits)) & bits.dtype.type(~digits), scale.dtype)
 
 

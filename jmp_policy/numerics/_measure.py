@@ -9,24 +9,26 @@ import jax
 import numpy as np
 from jax import lax
 
-from ._blocks import read_magnitudes
+from ._blocks import split_blocks, widen
 from ._counting import (
     FIRST_COUNTS as FIRST_COUNTS,
     FIRST_EXPONENT as FIRST_EXPONENT,
     HISTOGRAM_BINS as HISTOGRAM_BINS,
-    Counts,
+    LONGEST_BLOCK,
     count,
 )
-from ._errors import Sums, add_squares, float_dtype
-from ._integers import add_integer_errors
+from ._errors import Sums, add_squares
+from ._integers import IntegerErrors, add_integer_errors
 from ._record import (
     Record as Record,
+    float_dtype,
     fold as fold,
     join as join,
     make_empty,
+    mantissa_bits,
     merge as merge,
 )
-from ._what_if import FloatFormat, Format as Format, IntegerFormat, parse_format as parse_format
+from ._what_if import FloatFormat, IntegerFormat, parse_format as parse_format
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -66,43 +68,51 @@ class Meter:
             empty = self.empty(1)
             return empty._replace(counts=empty.counts.at[:, 0, 0].set(np.uint32(1)))
         formats = [parse_format(name) for name in self.formats]
-        magnitudes = read_magnitudes(x if x.ndim else lax.expand_dims(x, (0,)))
-        counts = count(magnitudes, formats, self.histogram)
-        sums = add_squares(magnitudes, counts.most, [each for each in formats if isinstance(each, FloatFormat)])
-        words, parts = _insert_integers(magnitudes, counts, sums, formats)
-        extremes = lax.concatenate([lax.expand_dims(bits, (0,)) for bits in (counts.most, counts.least)], 0)
-        row = Record(words, _widen(extremes, self.dtype), sums.exponent, lax.convert_element_type(parts, self.dtype))
+        x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
+        blocks, axes = split_blocks(x, LONGEST_BLOCK)
+        counts = count(blocks, axes, x.size, formats, self.histogram)
+        most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
+        floats = [each for each in formats if isinstance(each, FloatFormat)]
+        sums = add_squares(blocks, axes, most, floats)
+        integers = {
+            i: add_integer_errors(x, most, each) for i, each in enumerate(formats) if isinstance(each, IntegerFormat)
+        }
+        row = Record(
+            _insert_counts(counts.words, integers),
+            _convert_extremes(counts.extremes, self.dtype),
+            sums.exponent,
+            lax.convert_element_type(_join_sums(sums, integers, len(formats)), self.dtype),
+        )
         return Record(*(lax.expand_dims(part, (0,)) for part in row))
 
 
-def _insert_integers(
-    magnitudes: jax.Array, counts: Counts, sums: Sums, formats: list[Format]
-) -> tuple[jax.Array, jax.Array]:
-    """The words of all counts and the parts of all sums, with those of integers where their formats stand."""
-    parts = _stack_last(sums.high, sums.low)
-    if not any(isinstance(each, IntegerFormat) for each in formats):
-        return counts.words, parts
-    words, rows, floats = counts.words, [parts[:1]], 0
-    for i, each in enumerate(formats):
-        if isinstance(each, FloatFormat):
-            rows.append(parts[1 + 2 * floats : 3 + 2 * floats])
-            floats += 1
+def _insert_counts(words: jax.Array, integers: dict[int, IntegerErrors]) -> jax.Array:
+    """The words of all counts, with those of integers where their formats stand."""
+    for i, errors in integers.items():
+        words = words.at[:, FIRST_COUNTS + 3 * i].set(errors.underflow)
+    return words
+
+
+def _join_sums(sums: Sums, integers: dict[int, IntegerErrors], formats: int) -> jax.Array:
+    """The parts of all sums `(S, 2)`, with those of integers where their formats stand."""
+    parts = lax.concatenate([lax.expand_dims(each, (1,)) for each in (sums.high, sums.low)], 1)
+    if not integers:
+        return parts
+    rows, pairs = [parts[:1]], iter(range(1, parts.shape[0], 2))
+    for i in range(formats):
+        if i in integers:
+            rows.append(jax.numpy.stack([integers[i].high, integers[i].low], 1))
         else:
-            errors = add_integer_errors(magnitudes, counts.most, each)
-            words = words.at[:, FIRST_COUNTS + 3 * i].set(errors.underflow)
-            rows.append(_stack_last(errors.high, errors.low))
-    return words, lax.concatenate(rows, 0)
+            first = next(pairs)
+            rows.append(parts[first : first + 2])
+    return lax.concatenate(rows, 0)
 
 
-def _stack_last(high: jax.Array, low: jax.Array) -> jax.Array:
-    return lax.concatenate([lax.expand_dims(high, (1,)), lax.expand_dims(low, (1,))], 1)
-
-
-def _widen(bits: jax.Array, dtype: np.dtype) -> jax.Array:
+def _convert_extremes(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     """Bits of floats, as numbers of a dtype that may be wider; a conversion alone may flush subnormal numbers."""
     floats = lax.bitcast_convert_type(bits, float_dtype(bits))
     if floats.dtype == dtype:
         return floats
-    wide = lax.convert_element_type(floats, dtype)
     subnormal = lax.convert_element_type(bits, dtype) * dtype.type(2.0**-149)
-    return lax.select(lax.lt(bits, lax.full_like(bits, 1 << 23)), subnormal, wide)
+    is_normal = lax.ge(bits, lax.full_like(bits, 1 << mantissa_bits(floats.dtype)))
+    return lax.select(is_normal, lax.convert_element_type(floats, dtype), subnormal)

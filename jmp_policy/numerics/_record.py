@@ -64,9 +64,9 @@ def fold(record: Record, axis: int = 0) -> Record:
     words = add_up_words(*_split(record.counts, -2), (axis,))
     bits = bits_of(record.extremes)
     most, least = _split(bits, -1)
-    info = np.iinfo(bits.dtype)
-    most = lax.reduce(most, bits.dtype.type(info.min), lax.max, (axis,))
-    least = lax.reduce(least, bits.dtype.type(info.max), lax.min, (axis,))
+    infinity = bits_like((np.inf,), record.extremes.dtype)[0]
+    most = lax.reduce(most, bits.dtype.type(0), lax.max, (axis,))
+    least = lax.reduce(least, infinity, lax.min, (axis,))
     exponents = lax.reduce(record.exponents, np.int32(-exponent_bias(record.sums.dtype)), lax.max, (axis,))
     sums = _align(record, lax.expand_dims(exponents, (axis,)))
     return Record(
@@ -129,6 +129,16 @@ def add_up(high: jax.Array, low: jax.Array, axes: tuple[int, ...]) -> tuple[jax.
 def bits_of(x: jax.Array) -> jax.Array:
     """The bits of floats as integers, which have the same order where no float is negative."""
     return lax.bitcast_convert_type(x, np.int64 if x.dtype.itemsize == 8 else np.int32)
+
+
+def float_dtype(bits: jax.Array) -> np.dtype:
+    """The floats that integers are the bits of."""
+    return np.dtype(np.float64 if bits.dtype.itemsize == 8 else np.float32)
+
+
+def bits_like(values: Sequence[float], dtype: np.dtype) -> np.ndarray:
+    """The bits of numbers in float32 or float64, as integers."""
+    return np.array(values, dtype).view(np.int64 if dtype.itemsize == 8 else np.int32)
 
 
 def exponent_bias(dtype: np.dtype) -> int:

@@ -1,7 +1,7 @@
 """What a user asks `collect` for, read and checked."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def _parse_every(every: int | None) -> int | None:
 
 
 def _list_entries(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:
-    listed = (entries,) if isinstance(entries, str) else tuple(entries)
+    listed = (entries,) if isinstance(entries, str) or not isinstance(entries, Iterable) else tuple(entries)
     for entry in listed:
         if not isinstance(entry, str):
             raise TypeError(f"{name} takes strings, got {entry!r}. For example: {name}={_EXAMPLES[name]}.")

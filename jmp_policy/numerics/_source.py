@@ -8,13 +8,12 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..interpreter import Step
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
 _JAX = ("jax", "jaxlib")
+_LIBRARIES = ("flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _DEMO = os.path.join(_OWN, "demo", "")
 
@@ -34,8 +33,14 @@ def find_origin(step: Step) -> JaxprEqn:
 
 
 def find_line(eqn: JaxprEqn) -> str:
-    """Finds the innermost frame of the user's code, `"file.py:12 (function)"`."""
-    return next(_list_user_lines(_list_frames(eqn)), None) or source_info_util.summarize(eqn.source_info)
+    """Finds the innermost frame of the user's code, `"file.py:12 (function)"`.
+
+    Where there is none, as for a library's function that was given as it is, it is the innermost frame of a library
+    other than JAX, and the empty string where there is none of those.
+    """
+    frames = _list_frames(eqn)
+    others = (_write_line(frame) for frame in frames if _is_from(_LIBRARIES, frame.file_name))
+    return next(_list_user_lines(frames), None) or next(others, "")
 
 
 def is_called_by_library(eqn: JaxprEqn) -> bool:
@@ -92,12 +97,7 @@ def _is_inside_users_code(eqn: JaxprEqn, body: Jaxpr) -> bool:
 
 def _find_caller(eqn: JaxprEqn) -> str:
     """The file whose code called JAX."""
-    return next((frame.file_name for frame in _list_frames(eqn) if not _is_jax(frame.file_name)), "")
-
-
-@functools.cache
-def _is_jax(file: str) -> bool:
-    return file.startswith(_list_folders(_JAX))
+    return next((frame.file_name for frame in _list_frames(eqn) if not _is_from(_JAX, frame.file_name)), "")
 
 
 @functools.cache
@@ -108,7 +108,11 @@ def _make_folder(package: str) -> str:
 def _list_user_lines(frames: Iterable[Any]) -> Iterator[str]:
     for frame in frames:
         if not _is_library(frame.file_name):
-            yield f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+            yield _write_line(frame)
+
+
+def _write_line(frame: Any) -> str:
+    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
 
 
 def _list_frames(eqn: JaxprEqn) -> list[Any]:
@@ -121,12 +125,13 @@ def _is_library(file: str) -> bool:
     """Whether a file belongs to a library that models are written with, or to Python itself."""
     if file.startswith(_OWN):
         return not file.startswith(_DEMO)
-    return file.startswith(_list_folders(_LIBRARIES)) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
+    return _is_from(_JAX + _LIBRARIES, file) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
-def _list_folders(names: tuple[str, ...]) -> tuple[str, ...]:
-    loaded = [getattr(sys.modules.get(name), "__file__", None) for name in names]
-    return tuple(os.path.dirname(file) + os.sep for file in loaded if file)
+@functools.cache
+def _is_from(packages: tuple[str, ...], file: str) -> bool:
+    folders = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
+    return file.startswith(tuple(os.path.dirname(folder) + os.sep for folder in folders if folder))
 
 
 _PYTHON = os.path.dirname(os.path.abspath(contextlib.__file__))

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from .._dtypes import did_you_mean
 from .._paths import list_paths_to
+from .._trees import Uncast
 from ..report import Report, Table, draw_html_note
 from ._layout import Layout, Site
 from ._measure import FIRST_EXPONENT, Record, fold, merge
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Stats(Report):
+class Stats(Report, Uncast):
     """What tensors looked like, and what formats would do to them.
 
     A pytree of four arrays, whatever the number of rows; what the rows are of is static. It passes through `jit`,
