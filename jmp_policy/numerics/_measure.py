@@ -61,7 +61,8 @@ class Meter:
 
         float32 numbers below the normal ones are counted as what they are, and are zeros in the sums.
         """
-        x = lax.stop_gradient(x)
+        # A value that XLA knows, such as a mask, it would otherwise measure while it compiles, for a minute each.
+        x = lax.optimization_barrier(lax.stop_gradient(x))
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs a meter of float64: Meter(..., dtype=np.dtype('float64')).")
         if x.size == 0:
