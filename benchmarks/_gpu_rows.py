@@ -10,7 +10,7 @@ from benchmarks._gpu_products import PRODUCTS, multiply
 SIZES = (8192, 16384)
 
 OBSERVED = {"`numerics.collect`, each step": None, "`numerics.collect`, `every=100`": 100}
-"""How often statistics are measured. To choose between two compiled steps on the host costs as much as the step does."""
+"""How often statistics are measured. To choose between two compiled steps on the host costs nothing."""
 
 GPT_ONLY = {"bfloat16, `with_policy`, `skip_nonfinite`", "float8, `with_policy`, current"}
 """What ResNet-50, which takes long to compile, is not asked."""

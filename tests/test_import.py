@@ -59,3 +59,23 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_lazy_names_are_listed():
     assert {"compat", "linen", "nnx", "optim", "Policy", "with_policy"} <= set(dir(jmp))
+
+
+FIRST = {
+    "collect": "jmp.numerics.collect(fun)",
+    "autocast by paths": "jmp.autocast(fun, jmp.PolicyMap({'a': 'float32'}, 'mixed_bfloat16'))",
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_function_of_a_process_is_traced_once(name):
+    """What is loaded while JAX traces may change what its caches depend on."""
+    printed = run(
+        "import flax.linen, flax.nnx, jax, jmp_policy as jmp\n"
+        "traces = []\n"
+        "fun = lambda x: traces.append(1) or 2 * x\n"
+        f"jitted = jax.jit({FIRST[name]})\n"
+        "jitted(1.0), jitted(1.0)\n"
+        "print(len(traces))"
+    )
+    assert printed.split() == ["1"]

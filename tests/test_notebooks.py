@@ -16,7 +16,9 @@ SHORTER = {
     "half_precision_parameters": {"STEPS, BATCH = 800, 128": "STEPS, BATCH = 120, 16"},
     "quantized": {"steps=800": "steps=8", '"int4_from_float32", 150': '"int4_from_float32", 3'},
     "quickstart": {"2**14, 16": "2**8, 16"},
-}
+    "will_it_underflow": {"BEFORE, STEPS, LEARNING_RATE = 60, 60,": "BEFORE, STEPS, LEARNING_RATE = 12, 11,",
+                          "depth=2": "depth=1", '"batch_size": 128': '"batch_size": 16'},
+}  # fmt: skip
 """What a notebook trains for so many steps runs as well for a few: the outputs that it shows are those of them all."""
 
 

@@ -30,6 +30,7 @@ class Register:
     """
 
     def __init__(self) -> None:
+        find_loaded_adapters()  # loaded while a jitted function is traced, their contexts would have JAX trace it again
         self.token = object()
         self._types: dict[str, type] = {}
         self._roots: set[str] = set()

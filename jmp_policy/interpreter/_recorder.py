@@ -43,7 +43,8 @@ class Recorder(abc.ABC):
     """Says which values of a program are measured, and what of them.
 
     A record is a tree of arrays, whose first axis has a row for each value. Records form a monoid: `merge` is
-    associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that they are in.
+    associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that they are
+    in.
 
     >>> import jax.numpy as jnp
     >>> class Maxima(Recorder):  # the largest number of each result of a matmul
@@ -74,7 +75,7 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def measure(self, value: Any) -> PyTree:
-        """What is measured of one value where it is made: a tree of arrays, whose shapes are the same for all values."""
+        """What is measured of one value where it is made: a tree of arrays of the same shapes for all values."""
 
     @abc.abstractmethod
     def gather(self, measured: Sequence[PyTree]) -> PyTree:

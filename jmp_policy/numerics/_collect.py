@@ -62,7 +62,7 @@ def collect(
     has a row, if they do what is chosen, and what is inside has none. Devices of a `shard_map` are one row together, of
     which each counts its own copy of a replicated value, and so are the turns of a `while`.
 
-    Statistics of each step cost a pass or two over what is measured (`benchmarks/numerics.py`). `every=100` pays that in
+    Statistics of each step cost two passes over what is measured (`benchmarks/numerics.py`). `every=100` pays that in
     one step of a hundred. Two compiled functions, of which the host chooses one, cost nothing on the other steps:
 
         observed, plain = jax.jit(collect(train_step)), jax.jit(train_step)

@@ -44,12 +44,12 @@ class Tally(NamedTuple):
       times: uint32, how often the tensor was measured: 1.
     """
 
-    low: tuple[jax.Array, ...]
-    high: tuple[jax.Array, ...]
-    sizes: jax.Array
+    low: tuple[jax.Array | np.ndarray, ...]
+    high: tuple[jax.Array | np.ndarray, ...]
+    sizes: jax.Array | np.ndarray
     most: jax.Array
     least: jax.Array
-    times: jax.Array
+    times: jax.Array | np.uint32
 
 
 class Counts(NamedTuple):
@@ -195,17 +195,18 @@ def _add_up_counters(
     """The tally of a tensor, from the words of its blocks, whose axis `row` is that of words."""
     counters = [(packed >> np.uint32(_WIDTH * i)) & np.uint32(LONGEST_BLOCK) for i in range(_PER_WORD)]
     others = tuple(axis for axis in range(packed.ndim) if axis != row)
-    sizes = [[number % 2**32, number >> 32] for number in (padded, padded - size)]
-    constants = np.array(sizes, np.uint32), np.uint32(1)
+    sizes = np.array([[number % 2**32, number >> 32] for number in (padded, padded - size)], np.uint32)
+    times = np.uint32(1)
     if padded < _LARGEST_COUNT or row == 1:  # with one block there are few
         *low, most, least = _reduce([*counters, most, least], others)
-        return Tally(tuple(low), (np.zeros(low[0].shape, np.uint32),) * _PER_WORD, constants[0], most, least, constants[1])
+        high = (np.zeros(low[0].shape, np.uint32),) * _PER_WORD
+        return Tally(tuple(low), high, sizes, most, least, times)
     # Each slice of the first axis of the tensor alone has few enough numbers.
     *slices, most, least = _reduce([*counters, most, least], tuple(axis for axis in others if axis != 1))
     pairs = [add_up_words(each, lax.full_like(each, 0), (0,)) for each in slices]
     most, least = _reduce([most, least], (0,))
     low, high = zip(*pairs, strict=True)
-    return Tally(low, high, constants[0], most, least, constants[1])
+    return Tally(low, high, sizes, most, least, times)
 
 
 def _unsigned(dtype: np.dtype) -> type:

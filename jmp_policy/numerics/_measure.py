@@ -96,11 +96,13 @@ class Meter:
         """The record of several looks, a row for each. It is `measure`, compiled once for all of them."""
         if self.dtype != _FLOAT32:
             return join([look for look in looks if isinstance(look, Record)])
-        stacked = jax.tree.map(lambda *parts: lax.concatenate([lax.expand_dims(part, (0,)) for part in parts], 0), *looks)
+        stack = lambda *parts: lax.concatenate([lax.expand_dims(part, (0,)) for part in parts], 0)
+        stacked = jax.tree.map(stack, *looks)
         return jax.vmap(lambda look: self._finish(look, _FLOAT32))(stacked)
 
     def _look(self, x: jax.Array) -> Look:
-        x = lax.stop_gradient(x)
+        # A value that XLA knows, such as a mask, it would otherwise measure while it compiles, for a minute each.
+        x = lax.optimization_barrier(lax.stop_gradient(x))
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs a meter of float64: Meter(..., dtype=np.dtype('float64')).")
         floats, integers = self._split_formats()
@@ -118,7 +120,7 @@ class Meter:
 
     def _finish(self, look: Look, dtype: np.dtype) -> Record:
         """The row of a tensor, whose numbers were looked at in a dtype."""
-        floats, integers = self._split_formats()
+        floats, _ = self._split_formats()
         counts = read_counts(look.tally, self._formats, self.histogram)
         most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
         places = [i for i, each in enumerate(self._formats) if isinstance(each, IntegerFormat)]

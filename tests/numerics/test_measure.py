@@ -82,6 +82,10 @@ def check(x: np.ndarray, meter: Meter = METER) -> Record:
     return record
 
 
+def count_bytes(lowered) -> float:
+    return lowered.compile().cost_analysis()["bytes accessed"]
+
+
 def normal(rng, *shape):
     return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-9, 4, shape)).astype(np.float32)
 
@@ -243,3 +247,8 @@ def test_it_is_measured_inside_shard_map():
     for i in range(4):
         want = count_with_numpy(np.asarray(x[2 * i : 2 * i + 2]), FLOATS)
         assert records.counts[i, 0].tolist() == want.tolist()
+
+
+def test_a_value_that_xla_knows_is_not_measured_while_it_compiles():
+    lowered = jax.jit(lambda x: (x, METER.measure(jnp.zeros((16, 16))))).lower(jnp.ones(2))
+    assert count_bytes(lowered) > 2 * 16 * 16 * 4  # it is read in two passes

@@ -1,0 +1,134 @@
+"""What `numerics.collect` costs: the gradient of the demo's GPT with statistics, over the same without.
+
+Run from the root of the repository:
+
+    python -m benchmarks.numerics [cpu|tpu|gpu] [--quick]
+
+One table of what XLA says of the programs, by what is measured, and one of how tracing grows with the number of
+layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100 that need not be there.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jmp_policy as jmp
+from benchmarks._compiled import figures
+from benchmarks._markdown import table
+from benchmarks._measure import count_operations
+from benchmarks._programs import Program
+from benchmarks._targets import TARGETS, Target
+from benchmarks.architectures._programs import shapes
+from benchmarks.autocast import gpt, unrolled
+from benchmarks.many_modules import seconds
+from jmp_policy.demo._gpt import GPTConfig
+
+MEASURED: dict[str, dict[str, Any]] = {
+    "matmuls, four formats, histogram": {},
+    "matmuls, four formats": {"histogram": False},
+    "matmuls, float16": {"formats": ("float16",), "histogram": False},
+    "all, four formats, histogram": {"where": "all"},
+    "matmuls, four formats, histogram, `every=100`": {"every": 100},
+}
+"""What is asked of `collect`."""
+
+MATMULS_ONLY = {"of": ("forward", "backward")}
+
+
+class Cost(NamedTuple):
+    """What a program costs."""
+
+    operations: float
+    bytes: float
+    temporaries: float
+    compile_seconds: float
+    trace_seconds: float
+
+    def over(self, other: "Cost") -> "Cost":
+        """The ratios to another."""
+        return Cost(*(mine / its for mine, its in zip(self, other, strict=True)))
+
+
+def gradient(config: GPTConfig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The loss and the gradients of the demo's GPT in float32, and the shapes of their arguments."""
+    architecture = gpt(config)
+    model = architecture.without_policy()
+
+    def loss_and_grads(params: Any, variables: Any, batch: Any) -> Any:
+        return jax.value_and_grad(lambda params: model.loss(params, variables, batch)[0])(params)
+
+    return loss_and_grads, (*shapes(model), architecture.batch)
+
+
+def observe(fun: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Program:
+    """The function with statistics."""
+    observed = jax.jit(jmp.numerics.collect(fun, **MATMULS_ONLY, **options))
+    return Program(observed, ((jnp.int32(0), *args) if "every" in options else args))
+
+
+def cost(program: Program, target: Target) -> Cost:
+    """What it costs on a target; seconds are of this process."""
+    jax.clear_caches()
+    start = time.process_time()
+    lowered = program.step.lower(*target.put(program.args))
+    traced = time.process_time()
+    compiled = lowered.compile(compiler_options={} if target.name == "CPU" else target.options)
+    end = time.process_time()
+    found = figures(compiled)
+    operations = count_operations(lowered.as_text())
+    return Cost(operations, found.bytes_accessed, found.temporaries, end - traced, traced - start)
+
+
+def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """A row for each way to measure."""
+    fun, args = gradient(config)
+    plain = cost(Program(jax.jit(fun), args), target)
+    rows = []
+    for name, options in measured.items():
+        ratios = cost(observe(fun, args, options), target).over(plain)
+        rows.append([name, *(f"{ratio:.2f}" for ratio in ratios)])
+    return rows
+
+
+def tracing_rows(depths: Sequence[int], repeats: int) -> list[list[str]]:
+    """How long the gradients of a chain of layers take to trace, alone and with a row for each product."""
+    rows = []
+    for layers in depths:
+        loss, args = unrolled(layers)
+        plain = jax.grad(loss)
+        traces = [functools.partial(_trace, fun, args) for fun in (jmp.numerics.collect(plain, **MATMULS_ONLY), plain)]
+        observed, alone = seconds(traces, repeats)
+        rows.append([str(layers), f"{1e3 * observed / layers:.2f} ms", f"{observed / alone:.2f}"])
+    return rows
+
+
+def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    jax.make_jaxpr(lambda *args: fun(*args))(*args)  # a new function each time: JAX would not trace one twice
+
+
+_COST_HEADER = ["measured", "operations", "bytes", "temporaries", "compile time", "trace time"]
+_TRACING_HEADER = ["layers", "trace time per layer", "over without"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", choices=TARGETS, default="cpu", help="what to compile for")
+    parser.add_argument("--quick", action="store_true", help="a small model, and few ways to measure it")
+    given = parser.parse_args(argv)
+    quick, target = given.quick, TARGETS[given.target]()
+    config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
+    measured = {"matmuls, float16": MEASURED["matmuls, float16"]} if quick else MEASURED
+    with jax.numpy_dtype_promotion("standard"):
+        print(f"jax {jax.__version__}, {target.name}\n")
+        print(table(_COST_HEADER, cost_rows(config, target, measured)))
+        print("\n" + table(_TRACING_HEADER, tracing_rows((2, 4) if quick else (10, 100, 1000), 1 if quick else 3)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The benchmark of statistics runs, and what it must not exceed holds."""
+
+import jax
+import pytest
+
+from benchmarks._programs import Program
+from benchmarks._targets import cpu
+from benchmarks.numerics import MEASURED, cost, gradient, main as run_benchmark, observe
+from jmp_policy.demo._gpt import GPTConfig
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_row_for_each_matmul_of_the_demo_costs_no_more_than_it_may():
+    with jax.numpy_dtype_promotion("standard"):
+        fun, args = gradient(GPTConfig())
+        plain = cost(Program(jax.jit(fun), args), cpu())
+        ratios = cost(observe(fun, args, MEASURED["matmuls, four formats, histogram"]), cpu()).over(plain)
+    assert ratios.operations <= 5
+    assert ratios.bytes <= 1.3
+    assert ratios.temporaries <= 1.05
+
+
+def test_the_benchmark_prints_its_tables(capsys):
+    run_benchmark(["--quick"])
+    assert "| matmuls, float16 |" in capsys.readouterr().out
