@@ -22,7 +22,7 @@ def widen(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits << np.uint32(16), np.float32)
 
 
-def split_blocks(x: jax.Array, length: int) -> tuple[jax.Array, tuple[int, ...]]:
+def split_blocks(x: jax.Array, length: int, *, keeps_last: bool = False) -> tuple[jax.Array, tuple[int, ...]]:
     """Splits the last axes so that all after the first split make blocks of at most so many numbers.
 
     No axes are ever joined, and those before stay: a tensor that is sharded along them is looked at where it is.
@@ -30,26 +30,35 @@ def split_blocks(x: jax.Array, length: int) -> tuple[jax.Array, tuple[int, ...]]
     Args:
       x: at least one axis, and no axis of length zero.
       length: of the longest block.
+      keeps_last: whether blocks are made of the axes before the last one, which stays. A TPU, whose vectors lie along
+        the last axis, then adds up vectors, where it would have to turn them; the compiler needs a second for that,
+        and for the other up to forty.
 
     Returns:
       The tensor, with a first axis of length 1, filled with zeros where an axis has no good divisor; and the axes of
-      a block, which are its last.
+      a block.
 
     >>> blocks, axes = split_blocks(jax.numpy.ones((8, 512, 4, 16)), 255)
     >>> blocks.shape, axes
     ((1, 8, 256, 2, 4, 16), (3, 4, 5))
+    >>> blocks, axes = split_blocks(jax.numpy.ones((8, 512, 4, 16)), 255, keeps_last=True)
+    >>> blocks.shape, axes
+    ((1, 8, 16, 32, 4, 16), (3, 4))
     """
-    shape, first = x.shape, x.ndim
+    if keeps_last and x.ndim == 1:
+        x = lax.expand_dims(x, (0,))
+    shape = x.shape
+    first = end = x.ndim - keeps_last
     while first and shape[first - 1] <= length:
         first -= 1
         length //= shape[first]
     if first and length > 1:
-        shape, first = (*shape[: first - 1], *_split_axis(shape[first - 1], length), *shape[first:]), first
+        shape, end = (*shape[: first - 1], *_split_axis(shape[first - 1], length), *shape[first:]), end + 1
         missing = math.prod(shape) // (x.size // x.shape[first - 1]) - x.shape[first - 1]
         if missing:
             widths = [(0, missing if axis == first - 1 else 0, 0) for axis in range(x.ndim)]
             x = lax.pad(x, x.dtype.type(0), widths)
-    return lax.reshape(x, (1, *shape)), tuple(range(first + 1, len(shape) + 1))
+    return lax.reshape(x, (1, *shape)), tuple(range(first + 1, end + 1))
 
 
 def _split_axis(axis: int, length: int) -> tuple[int, int]:

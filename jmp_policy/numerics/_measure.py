@@ -4,6 +4,7 @@ Two passes over it: `_counting.py` for what is counted, then `_errors.py` for wh
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -112,7 +113,12 @@ class Meter:
             tally = fill_tally(self._formats, self.histogram, dtype)
             return Look(tally, Sums(*zeros), [_make_no_errors(dtype)] * len(integers))
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
-        blocks, axes = split_blocks(x, LONGEST_BLOCK)
+        along = functools.partial(self._look_along, keeps_last=True)
+        return lax.platform_dependent(x, tpu=along, default=self._look_along)
+
+    def _look_along(self, x: jax.Array, *, keeps_last: bool = False) -> Look:
+        floats, integers = self._split_formats()
+        blocks, axes = split_blocks(x, LONGEST_BLOCK, keeps_last=keeps_last)
         tally = count(blocks, axes, x.size, self._formats, self.histogram)
         most = read_most(tally)
         errors = [add_integer_errors(x, most, each) for each in integers]

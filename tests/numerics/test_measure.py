@@ -252,3 +252,19 @@ def test_it_is_measured_inside_shard_map():
 def test_a_value_that_xla_knows_is_not_measured_while_it_compiles():
     lowered = jax.jit(lambda x: (x, METER.measure(jnp.zeros((16, 16))))).lower(jnp.ones(2))
     assert count_bytes(lowered) > 2 * 16 * 16 * 4  # it is read in two passes
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2000,), (64, 64), (3, 2053), (2053, 3), (2, 3, 50, 40)])
+def test_the_form_for_tpus_measures_the_same(shape):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape) * 1e-5, jnp.float32)
+
+    @jax.jit
+    def look_both_ways(x):
+        wide = x if x.ndim else x[None]
+        looks = [METER._look_along(wide, keeps_last=keeps) for keeps in (False, True)]
+        return [METER._finish(look, np.dtype("float32")) for look in looks]
+
+    along, across = look_both_ways(x)
+    for name in ("counts", "extremes", "exponents"):
+        np.testing.assert_array_equal(getattr(along, name), getattr(across, name))
+    np.testing.assert_allclose(along.sums.sum(-1), across.sums.sum(-1), rtol=1e-6)
