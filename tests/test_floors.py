@@ -41,6 +41,8 @@ FLOORS = {
     "interpreter": 5,
     "optim": 6,
     "autocast": 6,
+    "measurement": 6,
+    "statistics": 6,
     "numerics": 6,
     "quant": 6,
     "explanation": 6,
@@ -65,6 +67,8 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("_get_policy", "_signatures"),
               ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"),
+              ("statistics", "measurement"), ("statistics", "report"),
+              ("numerics", "measurement"), ("numerics", "statistics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip

@@ -8,9 +8,11 @@
   `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
 """
 
+from ..statistics._history import StatsHistory as StatsHistory
+from ..statistics._row import FormatShares as FormatShares, Row as Row
+from ..statistics._stats import Stats as Stats
 from ._audit import audit as audit
 from ._collect import collect as collect
-from ._history import StatsHistory as StatsHistory
 from ._report import (
     FINDINGS as FINDINGS,
     AuditReport as AuditReport,
@@ -18,5 +20,3 @@ from ._report import (
     Finding as Finding,
     Matmul as Matmul,
 )
-from ._row import FormatShares as FormatShares, Row as Row
-from ._stats import Stats as Stats

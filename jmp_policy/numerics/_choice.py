@@ -13,8 +13,8 @@ from .._paths import list_paths_to
 from ..interpreter import Step, bodies_of, float_dtype, is_recorded, multiplies_only, name_stack, walk
 from ..interpreter._module_paths import ModulePaths, Modules
 from ..interpreter._program import is_backward
+from ..statistics._layout import Direction
 from ._cost import MATMULS
-from ._layout import Direction
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
 """What `of` may name."""

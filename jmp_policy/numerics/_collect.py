@@ -29,13 +29,13 @@ from ..interpreter import (
 )
 from ..interpreter._module_paths import ModulePaths
 from ..interpreter._program import Atom
+from ..measurement._measure import Look, Meter, Record, fold, join, merge
+from ..statistics._layout import Direction, Layout, Site
+from ..statistics._stats import Stats
 from ._choice import Choice, Place, find_direction, make_choice
 from ._ends import Results, name_arguments, name_results
-from ._layout import Direction, Layout, Site
-from ._measure import Look, Meter, Record, fold, join, merge
 from ._request import Request, check_function, make_request, take_step
 from ._source import find_line, find_origin
-from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MOST_TURNS = 64

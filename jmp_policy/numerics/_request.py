@@ -10,8 +10,8 @@ from .._adapter import find_adapter
 from .._dtypes import did_you_mean
 from .._messages import describe
 from .._trees import Args, is_array
+from ..measurement._measure import Meter, parse_format
 from ._choice import PASSES
-from ._measure import Meter, parse_format
 
 LOOPS = ("auto", "split", "merge")
 

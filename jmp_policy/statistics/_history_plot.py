@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .._dtypes import did_you_mean
+from ..measurement._measure import parse_format
 from ..report import KEPT, OTHER_STYLES, FormatRange, HeatMap, HeatPanel, make_figure, make_note
 from ._layout import DIRECTIONS, check_direction
-from ._measure import parse_format
 from ._row import Row
 from ._stats_plot import list_ranges
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..measurement._measure import HISTOGRAM_BINS, Meter, Record
 from ._layout import Layout, Site
-from ._measure import HISTOGRAM_BINS, Meter, Record
 from ._row import Row
 from ._stats import Stats
 

@@ -8,9 +8,9 @@ import pytest
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats
-from jmp_policy.numerics._layout import Layout
-from jmp_policy.numerics._stats_page import MOST_LINES as MOST_PAGE_LINES
-from jmp_policy.numerics._stats_report import MOST_LINES
+from jmp_policy.statistics._layout import Layout
+from jmp_policy.statistics._stats_page import MOST_LINES as MOST_PAGE_LINES
+from jmp_policy.statistics._stats_report import MOST_LINES
 
 
 def make_stats(sites, tensors, formats=("float16", "bfloat16")):

@@ -7,7 +7,7 @@ import weakref
 from typing import Literal
 
 from .._dtypes import did_you_mean
-from ._measure import Meter
+from ..measurement._measure import Meter
 
 Direction = Literal["forward", "recomputed", "backward", "argument", "result"]
 
@@ -75,8 +75,8 @@ class Layout:
       sites: what each row is of.
       meter: what was measured of it.
 
-    >>> from jmp_policy.numerics._layout import Layout, Site
-    >>> from jmp_policy.numerics._measure import Meter
+    >>> from jmp_policy.statistics._layout import Layout, Site
+    >>> from jmp_policy.measurement._measure import Meter
     >>> site = Site("head", "dot_general", "train.py:12", "loss", "forward", None, "float32", 8, (2, 4))
     >>> layout = Layout([site], Meter(("float16",)))
     >>> layout is Layout([site], Meter(("float16",))), layout

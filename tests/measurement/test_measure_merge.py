@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_policy.numerics._measure import Meter, Record, fold, join, merge
+from jmp_policy.measurement._measure import Meter, Record, fold, join, merge
 
 METER = Meter(("float16", "float8_e4m3fn"))
 

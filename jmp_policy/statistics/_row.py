@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..measurement._measure import HISTOGRAM_BINS, Record
 from ._layout import Direction, Layout, Site
-from ._measure import HISTOGRAM_BINS, Record
 
 _OWN_COUNTS = ("times", "zeros", "nans", "infs")
 _SHARES = ("underflow", "subnormal", "overflow")

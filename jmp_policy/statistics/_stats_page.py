@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from ..measurement._measure import FIRST_EXPONENT
 from ..report import Cell, Column, draw_html_note, draw_sortable_table
-from ._measure import FIRST_EXPONENT
 from ._row import Row
 from ._stats_report import Line, describe_loops, describe_unmeasured, format_share, is_integer, shorten_format
 

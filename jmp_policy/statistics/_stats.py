@@ -15,9 +15,9 @@ from jax.core import Tracer
 from .._dtypes import did_you_mean
 from .._paths import list_paths_to
 from .._trees import Uncast
+from ..measurement._measure import FIRST_EXPONENT, Record, fold, merge
 from ..report import Report, Table, draw_html_note
 from ._layout import Layout, Site
-from ._measure import FIRST_EXPONENT, Record, fold, merge
 from ._row import Row, read_rows
 from ._stats_page import draw_page, list_cells
 from ._stats_plot import plot_exponents

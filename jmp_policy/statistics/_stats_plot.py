@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..measurement._measure import FIRST_EXPONENT, parse_format
+from ..measurement._what_if import FloatFormat
 from ..report import ExponentChart, FormatRange, Histogram, list_styles
 from ._layout import DIRECTIONS, check_direction
-from ._measure import FIRST_EXPONENT, parse_format
 from ._row import Row
 from ._stats_report import format_share, shorten_format
-from ._what_if import FloatFormat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

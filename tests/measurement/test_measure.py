@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
-from jmp_policy.numerics import _counting
-from jmp_policy.numerics._measure import FIRST_EXPONENT, HISTOGRAM_BINS, Meter, Record, parse_format
+from jmp_policy.measurement import _counting
+from jmp_policy.measurement._measure import FIRST_EXPONENT, HISTOGRAM_BINS, Meter, Record, parse_format
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 METER = Meter(FLOATS)

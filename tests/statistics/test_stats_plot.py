@@ -12,8 +12,8 @@ from matplotlib.colors import to_hex
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats, StatsHistory
-from jmp_policy.numerics._history_plot import MOST_ROWS
 from jmp_policy.report import BEFORE, FORMAT_STYLES
+from jmp_policy.statistics._history_plot import MOST_ROWS
 
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 LONG = "model/encoder/transformer/layers_{}/self_attention/query_key_value/DenseGeneral_0"

@@ -13,9 +13,9 @@ from flax import serialization
 from jax import lax
 from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
 
+from jmp_policy.measurement._measure import HISTOGRAM_BINS, Record
 from jmp_policy.numerics import Row, Stats
-from jmp_policy.numerics._layout import Layout
-from jmp_policy.numerics._measure import HISTOGRAM_BINS, Record
+from jmp_policy.statistics._layout import Layout
 
 PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
 LAYOUT = make_layout(*map(make_site, PATHS))

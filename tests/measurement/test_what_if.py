@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_policy.numerics._measure import Meter, parse_format
-from jmp_policy.numerics._what_if import FloatFormat, IntegerFormat
+from jmp_policy.measurement._measure import Meter, parse_format
+from jmp_policy.measurement._what_if import FloatFormat, IntegerFormat
 
 INTEGERS = {"int8": (127, 128), "int4": (7, 128), "int8/64": (127, 64), "int4/32": (7, 32)}
 
