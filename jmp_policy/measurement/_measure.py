@@ -84,22 +84,21 @@ class Meter:
         float32 numbers below the normal ones are counted as what they are, and are zeros in the sums.
         """
         row = self._finish(self._look(x), at_least_float32(x.dtype))
-        return Record(*(lax.expand_dims(part, (0,)) for part in row))
+        return Record(*map(_add_axis, row))
 
     def look(self, x: jax.Array) -> Look | Record:
-        """What of a measurement must be done where the tensor is; `gather` does the rest for many tensors at once.
+        """What of a measurement must be done where the tensor is, in one row; `gather` does the rest for many at once.
 
         In a program of both float32 and float64 that is all of it.
         """
-        return self._look(x) if self.dtype == _FLOAT32 else self.measure(x)
+        return jax.tree.map(_add_axis, self._look(x)) if self.dtype == _FLOAT32 else self.measure(x)
 
     def gather(self, looks: Sequence[Look | Record]) -> Record:
         """The record of several looks, a row for each. It is `measure`, compiled once for all of them."""
         if self.dtype != _FLOAT32:
             return join([look for look in looks if isinstance(look, Record)])
-        stack = lambda *parts: lax.concatenate([lax.expand_dims(part, (0,)) for part in parts], 0)
-        stacked = jax.tree.map(stack, *looks)
-        return jax.vmap(lambda look: self._finish(look, _FLOAT32))(stacked)
+        rows = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *looks)
+        return jax.vmap(lambda look: self._finish(look, _FLOAT32))(rows)
 
     def _look(self, x: jax.Array) -> Look:
         # A value that XLA knows, such as a mask, it would otherwise measure while it compiles, for a minute each.
@@ -147,6 +146,10 @@ class Meter:
         formats = self._formats
         floats = [each for each in formats if isinstance(each, FloatFormat)]
         return floats, [each for each in formats if isinstance(each, IntegerFormat)]
+
+
+def _add_axis(x: jax.Array) -> jax.Array:
+    return lax.expand_dims(x, (0,))
 
 
 def _make_no_errors(dtype: np.dtype) -> IntegerErrors:
