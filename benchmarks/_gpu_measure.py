@@ -153,8 +153,9 @@ def _record(runner: Runner, seconds: list[float], reference: list[float] | None,
         record["teraflops"] = work.flops / middle / 1e12
     if peak is not None:
         record["peak_bytes"] = peak
-    if runner.out.ndim == 0:  # a loss
-        record["loss"] = float(runner.out)
+    first = jax.tree.leaves(runner.out)[0]  # statistics may follow the loss
+    if first.ndim == 0:
+        record["loss"] = float(first)
         if not math.isfinite(record["loss"]):
             return {"error": f"The loss is {record['loss']} after some steps: they may not have been the usual ones."}
     return record
