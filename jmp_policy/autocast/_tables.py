@@ -224,7 +224,7 @@ TRACED = (
         "one half of a transfer: both must agree on the dtype",
     )
     | dict.fromkeys(
-        ["call", "call_exported", "call_hi_primitive", "call_hi_primitive_linearized", "composite", "eval_jaxpr",
+        ["call", "call_exported", "call_hi_primitive", "call_hi_primitive_linearized", "composite",
          "linear_call", "custom_lin", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
          "custom_jvp_call_jaxpr", "remat_opt", "ffi_call", "pure_callback", "io_callback", "debug_callback",
          "debug_print", "check"],

@@ -132,6 +132,7 @@ def _list_dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
 CONTROL_FLOW: Mapping[str, Writer] = {
     "jit": _make_call_writer("jaxpr"),
     "closed_call": _make_call_writer("call_jaxpr"),
+    "eval_jaxpr": _make_call_writer("call_jaxpr"),  # as `closed_call` is named from JAX 0.12 on
     "remat2": _make_call_writer("jaxpr"),
     "shard_map": _make_call_writer("jaxpr"),
     "scan": _write_scan,

@@ -292,7 +292,7 @@ class _Copy:
         return list(outvars)
 
 
-_PARAMETERS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr"}
+_PARAMETERS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", "remat2": "jaxpr"}
 """The parameter in which an equation has the body that it runs once."""
 
 _WRITERS = {

@@ -93,6 +93,7 @@ def _refuse(eqn, operands, notes, turns):
 _WRITERS = {
     "jit": _call,
     "closed_call": _call,
+    "eval_jaxpr": _call,
     "remat2": _call,
     "scan": _scan,
     "while": _while,

@@ -143,6 +143,12 @@ def remat_in_scan(x, ws):
     return lax.scan(block, x, ws)[0]
 
 
+@CONTROL_FLOW.specimen((4, 4), (3, 4, 4))
+def value_and_gradient_of_a_scan_in_remat(x, ws):
+    block = jax.checkpoint(lambda x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+    return jax.value_and_grad(lambda x: jnp.sum(block(x) ** 2))(x)
+
+
 @CONTROL_FLOW.specimen((4, 4), (4, 4))
 def gradient_inside(x, w):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
