@@ -8,6 +8,7 @@
   `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
 """
 
+from ..origins._provenance import Provenance as Provenance
 from ..statistics._history import StatsHistory as StatsHistory
 from ..statistics._row import FormatShares as FormatShares, Row as Row
 from ..statistics._stats import Stats as Stats
