@@ -14,6 +14,7 @@ from ..statistics._row import FormatShares as FormatShares, Row as Row
 from ..statistics._stats import Stats as Stats
 from ._audit import audit as audit
 from ._collect import collect as collect
+from ._first_nonfinite import first_nonfinite as first_nonfinite
 from ._report import (
     FINDINGS as FINDINGS,
     AuditReport as AuditReport,

@@ -1,5 +1,6 @@
 """What helps against an operation that made a number that is not finite."""
 
+import math
 from collections.abc import Sequence
 
 Range = tuple[float, float] | None
@@ -60,6 +61,11 @@ def find_remedy(
         return (
             "It was there before the function ran: look at the batch, or at the step before, which a transformation "
             "such as `optim.skip_nonfinite` would have skipped."
+        )
+    if any(pair is not None and math.isinf(pair[0]) and pair[0] == pair[1] for pair in operands):
+        return (
+            "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
+            "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
     if kind == "inf" and dtype == "float16" and not _has_pole(primitive, operands):
         if direction == "backward":
