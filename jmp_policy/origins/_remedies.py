@@ -61,7 +61,7 @@ def find_remedy(
             "It was there before the function ran: look at the batch, or at the step before, which a transformation "
             "such as `optim.skip_nonfinite` would have skipped."
         )
-    if kind == "inf" and dtype == "float16" and not _has_pole(primitive, operands):
+    if kind == "inf" and dtype == "float16" and not has_pole(primitive, operands):
         if direction == "backward":
             return (
                 "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
@@ -76,7 +76,7 @@ def find_remedy(
     return ""
 
 
-def _has_pole(primitive: str, operands: Sequence[Range]) -> bool:
+def has_pole(primitive: str, operands: Sequence[Range]) -> bool:
     """Whether an operation is infinite in every format: at zero, which is among its operands."""
     poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0}
     i = poles.get(primitive)
