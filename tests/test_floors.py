@@ -70,6 +70,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "autocast"), ("quant", "explanation"),
               ("statistics", "measurement"), ("statistics", "report"),
               ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "origins"),
+              ("optim", "origins"), ("optim", "numerics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip

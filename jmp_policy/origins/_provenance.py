@@ -1,7 +1,7 @@
 """Where a number that is not finite came from: arrays of fixed shapes, which a state can carry, and what they say."""
 
 import os
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +89,11 @@ class Provenance(_Fields):
 
     @property
     def found(self) -> bool:
-        return _read(self).status == FOUND
+        return bool(_read(self).status == FOUND)
 
     @property
     def reproduced(self) -> bool:
-        return _read(self).status != NOT_REPRODUCED
+        return bool(_read(self).status != NOT_REPRODUCED)
 
     @property
     def kind(self) -> Literal["", "nan", "inf"]:

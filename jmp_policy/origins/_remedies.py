@@ -67,7 +67,7 @@ def find_remedy(
             "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
-    if kind == "inf" and dtype == "float16" and not _has_pole(primitive, operands):
+    if kind == "inf" and dtype == "float16" and not has_pole(primitive, operands):
         if direction == "backward":
             return (
                 "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
@@ -82,7 +82,7 @@ def find_remedy(
     return ""
 
 
-def _has_pole(primitive: str, operands: Sequence[Range]) -> bool:
+def has_pole(primitive: str, operands: Sequence[Range]) -> bool:
     """Whether an operation is infinite in every format: at zero, which is among its operands."""
     poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0}
     i = poles.get(primitive)

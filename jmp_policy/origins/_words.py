@@ -1,4 +1,4 @@
-"""What is said of an origin, as bytes of a fixed length: a program can choose among them, and a state can carry them."""
+"""What is said of an origin, as bytes of a fixed length: a program can choose among them, a state can carry them."""
 
 from typing import NamedTuple
 
