@@ -8,11 +8,13 @@
   `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
 """
 
+from ..origins._provenance import Provenance as Provenance
 from ..statistics._history import StatsHistory as StatsHistory
 from ..statistics._row import FormatShares as FormatShares, Row as Row
 from ..statistics._stats import Stats as Stats
 from ._audit import audit as audit
 from ._collect import collect as collect
+from ._first_nonfinite import first_nonfinite as first_nonfinite
 from ._report import (
     FINDINGS as FINDINGS,
     AuditReport as AuditReport,
