@@ -1,0 +1,126 @@
+"""The registry of faults: functions, arguments, and where comments of their source say that the fault is.
+
+A comment names what the line makes, the operation, the pass if it is not the forward one, and the turns of the loops:
+
+    jnp.exp(x)  # origin: inf exp
+    x - x  # origin: nan sub backward 2 0
+
+`# cause: ...` likewise is the line that made the infinities of which the origin made a nan. A line may have both.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from oracle import Origin
+
+from jmp_policy.numerics import Provenance
+
+
+class Expected(NamedTuple):
+    """Where something that is not finite must be said to come from."""
+
+    kind: str
+    primitive: str
+    direction: str
+    turns: tuple[int, ...]
+    line: int
+    code: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A function of arguments at which a result is not finite.
+
+    Attributes:
+      fun: the function.
+      args: its arguments.
+      file: where its source is.
+      origin: the operation that made it so; `None` if it came in with an argument.
+      cause: the operation that made the infinities of which `origin` made a nan.
+      argument: the path of the argument that it came in with, and what that held.
+      path: of modules and scopes; `None` if that is not asked for.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    file: str
+    origin: Expected | None
+    cause: Expected | None
+    argument: tuple[str, str] | None = None
+    path: str | None = None
+
+
+FAULTS: dict[str, Fault] = {}
+
+_COMMENT = re.compile(r"# (origin|cause): (nan|inf) (\S+)((?: forward| recomputed| backward)?)((?: \d+)*)")
+
+
+def fault(
+    *args: Any,
+    of: Callable[..., Any] = lambda fun: fun,
+    argument: tuple[str, str] | None = None,
+    path: str | None = None,
+) -> Callable[..., Any]:
+    """Takes in a function that is faulty at these arguments.
+
+    Args:
+      *args: the arguments.
+      of: a transformation: the fault is in `of(fun)`.
+      argument: if it comes in with one, its path, and `"nan"` or `"inf"`.
+      path: of modules and scopes.
+    """
+
+    def take_in(fun: Callable[..., Any]) -> Callable[..., Any]:
+        lines, first = inspect.getsourcelines(fun)
+        said = read_comments(lines, first)
+        assert argument or "origin" in said, fun
+        name = fun.__name__.replace("_", " ")
+        assert name not in FAULTS, name
+        file = inspect.getfile(fun)
+        FAULTS[name] = Fault(of(fun), args, file, said.get("origin"), said.get("cause"), argument, path)
+        return fun
+
+    return take_in
+
+
+def read_comments(lines: list[str], first: int = 1) -> dict[str, Expected]:
+    """What comments say of the origin and its cause, in lines of which the first has the number `first`."""
+    said = {}
+    for number, line in enumerate(lines, first):
+        for found in _COMMENT.finditer(line):
+            role, kind, primitive, direction, turns = found.groups()
+            place = direction.strip() or "forward", tuple(map(int, turns.split()))
+            said[role] = Expected(kind, primitive, *place, number, line.strip())
+    return said
+
+
+def value_and_grads(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The value of a function of one array, summed, and its gradient."""
+    return jax.value_and_grad(lambda *args: jax.numpy.sum(fun(*args)))
+
+
+def assert_is(found: Provenance, expected: Expected, file: str) -> None:
+    """Asserts that an origin is the one that a comment of a file says."""
+    place = found.kind, found.primitive, found.direction, found.turns, found.source
+    assert place == (*expected[:4], f"{file}:{expected.line}")
+    code = found.code.removesuffix("…")
+    assert code
+    assert expected.code.startswith(code)
+
+
+def assert_ranges_are(found: Provenance, expected: Origin) -> None:
+    """Asserts that the ranges of operands are those seen on the host, but for the last bits of a compiled program.
+
+    Those of a loop may be of all its turns.
+    """
+    for mine, other in zip(found.operands, expected.operands, strict=False):
+        if mine is not None and other is not None:
+            np.testing.assert_array_less(mine[0], np.nextafter(other[0] + 1e-5 * abs(other[0]), np.inf))
+            np.testing.assert_array_less(np.nextafter(other[1] - 1e-5 * abs(other[1]), -np.inf), mine[1])
+            if not expected.turns:
+                np.testing.assert_allclose(mine, other, rtol=1e-5)

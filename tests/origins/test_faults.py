@@ -1,0 +1,56 @@
+"""Planted faults: `first_nonfinite` names the line, the operation, the pass, the turns of loops, and the cause."""
+
+import faults_backward as faults_backward
+import faults_forward as faults_forward
+import faults_loops as faults_loops
+import jax
+import numpy as np
+import pytest
+from faults import FAULTS, assert_is, assert_ranges_are
+from oracle import find_origin
+
+from jmp_policy.numerics import first_nonfinite
+
+EAGER = ("logarithm of a negative", "turn of a while", "trap of where", "argument that is nan")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_origin_is_named(name):
+    fault = FAULTS[name]
+    _, found = jax.jit(first_nonfinite(fault.fun))(*fault.args)
+    assert_fault_is_found(found, fault)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_the_origin_is_named_without_jit(name):
+    fault = FAULTS[name]
+    out, found = first_nonfinite(fault.fun)(*fault.args)
+    jax.tree.map(np.testing.assert_array_equal, out, fault.fun(*fault.args))
+    assert_fault_is_found(found, fault)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_comments_say_is_so_number_by_number(name):
+    fault = FAULTS[name]
+    origin = find_origin(fault.fun, *fault.args)
+    if fault.origin is None:
+        assert (origin.argument is not None, origin.kind) == (True, fault.argument[1])
+        return
+    place = lambda origin: (origin.kind, origin.primitive, origin.direction, origin.turns)
+    assert place(origin) == fault.origin[:4]
+    assert fault.cause is None or place(origin.cause) == fault.cause[:4]
+
+
+def assert_fault_is_found(found, fault):
+    assert found.found
+    assert found.reproduced
+    if fault.origin is None:
+        assert (found.argument, found.kind, found.primitive) == (*fault.argument, "")
+        return
+    assert found.argument is None
+    assert_is(found, fault.origin, fault.file)
+    assert fault.path in (None, found.path)
+    assert (found.cause is None) == (fault.cause is None)
+    if fault.cause:
+        assert_is(found.cause, fault.cause, fault.file)
+    assert_ranges_are(found, find_origin(fault.fun, *fault.args))
