@@ -43,6 +43,7 @@ FLOORS = {
     "autocast": 6,
     "measurement": 6,
     "statistics": 6,
+    "prediction": 6,
     "numerics": 6,
     "quant": 6,
     "explanation": 6,
@@ -68,7 +69,9 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"),
               ("statistics", "measurement"), ("statistics", "report"),
-              ("numerics", "measurement"), ("numerics", "statistics"),
+              ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "prediction"),
+              ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),
+              ("prediction", "report"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip
