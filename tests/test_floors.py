@@ -44,6 +44,7 @@ FLOORS = {
     "measurement": 6,
     "statistics": 6,
     "prediction": 6,
+    "origins": 6,
     "numerics": 6,
     "quant": 6,
     "explanation": 6,
@@ -72,6 +73,8 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "prediction"),
               ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),
               ("prediction", "report"),
+              ("numerics", "origins"),
+              ("optim", "origins"), ("optim", "numerics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip

@@ -10,12 +10,14 @@
   for each scope that loses numbers.
 """
 
+from ..origins._provenance import Provenance as Provenance
 from ..prediction._prediction import Prediction as Prediction, Reason as Reason
 from ..statistics._history import StatsHistory as StatsHistory
 from ..statistics._row import FormatShares as FormatShares, Row as Row
 from ..statistics._stats import Stats as Stats
 from ._audit import audit as audit
 from ._collect import collect as collect
+from ._first_nonfinite import first_nonfinite as first_nonfinite
 from ._predict import predict as predict
 from ._report import (
     FINDINGS as FINDINGS,

@@ -18,7 +18,7 @@ from .._rounding import is_half
 from .._scaled_state import has_scaled_state
 from .._signatures import Aux, Loss, P
 from .._trees import PyTree
-from ._loss_scaled import LossScaledUpdate
+from ._scaled_update import LossScaledUpdate
 from ._step import Params, Transformation, step
 
 
