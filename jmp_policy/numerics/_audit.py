@@ -18,6 +18,7 @@ from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
+from ._request import check_function
 from ._source import find_line, find_origin, find_running_line
 
 

@@ -6,6 +6,7 @@ import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
