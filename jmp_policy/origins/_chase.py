@@ -91,7 +91,8 @@ class _Values:
         turns = jnp.where(loop >= 0, run[jnp.clip(loop, 0, MOST_LOOPS - 1)], turns)
 
         operands, constants = graph.operands[value], graph.constants[value]
-        numbers = [decode_key(keys[operands], graph.is_half[operands]) for keys in (self._record.low, self._record.high)]
+        both = self._record.low, self._record.high
+        numbers = [decode_key(keys[operands], graph.is_half[operands]) for keys in both]
         low, high = (jnp.where(operands == CONSTANT, constants, number) for number in numbers)
         is_known = (operands >= 0) & (self._record.low[operands] <= self._record.high[operands])
         is_known |= operands == CONSTANT
