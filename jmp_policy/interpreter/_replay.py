@@ -16,7 +16,7 @@ _READY: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
 
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-_ENTERED = ("jit", "closed_call", "remat2", "scan", "while", "cond", "shard_map")
+_ENTERED = ("jit", "closed_call", "eval_jaxpr", "remat2", "scan", "while", "cond", "shard_map")
 
 
 def find_unrepeatable(program: Jaxpr) -> JaxprEqn | None:

@@ -164,7 +164,7 @@ def moves_only(eqn: JaxprEqn) -> bool:
         old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
         if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
             return False
-        return jnp.finfo(new).maxexp > jnp.finfo(old).maxexp or jnp.promote_types(old, new) == new
+        return float(jnp.finfo(new).max) >= float(jnp.finfo(old).max)
     return name in _MOVES
 
 

@@ -87,7 +87,7 @@ def build_graph(
     common, carried = [], []
     for value, own in enumerate(edges):
         for edge in own:
-            shared = _count_shared(values[value][1], values[edge.value][1])
+            shared = _count_shared(values[value], values[edge.value], finder)
             common.append(sum(i < shared for i in merged[value]) if edge.carried is None else edge.carried + 1)
             carried.append(edge.carried is not None)
     flat = [edge.value for own in (*edges, results) for edge in own]
@@ -268,7 +268,13 @@ class _EdgeFinder:
         return list(dict.fromkeys(edge for edges in found for edge in edges))
 
 
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "shard_map": "jaxpr"}
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+}
 _PARAMETERS = {**_CALLS, "scan": "jaxpr"}
 
 
@@ -282,13 +288,17 @@ def _list_order(eqn: JaxprEqn) -> range:
     return turns[::-1] if eqn.params["reverse"] else turns
 
 
-def _count_shared(one: Around, other: Around) -> int:
-    """How many of the equations around two values are the same."""
-    pairs = zip(_key(one), _key(other), strict=False)
+def _count_shared(one: tuple[Line, Around], other: tuple[Line, Around], finder: _EdgeFinder) -> int:
+    """How many of the equations around two values are the same, in the same turns."""
+    turns = iter(zip(one[0].turns, other[0].turns, strict=False))
     count = 0
-    for mine, theirs in pairs:
-        if mine != theirs:
+    for mine, theirs in zip(one[1], other[1], strict=False):
+        if mine[0] is not theirs[0] or mine[1] is not theirs[1]:
             break
+        if mine[0].primitive.name == "scan" and not finder.is_merged(mine[0]):
+            turn, its = next(turns)
+            if turn != its:
+                break
         count += 1
     return count
 

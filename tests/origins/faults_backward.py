@@ -7,7 +7,10 @@ from faults import fault, value_and_grads
 from jax import lax
 
 X = np.asarray([0.5, 1.0, 2.0], np.float32)
-SCALES = np.asarray([1, 1, 1e30, 1], np.float32)
+SCALES = np.asarray([1e-30, 1e-30, 1e30, 1e-30], np.float32)
+
+
+# JAX gives equations of a backward rule, and of a rule that is traced in a body, the line of the call.
 
 
 def steepen(x, factor):
@@ -21,10 +24,10 @@ def backward_pass_that_overflows(x):
     return x + steepen(y, 1e30)
 
 
-@fault(np.asarray([1e-6, 2e-6], np.float16), of=value_and_grads)
-def backward_pass_that_overflows_in_float16(x):
-    y = x * 300  # origin: inf mul backward
-    return (y * 300).astype(jnp.float32)
+@fault(np.asarray([1e-6, 2e-6], np.float16), np.float16(300), of=value_and_grads)
+def backward_pass_that_overflows_in_float16(x, scale):
+    y = x * scale  # origin: inf mul backward
+    return (y * scale).astype(jnp.float32)
 
 
 @fault(X - 1, of=value_and_grads)
@@ -49,10 +52,10 @@ def backward_pass_of_a_custom_vjp(x):
 
     def backward(x, cotangent):
         scale = x - 1
-        return (cotangent / scale,)  # origin: inf div backward
+        return (cotangent / scale,)
 
     clip.defvjp(forward, backward)
-    return jnp.sin(clip(x * 1))
+    return jnp.sin(clip(x * 1))  # origin: inf div backward
 
 
 @fault(X, of=value_and_grads)
@@ -91,9 +94,9 @@ def pass_that_a_remat_repeats(x):
     @same.defjvp
     def rule(primals, tangents):
         (x,), (tangent,) = primals, tangents
-        return same(x), tangent * jnp.log(-x)  # origin: nan log recomputed
+        return same(x), tangent * jnp.log(-x)
 
-    block = jax.checkpoint(lambda x: jnp.sin(same(jnp.sin(x))))
+    block = jax.checkpoint(lambda x: jnp.sin(same(jnp.sin(x))))  # origin: nan log recomputed
     return block(x) * 2
 
 
@@ -111,7 +114,7 @@ def backward_pass_of_a_remat(x):
 def backward_pass_of_a_scan(x, scales):
     def body(carry, scale):
         y = carry * 1e30  # origin: inf mul backward 2
-        return carry * 0.9 + steepen(y, scale * 1e-20) * 1e20, None
+        return carry * 0.9 + steepen(y, scale), None
 
     return lax.scan(body, x, scales)[0]
 
@@ -121,7 +124,7 @@ def backward_pass_of_a_scan_under_remat(x, scales):
     @jax.checkpoint
     def body(carry, scale):
         y = carry * 1e30  # origin: inf mul backward 2
-        return carry * 0.9 + steepen(y, scale * 1e-20) * 1e20, None
+        return carry * 0.9 + steepen(y, scale), None
 
     return lax.scan(body, x, scales)[0]
 
@@ -135,9 +138,10 @@ def pass_that_a_remat_in_a_scan_repeats(x, scales):
     @same.defjvp
     def rule(primals, tangents):
         (x, scale), (tangent, _) = primals, tangents
-        return same(x, scale), tangent * jnp.sqrt(2 - scale)  # origin: nan sqrt recomputed 2
+        return same(x, scale), tangent * jnp.sqrt(2 - scale)
 
-    body = jax.checkpoint(lambda carry, scale: (jnp.sin(same(jnp.sin(carry), scale)), None))
+    body = lambda carry, scale: (jnp.sin(same(jnp.sin(carry), scale)), None)  # origin: nan sqrt recomputed 2
+    body = jax.checkpoint(body)
     return lax.scan(body, x, scales)[0]
 
 

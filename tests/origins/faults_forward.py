@@ -70,7 +70,7 @@ def argument_that_is_infinite(xs):
     return xs[0] + xs[1]
 
 
-@fault(X, X * INFINITY)
+@fault(X, X * INFINITY, cause="y")
 def infinite_argument_and_a_nan(x, y):
     return x + y * 0  # origin: nan mul
 
@@ -101,7 +101,7 @@ def where_of_two_infinities(x):
 
 @fault(np.ones((2, 3), np.float32), np.asarray([[True, False, True], [False] * 3]))
 def softmax_that_is_fully_masked(scores, mask):
-    scores = jnp.where(mask, scores, -jnp.inf)
+    scores = jnp.where(mask, scores, -jnp.inf)  # cause: inf select_n
     scores = scores - lax.stop_gradient(jnp.max(scores, 1, keepdims=True))  # origin: nan sub
     weights = jnp.exp(scores)
     return weights / jnp.sum(weights, 1, keepdims=True)
@@ -118,7 +118,7 @@ def softmax_that_is_masked_in_part(scores, mask):
 
 @fault(np.ones((2, 3), np.float32), np.asarray([[True, False, True], [False] * 3]))
 def softmax_of_jax_that_is_fully_masked(scores, mask):
-    return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))  # origin: nan sub
+    return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))  # origin: nan sub # cause: inf select_n
 
 
 @fault(X, True)
