@@ -9,8 +9,6 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Var
 
-from .._adapter import find_adapter
-from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
@@ -20,6 +18,7 @@ from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
+from ._request import check_function
 from ._source import find_line, find_origin, find_running_line
 
 

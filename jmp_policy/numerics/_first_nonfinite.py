@@ -6,7 +6,6 @@ import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -15,7 +14,7 @@ from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import TRACING, Register
 from ..interpreter import (
     Line,
-    evaluate,
+    call,
     explain_tracing,
     find_unrepeatable,
     open_partials,
@@ -109,29 +108,28 @@ class _Run:
             traced = trace(ends.take_arrays(fun), args, kwargs)
         paths = ModulePaths(self._register.list_modules())
         names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
-        made = evaluate(traced.program, *traced.leaves)
-        search = _make_search(traced.program, names, paths)
-        leaves = lax.stop_gradient([*traced.program.consts, *traced.leaves])
-        self.provenance = lax.cond(
-            all_finite(lax.stop_gradient(made)), lambda *_: Provenance.empty(), search, *leaves
-        )
+        program, leaves = _detach_constants(traced.program), [*traced.program.consts, *traced.leaves]
+        names = ["a constant"] * len(traced.program.consts) + names
+        made = call(program, *leaves)
+        is_finite = all_finite(lax.stop_gradient(made))
+        search = _make_search(program, names, paths)
+        self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
 
 def _make_search(program: ClosedJaxpr, names: Sequence[str], paths: ModulePaths) -> Callable[..., Provenance]:
-    """Makes the function that runs a program again and finds the origin, from its constants and arguments."""
+    """Makes the function that runs a program again and finds the origin."""
     _check_repeatable(program.jaxpr)
-    replay = prepare_replay(_detach_constants(program))
+    replay = prepare_replay(program)
     body = replay.jaxpr
     recorder = ExtremesRecorder()
-    spelled = ["a constant"] * len(program.consts) + list(names)
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
-    words = [Words(argument=spelled[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
+    words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _Describer(paths).describe_all(lines)
 
     def search(*leaves: Any) -> Provenance:
-        record = evaluate(recorded, *leaves)[len(body.outvars) :]
+        record = call(recorded, *leaves)[len(body.outvars) :]
         graph = build_graph(body, arguments, lines, words, recorder)
         return chase_origin(graph, Extremes(*record))
 
