@@ -77,7 +77,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
 
     Returns:
       `loss_scale` (float32) and `steps_since_growth` (int32); of an optimizer's state also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). The dictionary is a pytree node of its own type.
+      `skipped_steps` and `consecutive_skips` (int32), and of one that carries provenance `nonfinite_step` (int32), of
+      which `optim.last_skip` says why it was skipped. The dictionary is a pytree node of its own type.
 
     Raises:
       ValueError: the tree holds no loss scale, or several.
@@ -98,6 +99,8 @@ def metrics(state: PyTree) -> dict[str, Any]:
     if has_scaled_state(state):
         of_optimizer = find_scaled_state(state)
         for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
+            figures[name] = getattr(of_optimizer, name)
+        for name in {"nonfinite_step"} & set(of_optimizer._fields):  # of a subtype that stands on a higher floor
             figures[name] = getattr(of_optimizer, name)
     return Metrics(figures)
 

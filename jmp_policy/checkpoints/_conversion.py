@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._loss_scale import DynamicLossScale
+from ..origins._provenance import Provenance
 from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
 from ._values import QUANTIZED, Misfit, convert_value, fit_history, is_abstract
@@ -21,6 +22,8 @@ _BEGINNINGS = {
     "grads_finite": True,
     "skipped_steps": 0,
     "consecutive_skips": 0,
+    "steps": 0,
+    "nonfinite_step": 0,
 }
 """Where the parts of a loss-scaled state begin, for a target that has no values."""
 
@@ -114,6 +117,8 @@ class Conversion:
             return 1.0 if last.endswith("scale") else 0.0
         if last == "credits" and scale is not None:
             return scale.hysteresis - 1
+        if entry.part == "loss_scale" and entry.path[-2:-1] == ("provenance",):
+            return float(np.ravel(getattr(Provenance.empty(), last))[0])
         number = _BEGINNINGS.get(last) if entry.part == "loss_scale" else None
         return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
 

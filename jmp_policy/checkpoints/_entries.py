@@ -22,6 +22,9 @@ Nested = Any
 SKIPS = frozenset({"grads_finite", "skipped_steps", "consecutive_skips"})
 """The fields of a `LossScaledState` that all of them have."""
 
+_PROVENANCE = frozenset({"steps", "nonfinite_step", "provenance"})
+"""The fields beside them of a `ProvenanceState`."""
+
 MEMORIES = ("master", "remainder", "compensation")
 """The fields in which `master_weights`, its mode `"split"` and `kahan` keep what half-precision parameters lack."""
 
@@ -121,7 +124,7 @@ def _skip_variable(node: Nested) -> Nested:
 def _find_own_fields(node: dict[str, Any], values: list[Any]) -> tuple[set[str], str]:
     """The fields of a state that only its transformation has, and the part of the library that they belong to."""
     fields = node.keys() - {"inner_state"}
-    if SKIPS <= fields <= SKIPS | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
+    if SKIPS <= fields <= SKIPS | _PROVENANCE | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
         return fields, "loss_scale"
     if len(fields) != 1:
         return set(), ""

@@ -5,13 +5,16 @@ from ._lifted import explain_tracing as explain_tracing, open_partials as open_p
 from ._program import (
     Inside as Inside,
     bodies_of as bodies_of,
+    body_of as body_of,
     float_dtype as float_dtype,
     is_float as is_float,
     multiplies_only as multiplies_only,
     name_stack as name_stack,
+    scan_parts as scan_parts,
 )
-from ._recorder import Line as Line, Recorder as Recorder, is_recorded as is_recorded
+from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
+from ._replay import find_unrepeatable as find_unrepeatable, prepare_replay as prepare_replay
 from ._rewriter import Rewriter as Rewriter
 from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
 from ._walk import Step as Step, walk as walk

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import is_floating_dtype
 
@@ -39,6 +39,16 @@ def is_float(atom: Atom) -> bool:
     True
     """
     return float_dtype(atom) is not None
+
+
+def replace_variables(
+    program: Program, invars: Sequence[Atom], equations: Sequence[JaxprEqn], outvars: Sequence[Atom]
+) -> Program:
+    """A program with other arguments and results. Its debug information names none, for they are more now."""
+    old = body_of(program)
+    nameless = DebugInfo(old.debug_info.traced_for, old.debug_info.func_src_info, None, None)
+    new = old.replace(invars=list(invars), eqns=list(equations), outvars=list(outvars), debug_info=nameless)
+    return program.replace(jaxpr=new) if old is not program else new
 
 
 def list_variables(atoms: Iterable[Atom]) -> list[Var]:

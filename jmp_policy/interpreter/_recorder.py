@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -39,6 +39,11 @@ class Line(NamedTuple):
         return Line(moved, self.result, self.turns if turn is None else (turn, *self.turns))
 
 
+Order = Literal["forward", "backward", "devices"]
+"""What a leading axis of a record is: the turns of a loop that runs from first to last or from last to first, or
+devices, which run together."""
+
+
 class Recorder(abc.ABC):
     """Says which values of a program are measured, and what of them.
 
@@ -55,7 +60,7 @@ class Recorder(abc.ABC):
     ...     def gather(self, measured): return jnp.stack(measured)
     ...     def join(self, records): return jnp.concatenate(records)
     ...     def merge(self, one, other): return jnp.maximum(one, other)
-    ...     def fold(self, record): return jnp.max(record, axis=0)
+    ...     def fold(self, record, order): return jnp.max(record, axis=0)
     ...     def empty(self, rows): return jnp.full(rows, -jnp.inf)
     >>> Maxima().join([Maxima().gather([Maxima().measure(jnp.ones(2))]), Maxima().empty(1)]).tolist()
     [1.0, -inf]
@@ -90,10 +95,11 @@ class Recorder(abc.ABC):
 
     @abc.abstractmethod
     def merge(self, one: PyTree, other: PyTree) -> PyTree:
-        """What two records of the same values are together, row by row."""
+        """What two records of the same values are together, row by row: that of some turns of a `while`, and of the
+        next turn."""
 
     @abc.abstractmethod
-    def fold(self, record: PyTree) -> PyTree:
+    def fold(self, record: PyTree, order: Order) -> PyTree:
         """Merges over a leading axis: the turns of a loop, or devices."""
 
     @abc.abstractmethod

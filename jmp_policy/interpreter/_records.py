@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import DebugInfo, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from ._module_paths import RECORD
-from ._program import Atom, Program, body_of, name_stack
-from ._recorder import Line, Recorder
+from ._program import Atom, Program, body_of, name_stack, replace_variables
+from ._recorder import Line, Order, Recorder
 from ._walk import Step, list_live
 
 
@@ -74,7 +74,7 @@ def record_program(
     ...     def gather(self, measured): return jnp.stack(measured)
     ...     def join(self, records): return jnp.concatenate(records)
     ...     def merge(self, one, other): return one + other
-    ...     def fold(self, record): return jnp.sum(record, axis=0)
+    ...     def fold(self, record, order): return jnp.sum(record, axis=0)
     ...     def empty(self, rows): return jnp.zeros(rows, int)
     >>> program = jax.make_jaxpr(lambda xs: lax.scan(lambda c, x: (c * x, -x), jnp.float32(1), xs)[1])(jnp.ones(2))
     >>> recorded = record_program(program, Sizes(), None)
@@ -135,7 +135,8 @@ class _Copy:
         record = self._join(before, after)
         if devices:
             record = self._call("add_axis", [record])
-        return Recorded(_replace(program, old.invars, self._equations, [*old.outvars, *record]), tuple(self._lines))
+        new = replace_variables(program, old.invars, self._equations, [*old.outvars, *record])
+        return Recorded(new, tuple(self._lines))
 
     def copy_turn(self, program: Program) -> Recorded:
         """Copies the body of a `while`, whose carry ends with the record of the turns before."""
@@ -146,7 +147,7 @@ class _Copy:
         carry = [Var(atom.aval) for atom in new.outvars[count:]]
         merged = self._call("merge", [carry, new.outvars[count:]])
         return inner._replace(
-            program=_replace(program, [*old.invars, *carry], self._equations, [*new.outvars[:count], *merged])
+            program=replace_variables(program, [*old.invars, *carry], self._equations, [*new.outvars[:count], *merged])
         )
 
     def _write(self, eqn: JaxprEqn) -> None:
@@ -183,7 +184,8 @@ class _Copy:
             for turn in (range(length) if splits else [None])
             for line in self._list_moved(inner, eqn, eqn.params["jaxpr"], turn)
         ]
-        self._append(eqn, inner, changed, lines, axis=length, fold="split" if splits else "fold")
+        order = None if splits else "backward" if eqn.params["reverse"] else "forward"
+        self._append(eqn, inner, changed, lines, axis=length, order=order)
 
     def _write_while(self, eqn: JaxprEqn, context: Any) -> None:
         turn = _Copy(self._recorder, context).copy_turn(eqn.params["body_jaxpr"])
@@ -193,7 +195,7 @@ class _Copy:
         # The test gets the record too, as an argument that it does not read.
         test, start = eqn.params["cond_jaxpr"], self._call("empty", [], len(turn.lines))
         old = body_of(test)
-        unread = _replace(test, [*old.invars, *(Var(atom.aval) for atom in start)], old.eqns, old.outvars)
+        unread = replace_variables(test, [*old.invars, *(Var(atom.aval) for atom in start)], old.eqns, old.outvars)
         changed = {"body_jaxpr": turn.program, "cond_jaxpr": unread}
         moved = self._list_moved(turn, eqn, eqn.params["body_jaxpr"])
         self._append(eqn.replace(invars=[*eqn.invars, *start]), turn, changed, moved)
@@ -224,7 +226,7 @@ class _Copy:
         changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (PartitionSpec(axes),) * extra}
         devices = math.prod(params["mesh"].shape[axis] for axis in axes)
         lines = self._list_moved(inner, eqn, params["jaxpr"])
-        self._append(eqn, inner, changed, lines, devices=devices, fold="fold")
+        self._append(eqn, inner, changed, lines, devices=devices, order="devices")
 
     def _append(
         self,
@@ -235,7 +237,7 @@ class _Copy:
         *,
         axis: int | None = None,
         devices: int | None = None,
-        fold: str = "",
+        order: Order | None = None,
     ) -> None:
         """Writes an equation whose body returns a record.
 
@@ -246,7 +248,7 @@ class _Copy:
           lines: what its rows are of.
           axis: the length of the leading axis that the equation adds to what its body returns, if it does.
           devices: how many times as long the leading axis becomes, if it does.
-          fold: what becomes of the leading axis.
+          order: what the leading axis is, if the record is folded over it.
         """
         if not lines:
             self._equations.append(eqn)
@@ -256,7 +258,11 @@ class _Copy:
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
         self._gather()
-        self._records.append(self._call(fold, [record]) if fold else record)
+        if order is not None:
+            record = self._call("fold", [record], order)
+        elif axis is not None:
+            record = self._call("split", [record])
+        self._records.append(record)
         self._lines += lines
 
     def _list_moved(self, inner: Recorded, eqn: JaxprEqn, body: Program, turn: int | None = None) -> list[Line]:
@@ -278,7 +284,7 @@ class _Copy:
         records = [*first, *self._records, *last]
         return records[0] if len(records) == 1 else self._call("join", records)
 
-    def _call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: int) -> list[Atom]:
+    def _call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: Any) -> list[Atom]:
         """Writes a call of what a recorder does, as one jitted function: calls for equal shapes share it.
 
         Written out instead, each would be a hundred equations, and shard_map would check which of the axes of its mesh
@@ -304,7 +310,7 @@ _WRITERS = {
 
 
 @functools.lru_cache(maxsize=1024)
-def _make_function(recorder: Recorder, name: str, statics: tuple[int, ...]) -> Callable[..., list[Any]]:
+def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> Callable[..., list[Any]]:
     """A jitted function of the arrays of values or records: what a recorder does with them.
 
     JAX remembers its programs, by shapes and by the contexts that they depend on, such as a mesh.
@@ -352,14 +358,6 @@ def _has_several_tests(eqn: JaxprEqn) -> bool:
         return False
     test: Any = body_of(eqn.params["cond_jaxpr"]).outvars[0].aval
     return bool(test.shape)
-
-
-def _replace(program: Program, invars: Sequence[Atom], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> Program:
-    """A program with other variables and equations. Its debug information names no variables, which are more now."""
-    old = body_of(program)
-    nameless = DebugInfo(old.debug_info.traced_for, old.debug_info.func_src_info, None, None)
-    new = old.replace(invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=nameless)
-    return program.replace(jaxpr=new) if old is not program else new
 
 
 def _extend_structure(structure: Any, count: int) -> Any:

@@ -10,6 +10,7 @@ from .._finite import select_tree
 from .._float8_state import OVERWRITE
 from .._scaled_state import has_scaled_state
 from ..optim._unseen import overwrite_state
+from ..origins._provenance import Provenance
 
 
 class TrainState(train_state.TrainState):
@@ -28,22 +29,24 @@ class TrainState(train_state.TrainState):
     (0, [1.0, 1.0], 2.0)
     """
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: Any, provenance: Provenance | None = None, **kwargs: Any) -> Self:
         """Takes one step.
 
         Args:
           grads: true gradients, a tree like `params`.
+          provenance: what `numerics.first_nonfinite` found in them, where `tx` carries it.
           **kwargs: new values of other fields; on a skipped step they are dropped.
 
         Returns:
           The next state.
         """
+        extra = {} if provenance is None else {"provenance": provenance}
         if OVERWRITE in grads:
-            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"])
+            trained, opt_state = optim.step(self.tx, grads["params"], self.opt_state, self.params["params"], **extra)
             state = overwrite_state(self.params[OVERWRITE], grads[OVERWRITE], self.opt_state, opt_state)
             params = {**self.params, "params": trained, OVERWRITE: state}
         else:
-            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params)
+            params, opt_state = optim.step(self.tx, grads, self.opt_state, self.params, **extra)
         if not has_scaled_state(opt_state):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         finite = find_scaled_state(opt_state).grads_finite

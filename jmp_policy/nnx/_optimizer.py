@@ -11,6 +11,7 @@ from .._find_scale import find_scaled_state
 from .._float8_state import split_state
 from .._scaled_state import has_scaled_state
 from .._trees import PyTree
+from ..optim._provenance import take_provenance
 from ..optim._step import ParameterUpdate
 from ..optim._unseen import fill_zeros, overwrite_state
 from ._float8 import Float8State
@@ -44,7 +45,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the module that the optimizer was made for.
           grads: true gradients, as `jmp_policy.nnx.value_and_grad` returns them.
-          **extra: extra arguments of the transformation, such as `value`.
+          **extra: extra arguments of the transformation, such as `value`, or the `provenance` of the gradients.
 
         Returns:
           Under `loss_scaled`, and with a transformation for half-precision parameters, nothing: a step writes no
@@ -57,6 +58,7 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
+            take_provenance(self.opt_state, extra)  # which Flax would pass over without a word
             return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))

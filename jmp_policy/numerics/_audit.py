@@ -9,8 +9,6 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Var
 
-from .._adapter import find_adapter
-from .._messages import describe
 from .._trees import is_array
 from ..autocast._modules import TRACING, Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
@@ -20,6 +18,7 @@ from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
+from ._request import check_function
 from ._source import find_line, find_origin, find_running_line
 
 
@@ -58,7 +57,7 @@ def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
     ['half-logits']
     >>> report.assert_matmuls_in("bfloat16")
     """
-    _check_function(fun)
+    check_function(fun, "audit")
 
     @functools.wraps(fun)
     def run_audit(*args: Any, **kwargs: Any) -> AuditReport:
@@ -82,19 +81,6 @@ def _make_traceable(fun: Callable[..., Any], overflows: "list[_Overflow]") -> Ca
             return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
 
     return list_arrays
-
-
-def _check_function(fun: Any) -> None:
-    """Refuses anything but a function.
-
-    Raises:
-      TypeError: it is something else.
-    """
-    adapter = find_adapter(fun)
-    if adapter is None and callable(fun) and not isinstance(fun, type):
-        return
-    example = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
-    raise TypeError(f"audit takes a function, got {describe(fun)}. For example: {example}.")
 
 
 class _Overflow(NamedTuple):

@@ -16,6 +16,7 @@ from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import TRACING, Register
 from ..interpreter import (
     Line,
+    Order,
     Recorder,
     evaluate,
     explain_tracing,
@@ -31,11 +32,12 @@ from ..interpreter._module_paths import ModulePaths
 from ..interpreter._program import Atom
 from ..measurement._measure import Look, Meter, Record, fold, join, merge
 from ..statistics._layout import Direction, Layout, Site
+from ..statistics._observed import remember_program
 from ..statistics._stats import Stats
 from ._choice import Choice, Place, find_direction, make_choice
-from ._ends import Results, name_arguments, name_results
+from ._ends import Results, find_signature, name_arguments, name_results
 from ._request import Request, check_function, make_request, take_step
-from ._source import find_line, find_origin
+from ._source import find_line, find_origin, split_line
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MOST_TURNS = 64
@@ -109,7 +111,7 @@ def collect(
     forward head 512 0.0
     backward head 192 1.0
     """
-    check_function(fun)
+    check_function(fun, "collect")
     request, register = make_request(formats, where, of, histogram, loops, every), Register()
 
     @functools.wraps(fun)
@@ -117,7 +119,7 @@ def collect(
         step, args = take_step(request.every, args)
         opened, args, kwargs = open_partials(fun, args, kwargs)
         watched = register.watch(opened)
-        run = _Run(request, register, step, _find_signature(opened))
+        run = _Run(request, register, step, find_signature(opened))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
         assert run.stats is not None
@@ -155,7 +157,7 @@ class _StatsRecorder(Recorder):
     def merge(self, one: Record, other: Record) -> Record:
         return merge(one, other)
 
-    def fold(self, record: Record) -> Record:
+    def fold(self, record: Record, order: Order) -> Record:
         return fold(record)
 
     def empty(self, rows: int) -> Record:
@@ -207,7 +209,9 @@ class _Run:
         else:
             made = self._run_some(new, program, recorder.empty(len(sites)), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
-        self.stats = Stats(record, Layout(sites, recorder.meter))
+        layout = Layout(sites, recorder.meter)
+        remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
+        self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
 
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:
@@ -237,7 +241,7 @@ def _describe_line(line: Line, paths: ModulePaths) -> Site:
     """What a row of an operation is of."""
     step, turns = line.step, line.turns
     aval: Any = step.results[line.result].aval
-    source, function = _split_line(find_line(find_origin(step)))
+    source, function = split_line(find_line(find_origin(step)))
     turn = None if not turns else turns[0] if len(turns) == 1 else turns
     where = paths.read_stack(step.scope), step.name, source, function, find_direction(step.scope), turn
     return Site(*where, str(aval.dtype), math.prod(aval.shape), aval.shape)
@@ -247,15 +251,3 @@ def _describe_end(name: str, atom: Atom, direction: Direction) -> Site:
     """What the row of an argument or a result is of."""
     aval: Any = atom.aval
     return Site(name, "", "", "", direction, None, str(aval.dtype), math.prod(aval.shape), aval.shape)
-
-
-def _split_line(line: str) -> tuple[str, str]:
-    source, _, function = line.partition(" (")
-    return source, function.removesuffix(")")
-
-
-def _find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # some functions written in C have none
-        return None

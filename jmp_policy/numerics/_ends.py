@@ -47,6 +47,14 @@ class Results:
         return [path for path, leaf in self._leaves if leaf is _ARRAY]
 
 
+def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function; some that are written in C have none."""
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+
+
 def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
     """The paths of arrays among arguments, which begin with the names of the parameters.
 
@@ -62,9 +70,19 @@ def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is
     >>> name_arguments(inspect.signature(loss), arrays, is_lifted=False)
     ['params/w', 'batches/0', 'batches/1/0', 'scale']
     """
-    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
-    paths = [path[2:] if is_lifted else path for path, leaf in leaves if is_array(leaf)]
-    return [_name_argument(signature, path) for path in paths]
+    return [_join(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+
+
+def spell_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
+    """How Python would spell arrays among arguments, as `batch['x']`; what is given is as for `name_arguments`.
+
+    >>> def loss(params, *batches, scale): ...
+    >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
+    >>> spell_arguments(inspect.signature(loss), arrays, is_lifted=False)
+    ["params['w']", 'batches[0]', 'batches[1][0]', 'scale']
+    """
+    found = [_find_parameter(signature, path) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
+    return [name + jax.tree_util.keystr(_drop_value(rest)) for name, rest in found]
 
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
@@ -82,18 +100,24 @@ def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | Non
     return [None if path is None else _join("result", path) for path in own]
 
 
-def _name_argument(signature: inspect.Signature | None, path: KeyPath) -> str:
+def _list_array_paths(arguments: PyTree, *, is_lifted: bool) -> list[KeyPath]:
+    leaves = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    return [path[2:] if is_lifted else path for path, leaf in leaves if is_array(leaf)]
+
+
+def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple[str, KeyPath]:
+    """The name of the parameter that an argument is of, and the path in what that was given."""
     (kind, first), rest = map(_read_key, path[:2]), path[2:]
     if kind == "1":  # of the arguments by name
-        return _join(first, rest)
+        return first, rest
     position = int(first)
     parameters = [] if signature is None else list(signature.parameters.values())
     for i, parameter in enumerate(parameters):
         if parameter.kind is parameter.VAR_POSITIONAL:
-            return _join(f"{parameter.name}/{position - i}", rest)
+            return parameter.name, (jax.tree_util.SequenceKey(position - i), *rest)
         if i == position:
-            return _join(parameter.name, rest)
-    return _join(f"argument/{position}", rest)
+            return parameter.name, rest
+    return "argument", (jax.tree_util.SequenceKey(position), *rest)
 
 
 def _find_own(path: KeyPath) -> KeyPath | None:
@@ -109,10 +133,13 @@ def _find_own(path: KeyPath) -> KeyPath | None:
 
 
 def _join(name: str, path: KeyPath) -> str:
-    keys = [_read_key(key) for key in path]
-    if keys and keys[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):  # of a Variable of nnx
-        keys.pop()
-    return "/".join([name, *keys])
+    return "/".join([name, *map(_read_key, _drop_value(path))])
+
+
+def _drop_value(path: KeyPath) -> KeyPath:
+    """A path, without the last key of one to the array of a Variable of nnx."""
+    is_value = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if is_value else path
 
 
 def _read_key(key: Any) -> str:

@@ -43,6 +43,16 @@ def find_line(eqn: JaxprEqn) -> str:
     return next(_list_user_lines(frames), None) or next(others, "")
 
 
+def split_line(line: str) -> tuple[str, str]:
+    """The line and the function of what `find_line` returns.
+
+    >>> split_line("train.py:12 (loss)")
+    ('train.py:12', 'loss')
+    """
+    source, _, function = line.partition(" (")
+    return source, function.removesuffix(")")
+
+
 def is_called_by_library(eqn: JaxprEqn) -> bool:
     """Whether a library, such as a layer of Flax, called JAX, and not the user's code."""
     return _is_library(_find_caller(eqn))

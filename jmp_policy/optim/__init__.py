@@ -6,6 +6,7 @@ Steps that overflow:
 - `skip_nonfinite` skips steps without a scale.
 - `step` updates and applies, `minimize` makes a whole training step.
 - `check` raises when training is stuck.
+- `last_skip` says why a step was skipped: a `SkippedStep`. A `ProvenanceState` carries what it needs.
 
 Gradients:
 
@@ -21,9 +22,10 @@ Half-precision parameters:
 
 from .._scaled_state import LossScaledState as LossScaledState
 from ._cast_state import cast_state as cast_state
+from ._check import SkippedStep as SkippedStep, check as check, last_skip as last_skip
 from ._combine import accumulate as accumulate, global_norm as global_norm, pmean as pmean
 from ._kahan import KahanState as KahanState, kahan as kahan
-from ._loss_scaled import check as check, loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
+from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._master_params import master_params as master_params, with_master_params as with_master_params
 from ._master_weights import (
     MasterWeightsState as MasterWeightsState,
@@ -31,6 +33,7 @@ from ._master_weights import (
     master_weights as master_weights,
 )
 from ._minimize import minimize as minimize
+from ._provenance import ProvenanceState as ProvenanceState
 from ._step import step as step
 from ._stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,

@@ -1,28 +1,22 @@
 """An optax transformation that carries a loss scale and skips the steps that overflowed."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
-from .._find_scale import find_scaled_state
-from .._finite import all_finite
-from .._float8_state import join_state, split_state
-from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, register_with_flax
+from .._float8_state import split_state
+from .._loss_scale import LossScale, NoOpLossScale, register_with_flax
 from .._messages import describe
-from .._rounding import is_half
 from .._scale_settings import suggest_loss_scale
 from .._scaled_state import LossScaledState, has_scaled_state
 from .._trees import PyTree
-from ._skip import Operands, Result, make_skippable
-from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
-from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
-
-AxisName = Any
+from ._provenance import ProvenanceState, begin_provenance
+from ._scaled_update import AxisName, LossScaledUpdate
+from ._step import Transformation, check_transformation
+from ._unseen import HOLE
 
 if TYPE_CHECKING:
 
@@ -30,11 +24,26 @@ if TYPE_CHECKING:
         """A transformation of which a type checker knows the state."""
 
         init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    class LossScalingWithProvenance(LossScaling):
+        """One whose state carries provenance."""
+
+        init: Callable[[PyTree], ProvenanceState]  # pyright: ignore[reportIncompatibleVariableOverride]
 else:
-    LossScaling = optax.GradientTransformationExtraArgs
+    LossScaling = LossScalingWithProvenance = optax.GradientTransformationExtraArgs
 
 
-def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None) -> LossScaling:
+@overload
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: Literal[True]
+) -> LossScalingWithProvenance: ...
+@overload
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling: ...
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling:
     """Carries a loss scale beside an optimizer's state, and skips steps whose
     gradients are not finite.
 
@@ -67,6 +76,10 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
        as often.
     5. A clip outside of it hides an infinity; weight decay and schedules
        outside go on. `inject_hyperparams` of numbers may be outside.
+
+    6. With `provenance` its state remembers the last step that was skipped, and
+       which operation made the infinities: what `numerics.first_nonfinite`
+       finds, and each step then hands over. `optim.last_skip` reads it.
 
     These work:
 
@@ -101,10 +114,13 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
       axis_name: a mapped axis, or several, on which gradients differ from
         device to device; a step is then skipped on all of its devices if it
         overflowed on one. Not needed where gradients are averaged before.
+      provenance: whether the state carries where the infinities of the last
+        skipped step came from. `update` and `optim.step` then need an extra
+        argument `provenance`, of each step; `optim.minimize` finds it itself.
 
     Returns:
-      A transformation whose state is a `LossScaledState` and whose `update`
-      passes extra arguments on.
+      A transformation whose state is a `LossScaledState` (with `provenance` a
+      `ProvenanceState`) and whose `update` passes extra arguments on.
 
     Raises:
       TypeError: `inner` is not an optax transformation, or `loss_scale` no loss
@@ -130,12 +146,23 @@ def loss_scaled(inner: Transformation, loss_scale: LossScale, *, axis_name: Axis
         # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
+        state = LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
+        return begin_provenance(state) if provenance else state
 
-    return LossScaling(init, LossScaledUpdate(inner, axis_name))
+    return LossScaling(init, LossScaledUpdate(inner, axis_name, provenance))
 
 
-def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) -> LossScaling:
+@overload
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: Literal[True]
+) -> LossScalingWithProvenance: ...
+@overload
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling: ...
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling:
     """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
 
     Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
@@ -156,176 +183,7 @@ def skip_nonfinite(inner: Transformation, *, axis_name: AxisName | None = None) 
     Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
     is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
-    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name)
-
-
-def check(state: PyTree, *, patience: int = 10) -> None:
-    """Raises when training is stuck: when it does nothing but skip steps, and no smaller loss scale can help.
-
-    Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
-
-    Args:
-      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
-      patience: how many skips in a row are too many for a scale that does not change; where the loop keeps dynamic
-        scales itself, beside `skip_nonfinite`, more than their way down takes, 24 from the highest. A dynamic scale is
-        stuck once it has reached its floor and the last two steps were skipped, of which at least one was taken at
-        the floor.
-
-    Raises:
-      FloatingPointError: training is stuck.
-      ValueError: `state` holds no such state, or several.
-
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
-    >>> jmp.optim.check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
-    """
-    found = find_scaled_state(state)
-    scale, skips = found.loss_scale, int(found.consecutive_skips)
-    if isinstance(scale, DynamicLossScale):
-        value = float(scale.loss_scale)
-        floor = np.float32(scale.min_loss_scale)  # as the scale holds it
-        stuck, where = value <= floor and skips >= 2, f" and is at its floor {scale.min_loss_scale}"
-    else:
-        value = float(scale.loss_scale)
-        stuck, where = skips >= patience, " and does not change"
-    if stuck:
-        raise FloatingPointError(
-            f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
-            f"gradients were not finite. The loss scale is {value}{where}, so the model or its data makes the "
-            "infinities. jax.config.update('jax_debug_nans', True) finds the operation; a policy that computes in "
-            "bfloat16 has the range of float32."
-        )
-
-
-class LossScaledUpdate(ParameterUpdate):
-    """The `update` of `loss_scaled`; the updates are -0.0 on a skipped step."""
-
-    overwrites = True
-
-    def __init__(self, inner: Transformation, axis_name: AxisName | None):
-        self._inner = inner
-        self._axis_name = axis_name
-        self._update = _update(inner, {})
-        self._update_and_apply = _update_and_apply(inner, {})
-
-    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        _check_state(state)
-        updates, gradient = split_state(updates, HOLE)
-        if gradient is not None and params is None:
-            raise ValueError(
-                "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
-                "parameters. For example: tx.update(grads, opt_state, params)."
-            )
-        # A gradient without state may come with parameters that have some, which the inner optimizer then sees.
-        params, old = (params, None) if gradient is None else split_state(params, HOLE)
-        zeros = zero_float0(updates)
-        arrays, others = _split(extra)
-        take_or_skip = _update(self._inner, others) if others else self._update
-        operands = Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
-        new_updates, after = self._unless_nonfinite(take_or_skip, operands, state)
-        # What is added to float8 state is what makes it the next one, up to a rounding.
-        difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
-        return join_state(restore_float0(updates, new_updates, zeros), difference), after
-
-    def step(
-        self, grads: PyTree, state: LossScaledState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, LossScaledState]:
-        return self.step_scaled(grads, NoOpLossScale(), state, params, extra)
-
-    def step_scaled(
-        self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, LossScaledState]:
-        """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
-        _check_state(state)
-        (grads, gradient), (params, old) = split_state(grads, HOLE), split_state(params, HOLE)
-        arrays, others = _split(extra)
-        take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
-        operands = Operands(grads, scale, state.inner_state, params, arrays)
-        new_params, after = self._unless_nonfinite(take_or_skip, operands, state)
-        return join_state(new_params, overwrite_state(old, gradient, state, after)), after
-
-    def _unless_nonfinite(
-        self, take_or_skip: Callable[[jax.Array, Operands], Result], operands: Operands, state: LossScaledState
-    ) -> tuple[PyTree, LossScaledState]:
-        finite = all_finite(operands.grads)
-        if self._axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), self._axis_name) == 1
-        out, inner_state = take_or_skip(finite, operands)
-        skipped = (~finite).astype(jnp.int32)
-        return out, LossScaledState(
-            inner_state,
-            state.loss_scale.adjust(finite),
-            finite,
-            state.skipped_steps + skipped,
-            (state.consecutive_skips + skipped) * skipped,
-        )
-
-
-def _check_state(state: PyTree) -> None:
-    if not isinstance(state, LossScaledState):
-        raise TypeError(
-            f"Expected the state of loss_scaled or skip_nonfinite, got {type(state).__name__}. It is made by "
-            "opt_state = tx.init(params), and comes third: jmp_policy.optim.step(tx, grads, opt_state, params). A "
-            "state that was saved without them goes inside: tx.init(params)._replace(inner_state=restored)."
-        )
-
-
-def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
-    update = with_extra_args(inner).update
-
-    @jax.jit  # skip asks for its shapes, too
-    def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
-        return updates, keep_dtypes(operands.inner_state, inner_state)
-
-    def skip(operands: Operands) -> Result:
-        updates, _ = jax.eval_shape(take, operands)
-        return jax.tree.map(_negative_zeros, updates), operands.inner_state
-
-    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
-    @jax.jit
-    def take(operands: Operands) -> Result:
-        extra = operands.extra | others
-        grads = jax.tree.map(_as_wide, operands.scale.unscale(operands.grads), _differentiated(operands.params))
-        params, inner_state = step(inner, grads, operands.inner_state, operands.params, **extra)
-        return params, keep_dtypes(operands.inner_state, inner_state)
-
-    def skip(operands: Operands) -> Result:
-        return operands.params, operands.inner_state
-
-    return make_skippable(take, skip, stores_half=isinstance(inner.update, ParameterUpdate))
-
-
-def _differentiated(params: PyTree) -> PyTree:
-    """The parameters that gradients are like: of the two trees that `optax.lookahead` trains, one."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def _as_wide(grad: Any, param: Any) -> Any:
-    """A half-precision gradient in the dtype of a parameter that is wider."""
-    return lax.convert_element_type(grad, param.dtype) if is_half(grad) and not is_half(param) else grad
-
-
-def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """The number that changes no parameter it is added to; +0.0 would turn -0.0 into +0.0."""
-    if jnp.issubdtype(update.dtype, jnp.complexfloating):
-        zero = complex(-0.0, -0.0)
-    else:
-        zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-    return lax.full_like(update, zero)  # which has the sharding of the update, as what is skipped must
-
-
-def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The extra arguments that are trees of arrays, and the others (functions, say), which `jax.jit` cannot receive."""
-    arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
-    return arrays, {name: value for name, value in extra.items() if name not in arrays}
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype")
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, provenance=provenance)
 
 
 _WRAPPED_TWICE = (

@@ -14,6 +14,7 @@ from .._float8_state import join_state, split_state
 from .._messages import describe
 from .._scaled_state import check_outermost, has_scaled_state
 from .._trees import PyTree
+from ._provenance import take_provenance
 from ._unseen import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
@@ -58,14 +59,17 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
       params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
         gradient, and `tx` sees zeros for it; inside of `loss_scaled` and `skip_nonfinite` it sees nothing, which
         optimizers that remember distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
-      **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes.
+      **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes, and
+        the `provenance` of the gradients where `tx` carries it, as `numerics.first_nonfinite` found it.
 
     Returns:
       `(params, opt_state)`.
 
     Raises:
       ValueError: gradients do not have the shapes of their parameters; or `tx` is a transformation of optax with a
-        `loss_scaled` inside. `optax.inject_hyperparams` of numbers may be outside of it, and nothing else.
+        `loss_scaled` inside. `optax.inject_hyperparams` of numbers may be outside of it, and nothing else. Or there
+        is a provenance, and `tx` does not carry it.
+      TypeError: `tx` carries provenance, and there is none.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
@@ -89,6 +93,7 @@ def _step_any(
         return restore_float0(grads, new_params, params), opt_state
     if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
         return _step(tx, grads, opt_state, params, extra)
+    take_provenance(opt_state, extra)  # which a transformation of optax would pass over without a word
     (rest, state), (grads, gradient) = split_state(params), split_state(grads)
     new_params, after = _step(tx, fill_zeros(grads, gradient), opt_state, fill_zeros(rest, state), extra)
     return join_state(new_params, overwrite_state(state, gradient, opt_state, after)), after

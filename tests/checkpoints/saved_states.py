@@ -37,6 +37,7 @@ SCALE = jmp.DynamicLossScale(2.0**12, period=50)
 RUNS = {
     "float32": Run("float32", lambda tx: tx),
     "mixed_float16": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE)),
+    "provenance": Run("mixed_float16", lambda tx: loss_scaled(tx, SCALE, provenance=True)),
     "static": Run("mixed_float16", lambda tx: loss_scaled(tx, jmp.StaticLossScale(64.0))),
     "mixed_bfloat16": Run("mixed_bfloat16", skip_nonfinite),
     "bfloat16": Run("bfloat16", lambda tx: tx),
@@ -79,6 +80,9 @@ def make_state(run: Run, wide: Any, saved_under: Run | None = None) -> dict[str,
     saved = source.tx.init(jmp.cast_floating(wide, source.dtype))
     if not _has(saved, jmp.optim.LossScaledState):
         del numbers["skipped_steps"], numbers["consecutive_skips"]
+    if not _has(saved, jmp.optim.ProvenanceState):
+        for name in ("steps", "nonfinite_step", "kinds"):
+            del numbers[name]
     if not _has(saved, jmp.DynamicLossScale):
         del numbers["loss_scale"], numbers["counter"]
     has_half_moments = saved_under is not None and saved_under.policy == "bfloat16" and not _is_half(saved)
@@ -89,7 +93,7 @@ def make_state(run: Run, wide: Any, saved_under: Run | None = None) -> dict[str,
         if {"mu", "nu"} & set(names):
             moments = (jnp.arange(leaf.size, dtype=jnp.float32) / 7 + 0.1).reshape(leaf.shape)
             return moments.astype(rounded).astype(leaf.dtype)
-        return jnp.asarray(numbers[names[-1]], leaf.dtype) if names[-1] in numbers else leaf
+        return jnp.full_like(leaf, numbers[names[-1]]) if names[-1] in numbers else leaf
 
     return {"params": params, "opt_state": jax.tree_util.tree_map_with_path(move, opt_state)}
 
@@ -114,6 +118,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 _HALF = ("MasterWeightsState", "SplitWeightsState", "KahanState", "StochasticRoundingState")
 _NUMBERS = {"count": 7, "skipped_steps": 3, "consecutive_skips": 1, "loss_scale": 1024.0, "counter": 5}
+_NUMBERS |= {"steps": 9, "nonfinite_step": 8, "kinds": 2}
 
 
 def _is_half(opt_state: Any) -> bool:

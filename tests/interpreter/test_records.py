@@ -54,7 +54,7 @@ class Magnitudes(Recorder):
     def merge(self, one, other):
         return jax.tree.map(jnp.add, one, other)
 
-    def fold(self, record):
+    def fold(self, record, order):
         return jax.tree.map(lambda leaf: jnp.sum(leaf, 0, dtype=leaf.dtype), record)
 
     def empty(self, rows):

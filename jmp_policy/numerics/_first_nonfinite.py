@@ -1,0 +1,209 @@
+"""`numerics.first_nonfinite`: a program that returns, beside its results, what made them not finite."""
+
+import functools
+import inspect
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from .._finite import all_finite
+from .._trees import Args, Kwargs, PyTree
+from ..autocast._modules import TRACING, Register
+from ..interpreter import (
+    Line,
+    evaluate,
+    explain_tracing,
+    find_unrepeatable,
+    open_partials,
+    prepare_replay,
+    record_program,
+    run_lifted,
+    trace,
+)
+from ..interpreter._module_paths import ModulePaths
+from ..interpreter._program import replace_variables
+from ..origins._chase import find_origin as chase_origin
+from ..origins._extremes import Extremes, ExtremesRecorder, is_measurable
+from ..origins._graph import build_graph
+from ..origins._provenance import Provenance
+from ..origins._words import Words
+from ._choice import find_direction
+from ._ends import Results, find_signature, spell_arguments
+from ._request import check_function
+from ._source import find_line, find_origin, split_line
+
+
+def first_nonfinite(
+    fun: Callable[..., Any], *, of: Callable[[Any], PyTree] | None = None
+) -> Callable[..., tuple[Any, Provenance]]:
+    """Finds what made a result of a function not finite: the operation, its line and module, and the turn of the loop.
+
+    The function that it returns is a JAX function like any other. Where all results are finite it does what `fun` does,
+    to the bit, and looks once at each result. Where one is not, a branch runs the program again, looks at every value,
+    and goes back from the result to the operation whose operands were finite. Nothing leaves the device for it.
+
+    Put it around the gradient, not around the whole step, so that a step can still write its parameters in place:
+
+        grad_fn = first_nonfinite(jmp.value_and_grad(loss_fn, loss_scale=opt_state))
+        (loss, grads), origin = grad_fn(params, batch)
+
+    An infinity that never got into a result, as in a mask, is not blamed. Under `vmap` both branches run for each
+    example. Pallas kernels and a `while` whose examples end in different turns are single operations. Of a loop of more
+    than 64 turns the ranges are those of all turns together.
+
+    Args:
+      fun: any function of trees of arrays, with modules of linen or nnx, or without. Its debug callbacks are silent
+        when it runs again.
+      of: takes from what `fun` returns what is to be finite, where that is not all of it. `lambda out: out[1]` takes
+        the gradients, where auxiliary data may well be infinite.
+
+    Returns:
+      A function of the same arguments that returns `(out, provenance)`: what `fun` returns, and a `Provenance`.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def loss(w, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.mean(jnp.sqrt(x @ w))
+    >>> find = jax.jit(jmp.numerics.first_nonfinite(jax.value_and_grad(loss)))
+    >>> (value, grads), origin = find(jnp.ones(2), jnp.zeros((3, 2)))
+    >>> origin.kind, origin.primitive, origin.path, origin.direction
+    ('inf', 'div', 'head', 'backward')
+    >>> find(jnp.ones(2), jnp.ones((3, 2)))[1].found
+    False
+    """
+    check_function(fun, "first_nonfinite")
+    register = Register()
+
+    @functools.wraps(fun)
+    def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
+        opened, args, kwargs = open_partials(fun, args, kwargs)
+        run = _Run(register, find_signature(opened))
+        watched = register.watch(opened if of is None else run.note_results(opened, of))
+        pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
+        out = run_lifted(pure, watched, args, kwargs)
+        assert run.provenance is not None
+        return out, run.provenance
+
+    return run_and_find
+
+
+class _Run:
+    """One call of a function whose results are looked at.
+
+    Attributes:
+      provenance: what was found, after `trace_and_run`.
+    """
+
+    def __init__(self, register: Register, signature: inspect.Signature | None):
+        self.provenance: Provenance | None = None
+        self._register, self._signature = register, signature
+        self._noted: list[Any] | None = None
+        self._marks: list[bool] = []
+
+    def note_results(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
+        """The same function, of whose results some are noted: no others are looked at."""
+
+        @functools.wraps(fun)
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            self._noted = jax.tree.leaves(of(out))
+            return out
+
+        return call_and_note
+
+    def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
+        """Traces a function of trees of arrays, runs its program, and where that went wrong looks for the origin."""
+        ends = Results()
+        with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
+            traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
+        paths = ModulePaths(self._register.list_modules())
+        names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
+        made = evaluate(traced.program, *traced.leaves)
+        search = _make_search(_detach_constants(traced.program, self._marks), names, paths)
+        leaves = lax.stop_gradient([*traced.program.consts, *traced.leaves])
+        finite = all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks))))
+        self.provenance = lax.cond(finite, lambda *_: Provenance.empty(), search, *leaves)
+        return ends.put_back(made)
+
+    def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def take_and_mark(*args: Any, **kwargs: Any) -> list[Any]:
+            arrays = take(*args, **kwargs)
+            noted = arrays if self._noted is None else self._noted
+            ids = set(map(id, noted))
+            self._marks, self._noted = [id(array) in ids for array in arrays], None  # which were of this trace
+            return arrays
+
+        return take_and_mark
+
+
+def _make_search(program: ClosedJaxpr, names: Sequence[str], paths: ModulePaths) -> Callable[..., Provenance]:
+    """Makes the function that runs a program again and finds the origin, from its constants and arguments."""
+    _check_repeatable(program.jaxpr)
+    replay = prepare_replay(program)
+    body = replay.jaxpr
+    recorder = ExtremesRecorder()
+    spelled = ["a constant"] * (len(program.in_avals) - len(names)) + list(names)
+    arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
+    recorded, lines = record_program(replay, recorder, None, arguments=arguments)
+    words = [Words(argument=spelled[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
+    words += _Describer(paths).describe_all(lines)
+
+    def search(*leaves: Any) -> Provenance:
+        record = evaluate(recorded, *leaves)[len(body.outvars) :]
+        graph = build_graph(body, arguments, lines, words, recorder)
+        return chase_origin(graph, Extremes(*record))
+
+    return search
+
+
+class _Describer:
+    """Says what a row is of; the turns of a loop share what is said."""
+
+    def __init__(self, paths: ModulePaths):
+        self._paths = paths
+        self._said: dict[Any, Words] = {}
+
+    def describe_all(self, lines: Sequence[Line]) -> list[Words]:
+        return [self._describe(line) for line in lines]
+
+    def _describe(self, line: Line) -> Words:
+        step = line.step
+        key = id(step.eqn), line.result, tuple(id(eqn) for eqn, _ in step.around)
+        if key not in self._said:
+            source, function = split_line(find_line(find_origin(step)))
+            file, _, number = source.rpartition(":")
+            code = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+            dtype: Any = step.results[line.result].aval
+            where = self._paths.read_stack(step.scope), find_direction(step.scope), str(dtype.dtype)
+            self._said[key] = Words(step.name, source, function, code, *where)
+        return self._said[key]
+
+
+def _detach_constants(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
+    """The same program, with the marked results alone, whose constants come in as its first arguments."""
+    body = program.jaxpr
+    outvars = list(itertools.compress(body.outvars, marks))
+    detached = replace_variables(body, [*body.constvars, *body.invars], body.eqns, outvars)
+    return ClosedJaxpr(detached.replace(constvars=[]), ())
+
+
+def _check_repeatable(program: Jaxpr) -> None:
+    eqn = find_unrepeatable(program)
+    if eqn is None:
+        return
+    line = find_line(eqn)
+    place = f" of {line}" if line else ""
+    raise ValueError(
+        f"first_nonfinite runs a function a second time where its results are not finite, and {eqn.primitive.name}"
+        f"{place} would then act twice. Put it around a part that has none, for example: "
+        "first_nonfinite(jax.value_and_grad(loss_fn))(params, batch), with the callback outside."
+    )

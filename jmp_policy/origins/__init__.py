@@ -1,0 +1,1 @@
+"""Where numbers that are not finite come from, found inside `jit`."""
