@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 _ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
 
 _EPILOG = f"""\
-For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`, and
-run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the scopes
-that must stay in float32, and the map as code. A module of Flax is tuned as well; of linen, its variables are the first
-argument. --json prints one document with these keys: versions, by package; device (platform, name, system,
+For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
+and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
+scopes that must stay in float32, and the map as code. A module of Flax is tuned as well; of linen, its variables are
+the first argument. --json prints one document with these keys: versions, by package; device (platform, name, system,
 half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_config reads it; code; scopes; candidates;
 error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
 

@@ -23,9 +23,9 @@ def make_map(scopes: Sequence[str], kept: Collection[str], policy: Policy, kept_
       kept_policy: the other policy.
 
     >>> import jmp_policy as jmp
-    >>> low, full = map(jmp.get_policy, ("mixed_bfloat16", "float32"))
-    >>> make_map(["", "a/x", "a/y", "b"], ["a/x", "a/y"], low, full)
-    PolicyMap({'a': 'params=float32,compute=float32,output=none'}, default='mixed_bfloat16')
+    >>> low, full = map(jmp.get_policy, ("bfloat16", "float32"))
+    >>> make_map(["", "a/x", "a/y", "b"], ["a/x", "a/y"], low, full).rules[0].key
+    'a'
     """
     wanted = {scope: scope in kept for scope in scopes}
     paths = sorted({path for scope in scopes for path in list_paths_to(scope)} | {""})
@@ -71,12 +71,12 @@ def write_code(policy_map: PolicyMap) -> str:
     """Python that makes a map, one rule on a line.
 
     >>> import jmp_policy as jmp
-    >>> print(write_code(jmp.PolicyMap({"head": "float32"}, "mixed_bfloat16")))
+    >>> print(write_code(jmp.PolicyMap({"head": "float32"}, "params=float32,compute=float16,output=none")))
     jmp.PolicyMap(
         {
-            'head': 'float32',
+            'head': 'params=float32,compute=float32,output=float32',
         },
-        default='mixed_bfloat16',
+        default='params=float32,compute=float16,output=none',
     )
     """
     default = None if policy_map.default is None else str(policy_map.default)

@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Collection, Sequence
 
 import jax
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from .._explain import explain
@@ -15,12 +14,9 @@ from .._paths import list_paths_to
 from .._policy import Policy
 from ..autocast._tables import FULL
 from ..interpreter import float_dtype, walk
-from ..measurement._what_if import FloatFormat, parse_format
-from ..numerics import Row, Stats, collect
+from ..measurement._what_if import Format, parse_format
+from ..numerics import Row, Stats, collect, predict
 from ._subject import Subject
-
-MOST_SCALE = 2.0**15
-"""The largest loss scale that is chosen: what dynamic ones start with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Ranking:
 
     Attributes:
       scopes: their paths.
-      scores: how suspicious each is, without a unit; infinite where numbers overflow or vanish.
+      scores: how suspicious each is, without a unit; infinite where it is predicted to be needed.
       loss_scale: what the loss is multiplied by.
     """
 
@@ -46,20 +42,19 @@ class Ranking:
 def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> Ranking:
     """Measures one run in float32, and ranks the scopes by what the policy would do to it.
 
-    First come the scopes in which numbers of the policy's dtype would overflow or vanish. Behind them the score is the
-    first order of the error: what rounding does to the values of a scope, times the gradients that arrive there.
+    First come those that `numerics.predict` names. Behind them the score is the first order of the error: what rounding
+    does to the values of a scope, times the gradients that arrive there.
 
     Args:
       subject: what is tuned.
       policy: the policy.
-      loss_scale: what the loss is multiplied by; `None` for a power of two with which no gradient overflows.
+      loss_scale: what the loss is multiplied by; `None` for the one that is predicted to save the gradients.
     """
-    half = find_format(policy)
+    low = find_format(policy)
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
-    look = lambda fun: lambda *args: collect(
-        fun, [half.name], where=where, of=("forward", "recomputed", "backward"), histogram=False, loops="merge"
-    )(*args)[1]
+    passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
+    look = lambda fun: lambda *args: collect(fun, [low.name], where=where, of=passes, loops="merge")(*args)[1]
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
@@ -67,11 +62,16 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
         if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
-            by_scope[_find_scope(row.path, by_scope)].append(row)
-    scale = _choose_scale(rows, half) if loss_scale is None else loss_scale
-    scores = _score(by_scope, half, scale)
-    ranked = sorted(scopes, key=lambda scope: -scores[scope])  # stable: equals stay in the order of the program
-    return Ranking(tuple(ranked), tuple(scores[scope] for scope in ranked), scale)
+            by_scope.get(_find_scope(row, by_scope), []).append(row)
+    predicted, scale = (), 1.0
+    if rows:
+        prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")
+        predicted, scale = prediction.culprits, prediction.loss_scale or 1.0
+    culprits = [scope for scope in predicted if scope in by_scope]
+    scores = _score(by_scope, low) | dict.fromkeys(culprits, math.inf)
+    others = sorted(set(scopes) - set(culprits), key=lambda scope: (-scores[scope], scopes.index(scope)))
+    ranked = [*culprits, *others]
+    return Ranking(tuple(ranked), tuple(scores[scope] for scope in ranked), scale if loss_scale is None else loss_scale)
 
 
 def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ MOST_ROWS = 120
 """How many values are measured beside products, at most."""
 
 
-def find_format(policy: Policy) -> Any:
+def find_format(policy: Policy) -> Format:
     """What a policy makes of numbers: its compute dtype, or the format of its quantization."""
     if policy.quantization is None:
         return parse_format(policy.compute_dtype)
@@ -118,49 +118,27 @@ def list_scopes(subject: Subject, policy: Policy, paths: Sequence[str]) -> list[
     return [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
 
 
-def _find_scope(path: str, scopes: Any) -> str:
-    """The scope that an operation at a path belongs to: the nearest one around it."""
-    return next((outer for outer in reversed(list_paths_to(path)) if outer in scopes), "")
+def _find_scope(row: Row, scopes: Collection[str]) -> str | None:
+    """The scope that a row belongs to: the nearest one around it; of an argument, that which its path ends with."""
+    if row.direction == "argument":
+        names = row.path.split("/")
+        paths = ["/".join(names[start:stop]) for start in range(len(names)) for stop in range(len(names), start, -1)]
+        return next((path for path in paths if path in scopes), None)
+    return next((outer for outer in reversed(list_paths_to(row.path)) if outer in scopes), None)
 
 
-def _choose_scale(rows: Sequence[Row], half: Any) -> float:
-    """The largest power of two with which all gradients are finite, up to a usual one; 1 where none is needed."""
-    largest = max((row.amax for row in rows if row.direction == "backward"), default=0.0)
-    if not isinstance(half, FloatFormat) or half.max_exponent > 100 or not largest:
-        return 1.0
-    return 2.0 ** max(0, min(math.log2(MOST_SCALE), math.floor(math.log2(half.max / largest)) - 1))
-
-
-def _score(by_scope: dict[str, list[Row]], half: Any, scale: float) -> dict[str, float]:
-    norms = {scope: max(map(_measure_norm, _take(rows, "backward")), default=0.0) for scope, rows in by_scope.items()}
-    passes: list[tuple[Sequence[str], Callable[[Row, str], float]]] = [
-        (("forward", "recomputed"), lambda row, scope: _measure_error(row, half, 1.0) * (norms[scope] or 1.0)),
-        (("backward",), lambda row, _: _measure_error(row, half, scale)),
-    ]
-    totals = dict.fromkeys(by_scope, 0.0)
-    for directions, measure in passes:
-        errors = {
-            scope: sum(measure(row, scope) for row in _take(rows, *directions)) for scope, rows in by_scope.items()
-        }
-        whole = sum(error for error in errors.values() if math.isfinite(error)) or 1.0
-        totals = {scope: totals[scope] + error / whole for scope, error in errors.items()}
-    return totals
-
-
-def _take(rows: Sequence[Row], *directions: str) -> list[Row]:
-    return [row for row in rows if row.direction in directions]
+def _score(by_scope: dict[str, list[Row]], low: Format) -> dict[str, float]:
+    """The share of each scope in the errors of values, times the gradients there, and of the gradients themselves."""
+    errors = {}
+    for scope, rows in by_scope.items():
+        gradient = max((_measure_norm(row) for row in rows if row.direction == "backward"), default=1.0)
+        of_rows = [(row.direction == "backward", row.formats[low.name], _measure_norm(row)) for row in rows]
+        forward = sum(shares.error * norm for is_backward, shares, norm in of_rows if not is_backward)
+        backward = sum(shares.scaled_error * norm for is_backward, shares, norm in of_rows if is_backward)
+        errors[scope] = forward * gradient, backward
+    totals = [sum(parts) or 1.0 for parts in zip(*errors.values(), strict=True)]
+    return {scope: sum(map(operator.truediv, parts, totals)) for scope, parts in errors.items()}
 
 
 def _measure_norm(row: Row) -> float:
     return row.rms * math.sqrt(row.count)
-
-
-def _measure_error(row: Row, half: Any, scale: float) -> float:
-    """The norm of what a format would do to a tensor; infinite where that breaks it."""
-    if not isinstance(half, FloatFormat):
-        return row.formats[half.name].error * _measure_norm(row)
-    vanishes = row.rms * scale < half.find_thresholds(np.dtype(np.float32))[0]
-    if row.amax * scale > half.max or row.nans or row.infs or (row.amax > 0 and vanishes):
-        return math.inf
-    shares = row.formats[half.name]
-    return (shares.error if scale == 1 else shares.scaled_error) * _measure_norm(row)

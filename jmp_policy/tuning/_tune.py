@@ -116,7 +116,7 @@ def tune(
     header = {
         "function": subject.name,
         "policy": str(given),
-        "compared": _name_metric(metric) if metric else "outputs and gradients" if subject.differentiates else "outputs",
+        "compared": _name_metric(metric) if metric else _COMPARED[subject.differentiates],
         "loss scale": None if loss_scale is None else _read_scale(loss_scale),
         "seed": seed,
         "arguments": sum_arrays(subject.make_run(None, NoOpLossScale())[1]),
@@ -160,7 +160,9 @@ class _Tuner:
         what = _name_metric(self._metric) if self._metric else self._subject.name
         before = "before quantization" if self._base else "in float32"
         if not list_numbers(self._reference):
-            raise ValueError(f"{what} returns no floating numbers that could be compared: {self._reference}. {_EXAMPLE}")
+            raise ValueError(
+                f"{what} returns no floating numbers that could be compared, but {self._reference}. {_EXAMPLE}"
+            )
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
             raise ValueError(
                 f"{what} returns nan or infinity {before}, and nothing can be as good as that. "
@@ -237,6 +239,9 @@ class _Tuner:
 
     def _name(self, indices: frozenset[int]) -> tuple[str, ...]:
         return tuple(self._scopes[index] for index in sorted(indices))
+
+
+_COMPARED = {True: "outputs and gradients", False: "outputs"}
 
 
 def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None, has_aux: bool, seed: int) -> Subject:

@@ -38,10 +38,10 @@ class Tuning(Report):
     ...         with jax.named_scope(name):
     ...             x = jnp.tanh(x @ weights[name] / 1e4)
     ...     return jnp.sum(x)
-    >>> weights = {"a": jnp.full((4, 4), 3e4), "b": jnp.ones((4, 4))}
+    >>> weights = {"a": jnp.ones((4, 4)), "b": jnp.full((4, 4), 3e7)}
     >>> tuning = jmp.tune(loss_fn, (weights, jnp.full((2, 4), 3.0)), "mixed_float16", tolerance=0.01)
     >>> tuning.scopes, tuning.is_met
-    (('a',), True)
+    (('b',), True)
     """
 
     policy_map: PolicyMap
@@ -70,8 +70,8 @@ class Tuning(Report):
     def to_code(self) -> str:
         """The map as Python to paste, one rule on a line; `jmp` is the package.
 
-        >>> import jmp_policy as jmp
-        >>> tuning = jmp.tune(lambda x: x * x, (2.0,), "mixed_bfloat16", tolerance=0.1)
+        >>> import jax.numpy as jnp, jmp_policy as jmp
+        >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
         >>> print(tuning.to_code())
         jmp.PolicyMap(
             {},

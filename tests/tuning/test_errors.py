@@ -51,7 +51,8 @@ def test_against_nothing_but_zeros_any_difference_is_all_error(got, expected):
 
 
 def test_half_and_complex_and_other_leaves():
-    reference = {"x": {"half": jnp.ones(3, jnp.bfloat16), "complex": jnp.ones(2, complex), "step": 3, "empty": jnp.ones(0)}}
-    trial = {"x": {**reference["x"], "complex": jnp.array([1.0, 1.0 + 0.1j]), "step": 4}}
+    leaves = {"half": jnp.ones(3, jnp.bfloat16), "complex": jnp.ones(2, complex), "step": 3, "empty": jnp.ones(0)}
+    reference = {"x": leaves}
+    trial = {"x": {**leaves, "complex": jnp.array([1.0, 1.0 + 0.1j]), "step": 4}}
     assert float(measure_error(reference, reference)) == 0
     assert 0.05 < float(measure_error(trial, reference)) < 200

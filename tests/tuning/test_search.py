@@ -110,11 +110,12 @@ def test_errors_that_add_up_leave_a_set_of_which_nothing_can_be_left_out(toleran
 def test_a_belief_says_how_likely_all_answers_so_far_were():
     """Against the sum over all sets of needed items, where the last group in doubt is taken into account."""
     belief = Belief(4)
-    prior = [[math.exp(w), [1 - math.exp(f) for f in free]] for w, free in zip(belief._log_weights, belief._log_free)]
+    guesses = zip(belief._log_weights, belief._log_free, strict=True)
+    prior = [[math.exp(weight), [1 - math.exp(one) for one in free]] for weight, free in guesses]
     belief.learn_dirty([0, 1, 2, 3])
     belief.learn_free([3])
     belief.learn_dirty([1, 2])
-    for log_weight, (weight, needed) in zip(belief._log_weights, prior):
+    for log_weight, (weight, needed) in zip(belief._log_weights, prior, strict=True):
         likely = sum(
             math.prod(p if subset >> i & 1 else 1 - p for i, p in enumerate(needed))
             for subset in range(16)
