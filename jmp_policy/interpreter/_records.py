@@ -153,9 +153,8 @@ class _Copy:
         record = self._join(before, after)
         if devices:
             record = self._call("add_axis", [record])
-        return Recorded(
-            replace_variables(program, old.invars, self._equations, [*old.outvars, *record]), tuple(self._lines)
-        )
+        new = replace_variables(program, old.invars, self._equations, [*old.outvars, *record])
+        return Recorded(new, tuple(self._lines))
 
     def copy_turn(self, program: Program) -> Recorded:
         """Copies the body of a `while`, whose carry ends with the record of the turns before."""

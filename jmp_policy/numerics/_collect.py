@@ -32,6 +32,7 @@ from ..interpreter._module_paths import ModulePaths
 from ..interpreter._program import Atom
 from ..measurement._measure import Look, Meter, Record, fold, join, merge
 from ..statistics._layout import Direction, Layout, Site
+from ..statistics._observed import remember_program
 from ..statistics._stats import Stats
 from ._choice import Choice, Place, find_direction, make_choice
 from ._ends import Results, find_signature, name_arguments, name_results
@@ -208,7 +209,9 @@ class _Run:
         else:
             made = self._run_some(new, program, recorder.empty(len(sites)), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
-        self.stats = Stats(record, Layout(sites, recorder.meter))
+        layout = Layout(sites, recorder.meter)
+        remember_program(layout, program, modules, measured[0], lines, len(measured[1]))
+        self.stats = Stats(record, layout)
         return ends.put_back(made[:count])
 
     def _run_some(self, new: ClosedJaxpr, old: ClosedJaxpr, empty: Record, leaves: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from .._trees import Uncast
 from ..measurement._measure import FIRST_EXPONENT, Record, fold, merge
 from ..report import Report, Table, draw_html_note
 from ._layout import Layout, Site
+from ._observed import remember_part
 from ._row import Row, read_rows
 from ._stats_page import draw_page, list_cells
 from ._stats_plot import plot_exponents
@@ -231,7 +232,9 @@ class Stats(Report, Uncast):
         record = Record(
             counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
         )
-        return Stats(record, Layout([self.layout.sites[index] for index in indices], self.layout.meter))
+        layout = Layout([self.layout.sites[index] for index in indices], self.layout.meter)
+        remember_part(layout, self.layout, indices)
+        return Stats(record, layout)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
         """The arrays of the record by name, and the layout."""

@@ -1,0 +1,119 @@
+"""Small models in which one thing goes wrong in half precision, or two, or nothing: made from a seed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = dict[str, jax.Array]
+Plant = Callable[[Params, jax.Array], jax.Array]
+
+BATCH, WIDTH, TERMS = 32, 16, 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedModel:
+    """A model, and what is wrong with it.
+
+    Attributes:
+      kind: what was planted.
+      loss: the loss of parameters and a batch, in float32.
+      args: the parameters, by block, and the batch.
+      planted: the scopes that lose numbers in float16, at the scale that is asked about.
+      loss_scale: that scale; `None` for 1.
+      is_cured: whether another loss scale is all that it needs.
+    """
+
+    kind: str
+    loss: Callable[..., jax.Array]
+    args: tuple[Any, ...]
+    planted: frozenset[str]
+    loss_scale: float | None = None
+    is_cured: bool = False
+
+
+def make_model(seed: int) -> PlantedModel:
+    """The model of a seed; eight kinds take turns."""
+    rng = np.random.default_rng(seed)
+    kind = list(KINDS)[seed % len(KINDS)]
+    depth = int(rng.integers(3, 6))
+    plant, count, loss_scale, is_cured = KINDS[kind]
+    where = sorted(rng.choice(depth, count, replace=False).tolist())
+    size = float(2 ** rng.uniform(0, 3))
+    params = {f"block_{i}": _make_params(rng, kind if i in where else "", size) for i in range(depth)}
+    x = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    y = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+
+    def loss(params: dict[str, Params], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h, target = batch
+        for i in range(depth):
+            with jax.named_scope(f"block_{i}"):
+                h = (plant if i in where else _compute_block)(params[f"block_{i}"], h)
+        return jnp.mean((h - target) ** 2)
+
+    planted = frozenset(f"block_{i}" for i in where)
+    return PlantedModel(kind, loss, (params, (x, y)), planted, loss_scale, is_cured)
+
+
+def _make_params(rng: np.random.Generator, kind: str, size: float) -> Params:
+    draw = lambda *shape, scale=1.0: jnp.asarray(rng.normal(size=shape) * scale / np.sqrt(shape[0]), jnp.float32)
+    params = {"up": draw(WIDTH, WIDTH), "down": draw(WIDTH, WIDTH), "size": jnp.float32(size)}
+    if kind == "backward overflow":
+        params["up"] = params["up"] * 2.0**-9
+    if kind == "tiny variance":
+        params["up"] = params["up"] * 2.0**-24
+    if kind == "long sum":
+        params["terms"] = jnp.asarray(rng.uniform(1, 2, size=TERMS), jnp.float32)
+    return params
+
+
+def _compute_block(params: Params, h: jax.Array) -> jax.Array:
+    return h + 0.5 * jnp.tanh(h @ params["up"]) @ params["down"]
+
+
+def _gain(params: Params, h: jax.Array) -> jax.Array:
+    gain = jax.lax.stop_gradient(params["size"]) * 1e5
+    return h + 0.5 * jnp.tanh((h @ params["up"]) * gain / gain) @ params["down"]
+
+
+def _attenuate(params: Params, h: jax.Array) -> jax.Array:
+    small = 2.0**-15 / jax.lax.stop_gradient(params["size"])
+    return h + small * (jnp.tanh(h @ params["up"]) @ params["down"])
+
+
+def _amplify_gradient(params: Params, h: jax.Array) -> jax.Array:
+    return h + 0.5 * jnp.tanh((h @ params["up"]) * 2.0**9) @ params["down"]
+
+
+def _attend(params: Params, h: jax.Array) -> jax.Array:
+    large = jax.lax.stop_gradient(params["size"]) * 1e3
+    logits = (h * large) @ (h * large).T
+    return h + 0.5 * jax.nn.softmax(logits) @ (h @ params["down"])
+
+
+def _normalize(params: Params, h: jax.Array) -> jax.Array:
+    small = h @ params["up"]
+    centered = small - jnp.mean(small, -1, keepdims=True)
+    variance = jnp.mean(centered**2, -1, keepdims=True)
+    return h + 0.5 * (centered * jax.lax.rsqrt(variance + 1e-20)) @ params["down"]
+
+
+def _add_up(params: Params, h: jax.Array) -> jax.Array:
+    total = jnp.ones((1, TERMS)) @ params["terms"][:, None]
+    return h + 0.5 * jnp.tanh(h @ params["up"] * total / 1e5) @ params["down"]
+
+
+KINDS: dict[str, tuple[Plant, int, float | None, bool]] = {
+    "gain": (_gain, 1, None, False),
+    "attenuation": (_attenuate, 1, None, True),
+    "backward overflow": (_amplify_gradient, 1, 2.0**17, True),
+    "large logits": (_attend, 1, None, False),
+    "tiny variance": (_normalize, 1, None, False),
+    "long sum": (_add_up, 1, None, False),
+    "two gains": (_gain, 2, None, False),
+    "none": (_compute_block, 0, None, False),
+}
+"""By kind: the block that is planted, how many, the loss scale that is asked about, and whether one cures it."""
