@@ -6,6 +6,7 @@
 - `collect` makes a function return, beside its results, what its tensors look like: a `Stats`.
 - `Stats` holds what tensors looked like at run time, and what formats would do to them; a `Row` is one tensor, and
   `FormatShares` what one format would do to it. A `StatsHistory` has them by step.
+- `first_nonfinite` makes a function return, beside its results, what made one of them not finite: a `Provenance`.
 - `predict` tells from `Stats` what a policy would lose, and what would save it: a `Prediction`, which has a `Reason`
   for each scope that loses numbers.
 """

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import TRACING, Register
 from ..interpreter import (
     Line,
-    evaluate,
+    call,
     explain_tracing,
     find_unrepeatable,
     open_partials,
@@ -37,7 +38,9 @@ from ._request import check_function
 from ._source import find_line, find_origin, split_line
 
 
-def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Provenance]]:
+def first_nonfinite(
+    fun: Callable[..., Any], *, of: Callable[[Any], PyTree] | None = None
+) -> Callable[..., tuple[Any, Provenance]]:
     """Finds what made a result of a function not finite: the operation, its line and module, and the turn of the loop.
 
     The function that it returns is a JAX function like any other. Where all results are finite it does what `fun` does,
@@ -56,6 +59,8 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Provena
     Args:
       fun: any function of trees of arrays, with modules of linen or nnx, or without. Its debug callbacks are silent
         when it runs again.
+      of: takes from what `fun` returns what is to be finite, where that is not all of it. `lambda out: out[1]` takes
+        the gradients, where auxiliary data may well be infinite.
 
     Returns:
       A function of the same arguments that returns `(out, provenance)`: what `fun` returns, and a `Provenance`.
@@ -81,8 +86,8 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., tuple[Any, Provena
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        watched = register.watch(opened)
         run = _Run(register, find_signature(opened))
+        watched = register.watch(opened if of is None else run.note_results(opened, of))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
         assert run.provenance is not None
@@ -101,37 +106,61 @@ class _Run:
     def __init__(self, register: Register, signature: inspect.Signature | None):
         self.provenance: Provenance | None = None
         self._register, self._signature = register, signature
+        self._noted: list[Any] | None = None
+        self._marks: list[bool] = []
+
+    def note_results(self, fun: Callable[..., Any], of: Callable[[Any], PyTree]) -> Callable[..., Any]:
+        """The same function, of whose results some are noted: no others are looked at."""
+
+        @functools.wraps(fun)
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            self._noted = jax.tree.leaves(of(out))
+            return out
+
+        return call_and_note
 
     def trace_and_run(self, fun: Callable[..., Any], args: Args, kwargs: Kwargs, *, is_lifted: bool) -> PyTree:
         """Traces a function of trees of arrays, runs its program, and where that went wrong looks for the origin."""
         ends = Results()
         with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
-            traced = trace(ends.take_arrays(fun), args, kwargs)
+            traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
         paths = ModulePaths(self._register.list_modules())
         names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
-        made = evaluate(traced.program, *traced.leaves)
-        search = _make_search(traced.program, names, paths)
-        leaves = lax.stop_gradient([*traced.program.consts, *traced.leaves])
-        self.provenance = lax.cond(
-            all_finite(lax.stop_gradient(made)), lambda *_: Provenance.empty(), search, *leaves
-        )
+        program, leaves = _detach_constants(traced.program), [*traced.program.consts, *traced.leaves]
+        names = ["a constant"] * len(traced.program.consts) + names
+        made = call(program, *leaves)
+        is_finite = all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks))))
+        search = _make_search(program, self._marks, names, paths)
+        self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
+    def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def take_and_mark(*args: Any, **kwargs: Any) -> list[Any]:
+            arrays = take(*args, **kwargs)
+            noted = arrays if self._noted is None else self._noted
+            ids = set(map(id, noted))
+            self._marks, self._noted = [id(array) in ids for array in arrays], None  # which were of this trace
+            return arrays
 
-def _make_search(program: ClosedJaxpr, names: Sequence[str], paths: ModulePaths) -> Callable[..., Provenance]:
-    """Makes the function that runs a program again and finds the origin, from its constants and arguments."""
+        return take_and_mark
+
+
+def _make_search(
+    program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
+) -> Callable[..., Provenance]:
+    """Makes the function that runs a program again and finds the origin of a marked result."""
     _check_repeatable(program.jaxpr)
-    replay = prepare_replay(_detach_constants(program))
+    replay = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
     recorder = ExtremesRecorder()
-    spelled = ["a constant"] * len(program.consts) + list(names)
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
-    words = [Words(argument=spelled[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
+    words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _Describer(paths).describe_all(lines)
 
     def search(*leaves: Any) -> Provenance:
-        record = evaluate(recorded, *leaves)[len(body.outvars) :]
+        record = call(recorded, *leaves)[len(body.outvars) :]
         graph = build_graph(body, arguments, lines, words, recorder)
         return chase_origin(graph, Extremes(*record))
 
@@ -166,6 +195,12 @@ def _detach_constants(program: ClosedJaxpr) -> ClosedJaxpr:
     body = program.jaxpr
     detached = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
     return ClosedJaxpr(detached.replace(constvars=[]), ())
+
+
+def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
+    body = program.jaxpr
+    kept = itertools.compress(body.outvars, marks)
+    return ClosedJaxpr(replace_variables(body, body.invars, body.eqns, list(kept)), program.consts)
 
 
 def _check_repeatable(program: Jaxpr) -> None:

@@ -54,9 +54,19 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     Raises:
       ValueError: `state` holds no such state, or several, or one without provenance.
 
-    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), provenance=True)
-    >>> jmp.optim.last_skip(tx.init(jnp.ones(2)))
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.sum(params / x)
+    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
+    >>> params = jnp.ones(2)
+    >>> opt_state = tx.init(params)
+    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
+    ...     params, opt_state, loss = train_step(params, opt_state, x)
+    >>> skip = jmp.optim.last_skip(opt_state)
+    >>> skip.step, skip.provenance.path, skip.provenance.primitive, skip.is_search
+    (2, 'head', 'div', False)
     """
     found = find_scaled_state(state)
     if not isinstance(found, ProvenanceState):

@@ -18,6 +18,7 @@ from .._rounding import is_half
 from .._scaled_state import has_scaled_state
 from .._signatures import Aux, Loss, P
 from .._trees import PyTree
+from ._provenance import has_provenance
 from ._scaled_update import LossScaledUpdate
 from ._step import Params, Transformation, step
 
@@ -42,6 +43,8 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
     stay half, and scaled, until the branch that takes the step, where they become float32 without being written to
     memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3))`), or takes the two functions.
+
+    Where `tx` carries provenance, the step finds it.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -84,8 +87,9 @@ def _plain_step(
 ) -> tuple[PyTree, PyTree, Any]:
     # Not outermost it may stand in optax.inject_hyperparams, which makes it anew in each step.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
-    out, grads = value_and_grad(fun, has_aux=has_aux, loss_scale=scale)(params)
-    return *step(tx, grads, opt_state, params), out
+    differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale)
+    (out, grads), extra = _find_provenance(differentiated, opt_state, params)
+    return *step(tx, grads, opt_state, params, **extra), out
 
 
 def _scaled_step(
@@ -98,10 +102,26 @@ def _scaled_step(
 
     copies, fun_of_copies = extract_half_casts(call_scaled, params)
     with explain_reuse():
-        (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
+        differentiated = jax.value_and_grad(fun_of_copies, has_aux=True)
+        ((_, out), grads), extra = _find_provenance(differentiated, opt_state, copies)
     warn_of_half(out[0], scale)
-    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
+    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, extra)
     return params, opt_state, out if has_aux else out[0]
+
+
+def _find_provenance(
+    differentiated: Callable[[PyTree], tuple[Any, PyTree]], opt_state: PyTree, params: PyTree
+) -> tuple[tuple[Any, PyTree], dict[str, Any]]:
+    """The results of a differentiated function, and as an extra argument where its gradients went wrong, if asked for.
+
+    It does not look at the loss and at auxiliary data: the gradients decide whether a step is skipped.
+    """
+    if not has_provenance(opt_state):
+        return differentiated(params), {}
+    from ..numerics import first_nonfinite  # which needs most of the library
+
+    made, provenance = first_nonfinite(differentiated, of=lambda out: out[1])(params)
+    return made, {"provenance": provenance}
 
 
 class HalfCasts(NamedTuple):

@@ -156,6 +156,38 @@ def test_microbatches_are_counted():
     assert (int(state.nonfinite_step), state.provenance.path) == (4, "block_4")
 
 
+def head_loss(params, x):
+    """A loss that is infinite where `x` is zero, and auxiliary data that always are."""
+    with jax.named_scope("head"):
+        return jnp.sum((params["w"].astype(jnp.float16) / x).astype(jnp.float32)), x / 0
+
+
+INJECTED = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), SCALE, provenance=True))
+
+
+@pytest.mark.parametrize("tx", [CARRYING, INJECTED(0.1)], ids=["outermost", "injected"])
+def test_minimize_finds_the_provenance_itself_and_looks_at_gradients_alone(tx):
+    params = {"w": jnp.ones(2)}
+    state, train_step = tx.init(params), jax.jit(jmp.optim.minimize(head_loss, tx, has_aux=True))
+    for x in ([1.0, 2.0], [1.0, 0.0], [1.0, 2.0]):
+        params, state, _, _ = train_step(params, state, jnp.float16(x))
+    skip = jmp.optim.last_skip(state)
+    assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
+    assert skip.provenance.source.endswith(f"test_provenance.py:{LINE}")
+    assert (skip.provenance.direction, skip.provenance.dtype) == ("backward", "float16")
+
+
+LINE = head_loss.__code__.co_firstlineno + 3
+
+
+def test_first_nonfinite_looks_at_the_results_that_it_is_told_to():
+    grad_fn = jax.value_and_grad(head_loss, has_aux=True)
+    params, x = {"w": jnp.ones(2)}, jnp.float16([1.0, 2.0])
+    (_, grads), none = jax.jit(jmp.numerics.first_nonfinite(grad_fn, of=lambda out: out[1]))(params, x)
+    _, some = jax.jit(jmp.numerics.first_nonfinite(grad_fn))(params, x)
+    assert (none.found, some.found, grads["w"].tolist()) == (False, True, [1.0, 0.5])
+
+
 SAVERS = {
     "pickle": lambda fresh, state: pickle.loads(pickle.dumps(state)),
     "flax": lambda fresh, state: flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)),
