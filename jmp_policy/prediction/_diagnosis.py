@@ -57,7 +57,7 @@ def diagnose(
         by=by,
         risks=_rank_scopes(losses),
         notes=tuple(_list_notes(trial, values, reasons, repair, has_scale=has_scale)),
-        spans=tuple(_list_spans(losses, trial.rows, exponent)),
+        spans=tuple(_list_spans(losses, trial.rows, exponent, repair.culprits)),
     )
 
 
@@ -213,7 +213,9 @@ def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
     return dict(sorted(risks.items(), key=lambda item: -item[1]))
 
 
-def _list_spans(losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int) -> list[SpanBar]:
+def _list_spans(
+    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int, culprits: Sequence[str]
+) -> list[SpanBar]:
     """For each scope and pass one bar of all its values, the worst scopes first."""
     bars: dict[tuple[str, str], SpanBar] = {}
     for value, loss in losses.items():
@@ -222,7 +224,8 @@ def _list_spans(losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponen
         key = value.path, value.direction
         old = bars.get(key, SpanBar(*key, value.format, least, most, False))
         is_lost = old.is_lost or bool(loss.what)
-        bars[key] = old._replace(least=min(old.least, least), most=max(old.most, most), is_lost=is_lost)
+        ends = {"least": min(old.least, least), "most": max(old.most, most)}
+        bars[key] = old._replace(**ends, is_lost=is_lost, is_saved=is_lost and value.path not in culprits)
     order = list(_rank_scopes(losses))
     return sorted(bars.values(), key=lambda bar: order.index(bar.path))
 
