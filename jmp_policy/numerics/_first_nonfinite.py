@@ -151,7 +151,7 @@ def _make_search(
 ) -> Callable[..., Provenance]:
     """Makes the function that runs a program again and finds the origin of a marked result."""
     _check_repeatable(program.jaxpr)
-    replay = prepare_replay(_keep_results(program, marks))
+    replay: Any = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
     recorder = ExtremesRecorder()
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
@@ -193,14 +193,14 @@ class _Describer:
 def _detach_constants(program: ClosedJaxpr) -> ClosedJaxpr:
     """The same program, whose constants come in as its first arguments."""
     body = program.jaxpr
-    detached = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
+    detached: Any = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
     return ClosedJaxpr(detached.replace(constvars=[]), ())
 
 
 def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
     body = program.jaxpr
-    kept = itertools.compress(body.outvars, marks)
-    return ClosedJaxpr(replace_variables(body, body.invars, body.eqns, list(kept)), program.consts)
+    kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
+    return ClosedJaxpr(kept, program.consts)
 
 
 def _check_repeatable(program: Jaxpr) -> None:

@@ -229,7 +229,7 @@ def _read(provenance: Provenance) -> Provenance:
 
 
 def _read_words(provenance: Provenance) -> Words:
-    return read_words(_read(provenance).texts[0])
+    return read_words(np.asarray(_read(provenance).texts[0]))
 
 
 def _name_place(provenance: Provenance) -> str:
