@@ -76,7 +76,9 @@ def first_nonfinite(
     >>> find = jax.jit(jmp.numerics.first_nonfinite(jax.value_and_grad(loss)))
     >>> (value, grads), origin = find(jnp.ones(2), jnp.zeros((3, 2)))
     >>> origin.kind, origin.primitive, origin.path, origin.direction
-    ('inf', 'div', 'head', 'backward')
+    ('nan', 'dot_general', 'head', 'backward')
+    >>> origin.cause.kind, origin.cause.primitive, origin.cause.operands
+    ('inf', 'div', ((0.5, 0.5), (0.0, 0.0)))
     >>> find(jnp.ones(2), jnp.ones((3, 2)))[1].found
     False
     """
