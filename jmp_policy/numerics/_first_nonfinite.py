@@ -76,7 +76,9 @@ def first_nonfinite(
     >>> find = jax.jit(jmp.numerics.first_nonfinite(jax.value_and_grad(loss)))
     >>> (value, grads), origin = find(jnp.ones(2), jnp.zeros((3, 2)))
     >>> origin.kind, origin.primitive, origin.path, origin.direction
-    ('inf', 'div', 'head', 'backward')
+    ('nan', 'dot_general', 'head', 'backward')
+    >>> origin.cause.kind, origin.cause.primitive, origin.cause.operands
+    ('inf', 'div', ((0.5, 0.5), (0.0, 0.0)))
     >>> find(jnp.ones(2), jnp.ones((3, 2)))[1].found
     False
     """
@@ -151,7 +153,7 @@ def _make_search(
 ) -> Callable[..., Provenance]:
     """Makes the function that runs a program again and finds the origin of a marked result."""
     _check_repeatable(program.jaxpr)
-    replay = prepare_replay(_keep_results(program, marks))
+    replay: Any = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
     recorder = ExtremesRecorder()
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
@@ -193,14 +195,14 @@ class _Describer:
 def _detach_constants(program: ClosedJaxpr) -> ClosedJaxpr:
     """The same program, whose constants come in as its first arguments."""
     body = program.jaxpr
-    detached = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
+    detached: Any = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
     return ClosedJaxpr(detached.replace(constvars=[]), ())
 
 
 def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
     body = program.jaxpr
-    kept = itertools.compress(body.outvars, marks)
-    return ClosedJaxpr(replace_variables(body, body.invars, body.eqns, list(kept)), program.consts)
+    kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
+    return ClosedJaxpr(kept, program.consts)
 
 
 def _check_repeatable(program: Jaxpr) -> None:

@@ -132,7 +132,7 @@ def encode_keys(value: jax.Array) -> jax.Array:
     return magnitude ^ (sign >> 31)
 
 
-def decode_key(key: jax.Array, is_half: jax.Array | bool) -> jax.Array:
+def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
     """The float32 number of a key.
 
     Args:
