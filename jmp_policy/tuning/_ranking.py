@@ -62,7 +62,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
         if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
-            by_scope.get(_find_scope(row, by_scope), []).append(row)
+            by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
         prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")

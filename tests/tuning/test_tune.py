@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,8 +161,10 @@ def test_modules_are_tuned_as_with_policy_runs_them(api):
         run = lambda model: model.apply(*args)
     else:
         model = nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3)))
-        model.layers[1].kernel[...] *= 1e6
-        model.layers[2].kernel[...] *= 1e-6
+        for index, factor in ((1, 1e6), (2, 1e-6)):
+            layer = model.layers[index]
+            assert isinstance(layer, nnx.Linear)
+            layer.kernel[...] *= factor
         args, run = (BATCH,), lambda model: model(*args)
     wanted = run(model)
     tuning = jmp.tune(model, args, HALF, tolerance=0.02)
@@ -187,11 +190,10 @@ def test_an_nnx_model_is_as_it_was_after_a_metric_that_trains_it():
 def test_layers_that_must_stay_unquantized_are_found():
     """A weight with one huge number: int8 has nothing left for the others of its column."""
     model = Net()
-    variables = model.init(jax.random.key(0), BATCH)
-    kernel = variables["params"]["big"]["kernel"]
-    variables["params"]["big"]["kernel"] = kernel.at[0].set(300.0)
-    args = (variables, BATCH.at[:, 0].set(0.0))
-    variables["params"]["first"]["kernel"] = variables["params"]["first"]["kernel"].at[:, 0].set(0.0)
+    params: Any = model.init(jax.random.key(0), BATCH)["params"]
+    params["big"]["kernel"] = params["big"]["kernel"].at[0].set(300.0)
+    params["first"]["kernel"] = params["first"]["kernel"].at[:, 0].set(0.0)
+    args = {"params": params}, BATCH
     policy = "int8(min_size=0)_from_float32"
     tuning = jmp.tune(model, args, policy, tolerance=0.1)
     assert tuning.scopes == ("big",)
@@ -210,6 +212,7 @@ def test_a_metric_of_training_decides():
             return jnp.mean(jnp.square(y @ weights["b"]))
 
     def train(loss_fn, weights, x):
+        loss = jnp.inf
         for _ in range(3):
             loss, grads = jax.jit(jax.value_and_grad(loss_fn))(weights, x)
             weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
