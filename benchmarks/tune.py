@@ -10,6 +10,7 @@ were made to break; and models, with the map that was found beside float32, all 
 
 import argparse
 import dataclasses
+import functools
 import math
 import random
 import statistics
@@ -24,6 +25,7 @@ import jmp_policy as jmp
 from benchmarks._markdown import table
 from benchmarks.architectures._architecture import Architecture, Model
 from benchmarks.architectures._registry import ARCHITECTURES
+from benchmarks.architectures._resnet import ResNet
 from benchmarks.architectures._training import train_model
 from benchmarks.autocast import gpt
 from jmp_policy.demo._gpt import GPTConfig
@@ -138,10 +140,14 @@ NORMS = r"(.*/)?(\w*[Nn]orm\w*|bn_init)"
 def list_models() -> dict[str, Tuned]:
     """The models."""
     small = GPTConfig(width=32, depth=2, heads=2, context=32)
+    resnet = ARCHITECTURES["ResNet-50"]
+    make = functools.partial(ResNet, stage_sizes=(1, 1, 1, 1), num_classes=4, num_filters=8)
+    shallow = dataclasses.replace(resnet, make=make)
     return {
         "demo GPT": Tuned(_repeat_batch(gpt(small)), TOLERANCES, (NORMS, "embed")),
         "transformer": Tuned(ARCHITECTURES["transformer"], TOLERANCES, (NORMS, "logits")),
-        "ResNet-50": Tuned(ARCHITECTURES["ResNet-50"], TOLERANCES, (NORMS, "Dense_0")),
+        "ResNet, a block a stage": Tuned(shallow, TOLERANCES, (NORMS, "Dense_0")),
+        "ResNet-50": Tuned(resnet, TOLERANCES, (NORMS, "Dense_0")),
     }
 
 
@@ -219,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plantings", type=int, default=100, metavar="N", help="how many searches for each ranking")
     parser.add_argument("--chains", type=int, default=100, metavar="N", help="how many chains in float16")
-    parser.add_argument("--only", metavar="NAME", help="one model, for example 'transformer', or 'none'")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="some models, for example 'transformer'")
     parser.add_argument("--budget", type=int, metavar="N", help="how many trials for each model")
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"], metavar="DTYPE")
     given = parser.parse_args(argv)
@@ -235,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         everything = [planting for some in chains.values() for planting in some]
         rows = [summarize(kind, some) for kind, some in {**chains, "all": everything}.items()]
         print("\n" + table(["layers", *_SEARCH_HEADER[1:]], rows) + "\n", flush=True)
-    models = {name: model for name, model in list_models().items() if given.only in (None, name)}
+    models = {name: model for name, model in list_models().items() if given.only is None or name in given.only}
     rows = []
     for name, model in models.items():
         for dtype in given.dtypes:

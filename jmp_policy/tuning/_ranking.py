@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import jax
 from jax.extend.core import Jaxpr
@@ -51,6 +51,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
       loss_scale: what the loss is multiplied by; `None` for the one that is predicted to save the gradients.
     """
     low = find_format(policy)
+    modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
     passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
@@ -58,7 +59,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
-    scopes = list_scopes(subject, policy, [row.path for row in rows])
+    scopes = list(dict.fromkeys(["", *(row.path for row in rows)])) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
         if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
@@ -106,16 +107,24 @@ def find_format(policy: Policy) -> Format:
     return parse_format("float8_e4m3fn" if name.startswith("float8") else name)
 
 
-def list_scopes(subject: Subject, policy: Policy, paths: Sequence[str]) -> list[str]:
-    """The paths that a rule of a map can tell apart, the root's among them, in the order of the program."""
-    if not subject.is_module:
-        return list(dict.fromkeys(["", *paths]))
+def list_modules(subject: Subject, policy: Policy) -> list[str]:
+    """The paths of the modules that a rule of a map can tell apart; under a quantized policy, of its layers.
+
+    Raises:
+      ValueError: there is none.
+    """
     model = subject.attach(policy)
     inputs = subject.args if subject.holds_variables else subject.args[1:]
     modules = explain(model, *inputs).rows
     if policy.quantization is None:
         return [row.path for row in modules]
-    return [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
+    layers = [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
+    if not layers:
+        raise ValueError(
+            f"No layer of {subject.name} would be quantized by {policy.name!r}: explain(with_policy(model, policy), x) "
+            "says why. Small weights, for one, stay as they are, unless the policy has '(min_size=0)' after its format."
+        )
+    return layers
 
 
 def _find_scope(row: Row, scopes: Collection[str]) -> str | None:

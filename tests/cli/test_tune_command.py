@@ -58,7 +58,7 @@ def test_the_map_is_printed_as_code(capsys):
     assert main(NET) == 0
     shown = capsys.readouterr().out
     code = shown[shown.index("jmp.PolicyMap(") :]
-    assert list(eval(code).rules)[0].key == "big"
+    assert [rule.key for rule in eval(code).rules] == ["big"]
     assert "1 of 3 scopes of net stay in float32" in shown
 
 

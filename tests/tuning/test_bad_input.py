@@ -5,7 +5,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
+from flax import linen as nn, nnx
 from tuned_net import ARGS, HALF, net
 
 import jmp_policy as jmp
@@ -73,6 +73,14 @@ def test_a_metric_that_is_nan_in_half_is_out_of_tolerance():
         return float(jnp.mean(out)) if jnp.isfinite(out).all() else float("nan")
 
     assert jmp.tune(net, ARGS, HALF, tolerance=0.1, metric=measure).scopes == ("c",)
+
+
+def test_a_model_without_a_layer_that_would_be_quantized():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    message = (
+        "No layer of Linear would be quantized by 'int8_from_float32': explain(with_policy(model, policy), x) says"
+    )
+    check(ValueError, message, model, ARGS[:1], "int8_from_float32")
 
 
 def test_a_metric_without_numbers():
