@@ -12,10 +12,12 @@ from .._explain import explain
 from .._loss_scale import NoOpLossScale
 from .._paths import list_paths_to
 from .._policy import Policy
-from ..autocast._tables import FULL
+from ..autocast import _tables
 from ..interpreter import float_dtype, walk
+from ..interpreter._module_paths import ModulePaths
 from ..measurement._what_if import Format, parse_format
 from ..numerics import Row, Stats, collect, predict
+from ..statistics._observed import find_program
 from ._subject import Subject
 
 
@@ -59,10 +61,10 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
-    scopes = list(dict.fromkeys(["", *(row.path for row in rows)])) if modules is None else modules
+    scopes = list_scopes(stats) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
+        if subject.is_module or row.primitive not in _tables.FULL:  # autocast leaves these in float32 anyway
             by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
@@ -80,7 +82,7 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
 
     Each row is compiled: to measure all operations of a model takes minutes.
     """
-    names = [step.name for step in walk(program, live_only=True) if any(map(float_dtype, step.results))]
+    names = [step.name for step in walk(program, live_only=True) if any(float_dtype(var) for var in step.results)]
     chosen, rows = [], sum(name in _PRODUCTS for name in names)
     for name in _SUSPECTS:
         rows += names.count(name)
@@ -105,6 +107,22 @@ def find_format(policy: Policy) -> Format:
         return parse_format(policy.compute_dtype)
     name = str(policy.quantization).partition("(")[0].strip()
     return parse_format("float8_e4m3fn" if name.startswith("float8") else name)
+
+
+def list_scopes(stats: Stats) -> list[str]:
+    """The paths of all operations that autocast may have in half, measured or not, and the root's, in their order.
+
+    Other paths go along with the one around them. With all of these in float32 everything is.
+    """
+    observed = find_program(stats.layout)
+    if observed is None:
+        return [""]
+    read = ModulePaths(observed.modules).read_stack
+    steps = [step for step in walk(observed.program, live_only=True) if step.name in _LOW]
+    return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
+
+
+_LOW = {*_tables.LOW, *_tables.INFER, *_tables.WIDE, *_tables.FULL_IN_FLOAT16}
 
 
 def list_modules(subject: Subject, policy: Policy) -> list[str]:

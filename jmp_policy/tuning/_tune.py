@@ -56,7 +56,7 @@ def tune(
     keeping more never makes the error larger.
 
     The error is the largest relative error of a leaf of the outputs or of the gradients, in the norm; a leaf that is
-    nearly nothing beside the others is held against a thousandth of their size. A result that is not finite is out of
+    small beside the others is held against a tenth of their size. A result that is not finite is out of
     any tolerance. Only the results of float32 stay in memory, beside the arguments and one trial.
 
     With a quantized policy, such as `"int8_from_float32"`, it is the other way round: of a module's layers as few as

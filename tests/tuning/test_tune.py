@@ -1,5 +1,6 @@
 """`tune` on functions and modules that run in half for real."""
 
+import gc
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import pytest
 from flax import linen as nn, nnx
 
 import jmp_policy as jmp
+from jmp_policy.tuning import _ranking
 from jmp_policy.tuning._policy_rules import make_map
 
 HALF = "params=float32,compute=float16,output=none"
@@ -126,6 +128,39 @@ def test_culprits_whose_numbers_all_fit_are_found():
     assert tuning.is_met
     assert tuning.is_minimal
     assert math.isfinite(tuning.low_error)
+
+
+def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
+    """Only so many kinds of operations are measured, and the search goes on without."""
+    monkeypatch.setattr(_ranking, "MOST_ROWS", 0)
+
+    def net(x, weights):
+        with jax.named_scope("first"):
+            y = x @ weights
+        with jax.named_scope("doubles"):
+            y = y + y
+        with jax.named_scope("rounds"):  # float16 has 1024 and 1025, and nothing between
+            return (y + jnp.full_like(y, 1500)) @ weights - jnp.full_like(y, 1500) @ weights
+
+    tuning = jmp.tune(net, (BATCH, make_weights()["a"]), HALF, tolerance=0.01)
+    assert set(tuning.candidates) == {"", "first", "doubles", "rounds"}
+    assert tuning.scopes == ("rounds",)
+
+
+def test_trials_leave_no_arrays_behind():
+    """Whatever the number of trials, there are the arguments, the reference, and one trial."""
+    alive = []
+
+    def metric(net, *args):
+        out = net(*args)
+        gc.collect()
+        alive.append(len(jax.live_arrays()))
+        return out
+
+    net = lambda x, weights: make_loss({"a": 1e6, "d": 1e6})(weights, x)
+    tuning = jmp.tune(net, (BATCH, make_weights()), HALF, tolerance=0.02, metric=metric)
+    assert len(tuning.trials) >= 3
+    assert max(alive[2:]) <= alive[2] + 1
 
 
 def test_a_function_of_arrays_is_tuned_on_what_it_returns():
