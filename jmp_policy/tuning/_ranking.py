@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import jax
 from jax.extend.core import Jaxpr
@@ -12,10 +12,12 @@ from .._explain import explain
 from .._loss_scale import NoOpLossScale
 from .._paths import list_paths_to
 from .._policy import Policy
-from ..autocast._tables import FULL
+from ..autocast import _tables
 from ..interpreter import float_dtype, walk
+from ..interpreter._module_paths import ModulePaths
 from ..measurement._what_if import Format, parse_format
 from ..numerics import Row, Stats, collect, predict
+from ..statistics._observed import find_program
 from ._subject import Subject
 
 
@@ -51,6 +53,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
       loss_scale: what the loss is multiplied by; `None` for the one that is predicted to save the gradients.
     """
     low = find_format(policy)
+    modules = list_modules(subject, policy) if subject.is_module else None
     plain, arrays = subject.make_run(None, NoOpLossScale())
     where = _choose_operations(jax.make_jaxpr(plain)(arrays).jaxpr)
     passes = ("forward", "recomputed", "backward", *(["arguments"] if policy.quantization is not None else []))
@@ -58,11 +61,11 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     run, arrays = subject.make_run(None, NoOpLossScale(), look)
     stats: Stats = jax.jit(run)(arrays)
     rows = [row for row in stats.rows() if row.times]
-    scopes = list_scopes(subject, policy, [row.path for row in rows])
+    scopes = list_scopes(stats) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
-            by_scope.get(_find_scope(row, by_scope), []).append(row)
+        if subject.is_module or row.primitive not in _tables.FULL:  # autocast leaves these in float32 anyway
+            by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
         prediction = predict(stats, policy, by="with_policy" if subject.is_module else "autocast")
@@ -79,7 +82,7 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
 
     Each row is compiled: to measure all operations of a model takes minutes.
     """
-    names = [step.name for step in walk(program, live_only=True) if any(map(float_dtype, step.results))]
+    names = [step.name for step in walk(program, live_only=True) if any(float_dtype(var) for var in step.results)]
     chosen, rows = [], sum(name in _PRODUCTS for name in names)
     for name in _SUSPECTS:
         rows += names.count(name)
@@ -106,16 +109,40 @@ def find_format(policy: Policy) -> Format:
     return parse_format("float8_e4m3fn" if name.startswith("float8") else name)
 
 
-def list_scopes(subject: Subject, policy: Policy, paths: Sequence[str]) -> list[str]:
-    """The paths that a rule of a map can tell apart, the root's among them, in the order of the program."""
-    if not subject.is_module:
-        return list(dict.fromkeys(["", *paths]))
+def list_scopes(stats: Stats) -> list[str]:
+    """The paths of all operations that autocast may have in half, measured or not, and the root's, in their order.
+
+    Other paths go along with the one around them. With all of these in float32 everything is.
+    """
+    observed = find_program(stats.layout)
+    if observed is None:
+        return [""]
+    read = ModulePaths(observed.modules).read_stack
+    steps = [step for step in walk(observed.program, live_only=True) if step.name in _LOW]
+    return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
+
+
+_LOW = {*_tables.LOW, *_tables.INFER, *_tables.WIDE, *_tables.FULL_IN_FLOAT16}
+
+
+def list_modules(subject: Subject, policy: Policy) -> list[str]:
+    """The paths of the modules that a rule of a map can tell apart; under a quantized policy, of its layers.
+
+    Raises:
+      ValueError: there is none.
+    """
     model = subject.attach(policy)
     inputs = subject.args if subject.holds_variables else subject.args[1:]
     modules = explain(model, *inputs).rows
     if policy.quantization is None:
         return [row.path for row in modules]
-    return [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
+    layers = [row.path for row in modules if row.quantization and not row.quantization.startswith("left")]
+    if not layers:
+        raise ValueError(
+            f"No layer of {subject.name} would be quantized by {policy.name!r}: explain(with_policy(model, policy), x) "
+            "says why. Small weights, for one, stay as they are, unless the policy has '(min_size=0)' after its format."
+        )
+    return layers
 
 
 def _find_scope(row: Row, scopes: Collection[str]) -> str | None:

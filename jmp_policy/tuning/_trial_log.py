@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._trees import PyTree, is_array
@@ -121,7 +122,7 @@ def sum_arrays(tree: PyTree) -> str:
             total = zlib.crc32(repr(type(leaf) if callable(leaf) else leaf).encode(), total)
             continue
         total = zlib.crc32(f"{leaf.dtype}{leaf.shape}".encode(), total)
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
             total = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, total)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from .._adapter import find_adapter, find_lifting_adapter
-from .._float8_format import Float8
+from .._float8_format import CurrentScaling, Float8
 from .._get_policy import get_policy
 from .._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from .._messages import describe
@@ -56,11 +56,12 @@ def tune(
     keeping more never makes the error larger.
 
     The error is the largest relative error of a leaf of the outputs or of the gradients, in the norm; a leaf that is
-    nearly nothing beside the others is held against a thousandth of their size. A result that is not finite is out of
+    small beside the others is held against a tenth of their size. A result that is not finite is out of
     any tolerance. Only the results of float32 stay in memory, beside the arguments and one trial.
 
     With a quantized policy, such as `"int8_from_float32"`, it is the other way round: of a module's layers as few as
-    possible stay unquantized, compared with the module without quantization.
+    possible stay unquantized, compared with the module without quantization. Float8 is tried with the scales of the
+    moment, which need no state and no steps before: what delayed scales are where the last steps were like this one.
 
     Args:
       fun_or_module: a function that returns a scalar loss, or any tree of arrays; or a module of linen or nnx.
@@ -88,9 +89,9 @@ def tune(
 
     Raises:
       TypeError: the first argument is neither a function nor a module, or `args` is no tuple or list.
-      ValueError: the policy is unknown, computes in float32, is a map, or is quantized and given to a function; the
-        tolerance or the budget is not positive; float32 returns what is not finite, or differs from itself by more
-        than the tolerance between two runs; or the file has other trials.
+      ValueError: the policy is unknown, computes in float32, is a map, is quantized and given to a function, or
+        quantizes no layer; the tolerance or the budget is not positive; float32 returns what is not finite, or differs
+        from itself by more than the tolerance between two runs; or the file has other trials.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -195,7 +196,7 @@ class _Tuner:
         else:
             error = next((trial.error for trial in self._trials if trial.kept == kept), noise)
         return Tuning(
-            policy_map=self._make_map(kept),
+            policy_map=self._make_map(kept, self._policy),
             scopes=kept,
             candidates=self._scopes,
             error=error,
@@ -214,7 +215,7 @@ class _Tuner:
         kept = self._name(indices)
         trial = self._log.find(kept)
         if trial is None:
-            tried = self._make_map(kept)
+            tried = self._make_map(kept, _use_scales_of_the_moment(self._policy))
             try:
                 observed = self._make_observation(tried, self._scale)()
             except Exception as error:
@@ -234,11 +235,21 @@ class _Tuner:
         metric = self._metric
         return lambda: {"metric": metric(*self._subject.make_candidate(policy))}
 
-    def _make_map(self, kept: Sequence[str]) -> PolicyMap:
-        return make_map(sorted(self._scopes), kept, self._policy, self._kept_policy)
+    def _make_map(self, kept: Sequence[str], policy: Policy) -> PolicyMap:
+        return make_map(sorted(self._scopes), kept, policy, self._kept_policy)
 
     def _name(self, indices: frozenset[int]) -> tuple[str, ...]:
         return tuple(self._scopes[index] for index in sorted(indices))
+
+
+def _use_scales_of_the_moment(policy: Policy) -> Policy:
+    """The same policy; in float8 without a history, which would have to be filled first."""
+    format = policy.quantization
+    if not isinstance(format, Float8):
+        return policy
+    kept = {"margin": format.margin, "weight_grad": format.weight_grad, "min_size": format.min_size}
+    recipe = format.recipe if isinstance(format.recipe, CurrentScaling) else "current"
+    return policy.replace(quantization=Float8(recipe, **kept))
 
 
 _COMPARED = {True: "outputs and gradients", False: "outputs"}

@@ -112,7 +112,7 @@ class Tuning(Report):
         axes.set_yscale("log")
         axes.set(xlabel=f"scopes that are {self._kept_words}, of {len(self.candidates)}", ylabel="relative error")
         axes.set_title(f"{self.name} in {self.low}", loc="left")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         figure.legend(loc="outside lower center", ncols=4, frameon=False)

@@ -30,7 +30,7 @@ def test_trees_have_measures_of_their_own():
 
 def test_a_leaf_that_cancels_is_held_against_the_others():
     wanted = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-9, np.float32)}
-    got = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-4, np.float32)}
+    got = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-2, np.float32)}
     least = FLOOR * np.sqrt(100 / 104) * 2  # the root of the mean square of all, times that of four numbers
     expected = relative(got["bias"], wanted["bias"], least)
     assert float(measure_error({"g": got}, {"g": wanted})) == pytest.approx(expected, rel=1e-4)
