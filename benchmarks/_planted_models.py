@@ -80,7 +80,7 @@ def _gain(params: Params, h: jax.Array) -> jax.Array:
 
 
 def _attenuate(params: Params, h: jax.Array) -> jax.Array:
-    small = 2.0**-15 / jax.lax.stop_gradient(params["size"])
+    small = 2.0**-16 / jax.lax.stop_gradient(params["size"])
     return h + small * (jnp.tanh(h @ params["up"]) @ params["down"])
 
 

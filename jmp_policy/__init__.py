@@ -11,6 +11,10 @@ Which dtype goes where:
 - `force_full_precision` keeps a function in float32.
 - `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
 
+Which modules must stay in float32:
+
+- `tune` finds the smallest set that keeps results within a tolerance, and returns a `Tuning`; each run is a `Trial`.
+
 Small gradients, and steps that overflow:
 
 - `value_and_grad` and `grad` scale the loss and return true gradients.
@@ -59,22 +63,27 @@ if _typing.TYPE_CHECKING:
     from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim, quant as quant
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
+    from .tuning import Trial as Trial, Tuning as Tuning, tune as tune
 
 __version__ = "0.1.0"
 
 _LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant")  # most import Flax or optax
+
+_LAZY_NAMES = {
+    "AutocastRules": ".autocast._rules",
+    "convert_state": ".checkpoints",
+    **dict.fromkeys(("Trial", "Tuning", "tune"), ".tuning"),
+}
 
 if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one that is loaded later
 
     def __getattr__(name: str) -> object:
         if name in _LAZY:
             return _importlib.import_module(f".{name}", __name__)
-        if name == "AutocastRules":
-            return _importlib.import_module(".autocast._rules", __name__).AutocastRules
-        if name == "convert_state":
-            return _importlib.import_module(".checkpoints", __name__).convert_state
+        if name in _LAZY_NAMES:
+            return getattr(_importlib.import_module(_LAZY_NAMES[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, "AutocastRules", "convert_state"})
+    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})

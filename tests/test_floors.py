@@ -54,6 +54,7 @@ FLOORS = {
     "linen": 7,
     "nnx": 7,
     "compat": 8,
+    "tuning": 8,
     "cli": 9,
     "demo": 9,
     "doctor": 9,

@@ -13,6 +13,7 @@ from ._compare import add_compare
 from ._doctor import add_doctor
 from ._numerics import add_numerics
 from ._train import add_train
+from ._tune import add_tune
 
 COMMANDS = {
     "train": add_train,
@@ -20,6 +21,7 @@ COMMANDS = {
     "doctor": add_doctor,
     "audit": add_audit,
     "numerics": add_numerics,
+    "tune": add_tune,
 }
 
 # What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.

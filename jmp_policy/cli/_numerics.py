@@ -57,7 +57,7 @@ def add_numerics(commands: "Commands") -> None:
 def _run_numerics(arguments: argparse.Namespace) -> int:
     """Measures, and prints and writes the report."""
     for name in ("html", "plot"):
-        _check_file(f"--{name}", getattr(arguments, name))
+        check_file(f"--{name}", getattr(arguments, name), is_picture=name == "plot")
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
         stats = _measure_function(arguments)
     if arguments.html:
@@ -93,7 +93,7 @@ def _measure_function(arguments: argparse.Namespace) -> "Stats":
     except ValueError as error:
         raise UserError(str(error)) from None
     fun, args = load_call(name, maker, measure, verb="measure", example=_ARRAY)
-    _check_arrays(args, maker)
+    check_numbers(args, maker, _ARRAY)
     try:
         return measure(fun)(*args)[1]
     except ValueError as error:
@@ -102,8 +102,13 @@ def _measure_function(arguments: argparse.Namespace) -> "Stats":
         raise UserError(str(error)) from None
 
 
-def _check_arrays(args: tuple[Any, ...], maker: str | None) -> None:
+def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> None:
     """Checks that arguments have numbers.
+
+    Args:
+      args: the arguments.
+      maker: the function that made them, as the user wrote it.
+      example: how an argument is made.
 
     Raises:
       UserError: one is only the shape of an array.
@@ -112,11 +117,16 @@ def _check_arrays(args: tuple[Any, ...], maker: str | None) -> None:
 
     for leaf in jax.tree.leaves(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {_ARRAY}")
+            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {example}")
 
 
-def _check_file(option: str, file: Path | None) -> None:
+def check_file(option: str, file: Path | None, *, is_picture: bool) -> None:
     """Checks that a file can be written, before the function runs.
+
+    Args:
+      option: what the user wrote it after.
+      file: the file; `None` if none is wanted.
+      is_picture: whether its ending says which kind of picture it is.
 
     Raises:
       UserError: its folder is not there, or it is a plot of an unknown kind.
@@ -125,7 +135,7 @@ def _check_file(option: str, file: Path | None) -> None:
         return
     if not file.parent.is_dir():
         raise UserError(f"{option} {file}: there is no folder {file.parent}")
-    if option == "--plot":
+    if is_picture:
         from matplotlib.backend_bases import FigureCanvasBase
 
         kinds = FigureCanvasBase.get_supported_filetypes()

@@ -1,6 +1,6 @@
 """Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
 
-from ._evaluate import Traced as Traced, evaluate as evaluate, run as run, trace as trace
+from ._evaluate import Traced as Traced, call as call, evaluate as evaluate, run as run, trace as trace
 from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
 from ._program import (
     Inside as Inside,

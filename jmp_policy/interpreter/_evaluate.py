@@ -99,6 +99,17 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     return [_make_array(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
 
 
+def call(program: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Runs a program as one jitted function: tracing that takes no time, and there is no derivative to be found.
+
+    >>> program = jax.make_jaxpr(lambda x: 2 * x)(1.0)
+    >>> float(call(program, jnp.float32(3))[0])
+    6.0
+    """
+    params = _make_jit_params(program, program.jaxpr.debug_info.func_name)
+    return _JIT.primitive.bind(*args, **params | _read_context_mesh())
+
+
 def _make_array(literal: Literal) -> jax.Array:
     """A result that is a number in the program, as the array that it is to JAX."""
     aval: Any = literal.aval
@@ -179,11 +190,16 @@ def _jit_equation(eqn: JaxprEqn, invars: list[Var]) -> dict[str, Any]:
     program = ClosedJaxpr(Jaxpr((), invars, eqn.outvars, [own], debug_info=nameless), ())
     inline = _JIT.params["inline"]
     early = type(inline)["JAX_EARLY"] if isinstance(inline, enum.Enum) else True
-    params = {**_JIT.params, "jaxpr": program, "inline": early, "name": eqn.primitive.name}
-    for name in ("in_shardings", "in_layouts", "donated_invars"):
-        params[name] = _JIT.params[name] * len(invars)
-    for name in ("out_shardings", "out_layouts"):
-        params[name] = _JIT.params[name] * len(eqn.outvars)
+    return {**_make_jit_params(program, eqn.primitive.name), "inline": early}
+
+
+def _make_jit_params(program: ClosedJaxpr, name: str) -> dict[str, Any]:
+    """The parameters of a jitted function that is a program."""
+    params = {**_JIT.params, "jaxpr": program, "name": name}
+    for key in ("in_shardings", "in_layouts", "donated_invars"):
+        params[key] = _JIT.params[key] * len(program.jaxpr.invars)
+    for key in ("out_shardings", "out_layouts"):
+        params[key] = _JIT.params[key] * len(program.jaxpr.outvars)
     return params
 
 

@@ -83,18 +83,36 @@ def record_program(
     >>> len(recorded.program.out_avals), recorded.program.out_avals[1].shape
     (2, (4,))
     """
-    key = recorder, context, tuple(arguments), tuple(results)
+    return _record(program, recorder, context, {}, tuple(arguments), tuple(results))
+
+
+def _record(
+    program: Program,
+    recorder: Recorder,
+    context: Any,
+    templates: dict[Any, JaxprEqn],
+    arguments: tuple[int, ...] = (),
+    results: tuple[int, ...] = (),
+) -> Recorded:
+    key = recorder, context, arguments, results
     found = _RECORDED.setdefault(program, {})
     if key not in found:
-        found[key] = _Copy(recorder, context).copy(program, arguments, results)
+        found[key] = _Copy(recorder, context, templates).copy(program, arguments, results)
     return found[key]
 
 
 class _Copy:
-    """A copy of one body, in which values are measured."""
+    """A copy of one body, in which values are measured.
 
-    def __init__(self, recorder: Recorder, context: Any):
-        self._recorder, self._context = recorder, context
+    Args:
+      recorder: says what is measured.
+      context: the context of the equation that runs the body.
+      templates: the equations that call what a recorder does, by what they do and for which shapes; they are traced
+        once for a program and all of its bodies.
+    """
+
+    def __init__(self, recorder: Recorder, context: Any, templates: dict[Any, JaxprEqn]):
+        self._recorder, self._context, self._templates = recorder, context, templates
         self._equations: list[JaxprEqn] = []
         self._records: list[list[Atom]] = []
         self._measured: list[list[Atom]] = []
@@ -140,7 +158,7 @@ class _Copy:
 
     def copy_turn(self, program: Program) -> Recorded:
         """Copies the body of a `while`, whose carry ends with the record of the turns before."""
-        inner = record_program(program, self._recorder, self._context)
+        inner = _record(program, self._recorder, self._context, self._templates)
         old, new = body_of(program), body_of(inner.program)
         count = len(old.outvars)
         self._equations = list(new.eqns)
@@ -165,7 +183,7 @@ class _Copy:
 
     def _write_call(self, eqn: JaxprEqn, context: Any, parameter: str) -> None:
         """Writes an equation that runs the body in a parameter once."""
-        inner = record_program(eqn.params[parameter], self._recorder, context)
+        inner = _record(eqn.params[parameter], self._recorder, context, self._templates)
         changed = {parameter: inner.program}
         extra = _count_extra(inner, eqn)
         if eqn.primitive.name == "jit":
@@ -173,7 +191,7 @@ class _Copy:
         self._append(eqn, inner, changed, self._list_moved(inner, eqn, eqn.params[parameter]))
 
     def _write_scan(self, eqn: JaxprEqn, context: Any) -> None:
-        inner = record_program(eqn.params["jaxpr"], self._recorder, context)
+        inner = _record(eqn.params["jaxpr"], self._recorder, context, self._templates)
         length, extra = eqn.params["length"], _count_extra(inner, eqn)
         changed = {"jaxpr": inner.program}
         if extra and "ft_out" in eqn.params:
@@ -188,7 +206,7 @@ class _Copy:
         self._append(eqn, inner, changed, lines, axis=length, order=order)
 
     def _write_while(self, eqn: JaxprEqn, context: Any) -> None:
-        turn = _Copy(self._recorder, context).copy_turn(eqn.params["body_jaxpr"])
+        turn = _Copy(self._recorder, context, self._templates).copy_turn(eqn.params["body_jaxpr"])
         if not turn.lines:
             self._equations.append(eqn)
             return
@@ -202,14 +220,14 @@ class _Copy:
 
     def _write_cond(self, eqn: JaxprEqn, context: Any) -> None:
         branches = eqn.params["branches"]
-        inner = [record_program(branch, self._recorder, context) for branch in branches]
+        inner = [_record(branch, self._recorder, context, self._templates) for branch in branches]
         counts = [len(recorded.lines) for recorded in inner]
         if not sum(counts):
             self._equations.append(eqn)
             return
         padded = []
         for i, branch in enumerate(branches):
-            copy = _Copy(self._recorder, context)
+            copy = _Copy(self._recorder, context, self._templates)
             padded.append(copy.copy(branch, before=sum(counts[:i]), after=sum(counts[i + 1 :])))
         lines = [
             line
@@ -220,7 +238,7 @@ class _Copy:
 
     def _write_shard_map(self, eqn: JaxprEqn, context: Any) -> None:
         params = eqn.params
-        inner = _Copy(self._recorder, context).copy(params["jaxpr"], devices=True)
+        inner = _Copy(self._recorder, context, self._templates).copy(params["jaxpr"], devices=True)
         axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
         extra = _count_extra(inner, eqn)
         changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (PartitionSpec(axes),) * extra}
@@ -290,8 +308,12 @@ class _Copy:
         Written out instead, each would be a hundred equations, and shard_map would check which of the axes of its mesh
         each of their constants varies over.
         """
-        avals = [list(map(_describe, atoms)) for atoms in operands]
-        [template] = jax.make_jaxpr(_make_function(self._recorder, name, statics))(*avals).eqns
+        shapes = tuple([tuple([(atom.aval.shape, atom.aval.dtype) for atom in atoms]) for atoms in operands])  # type: ignore[union-attr]
+        key = name, statics, shapes
+        if key not in self._templates:
+            avals = [[jax.ShapeDtypeStruct(*shape) for shape in group] for group in shapes]
+            [self._templates[key]] = jax.make_jaxpr(_make_function(self._recorder, name, statics))(*avals).eqns
+        template = self._templates[key]
         outvars = [Var(var.aval) for var in template.outvars]
         invars = [atom for atoms in operands for atom in atoms]
         self._equations.append(template.replace(invars=invars, outvars=outvars))
@@ -332,11 +354,6 @@ def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> C
 
     record.__name__ = f"{RECORD}_{name}"
     return jax.jit(record)
-
-
-def _describe(atom: Atom) -> jax.ShapeDtypeStruct:
-    aval: Any = atom.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _change_shape(aval: Any, axis: int | None, devices: int | None) -> Any:

@@ -16,7 +16,7 @@ from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import TRACING, Register
 from ..interpreter import (
     Line,
-    evaluate,
+    call,
     explain_tracing,
     find_unrepeatable,
     open_partials,
@@ -76,7 +76,9 @@ def first_nonfinite(
     >>> find = jax.jit(jmp.numerics.first_nonfinite(jax.value_and_grad(loss)))
     >>> (value, grads), origin = find(jnp.ones(2), jnp.zeros((3, 2)))
     >>> origin.kind, origin.primitive, origin.path, origin.direction
-    ('inf', 'div', 'head', 'backward')
+    ('nan', 'dot_general', 'head', 'backward')
+    >>> origin.cause.kind, origin.cause.primitive, origin.cause.operands
+    ('inf', 'div', ((0.5, 0.5), (0.0, 0.0)))
     >>> find(jnp.ones(2), jnp.ones((3, 2)))[1].found
     False
     """
@@ -127,11 +129,12 @@ class _Run:
             traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
         paths = ModulePaths(self._register.list_modules())
         names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
-        made = evaluate(traced.program, *traced.leaves)
-        search = _make_search(_detach_constants(traced.program, self._marks), names, paths)
-        leaves = lax.stop_gradient([*traced.program.consts, *traced.leaves])
-        finite = all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks))))
-        self.provenance = lax.cond(finite, lambda *_: Provenance.empty(), search, *leaves)
+        program, leaves = _detach_constants(traced.program), [*traced.program.consts, *traced.leaves]
+        names = ["a constant"] * len(traced.program.consts) + names
+        made = call(program, *leaves)
+        is_finite = all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks))))
+        search = _make_search(program, self._marks, names, paths)
+        self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
     def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -145,20 +148,21 @@ class _Run:
         return take_and_mark
 
 
-def _make_search(program: ClosedJaxpr, names: Sequence[str], paths: ModulePaths) -> Callable[..., Provenance]:
-    """Makes the function that runs a program again and finds the origin, from its constants and arguments."""
+def _make_search(
+    program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
+) -> Callable[..., Provenance]:
+    """Makes the function that runs a program again and finds the origin of a marked result."""
     _check_repeatable(program.jaxpr)
-    replay = prepare_replay(program)
+    replay: Any = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
     recorder = ExtremesRecorder()
-    spelled = ["a constant"] * (len(program.in_avals) - len(names)) + list(names)
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
-    words = [Words(argument=spelled[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
+    words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _Describer(paths).describe_all(lines)
 
     def search(*leaves: Any) -> Provenance:
-        record = evaluate(recorded, *leaves)[len(body.outvars) :]
+        record = call(recorded, *leaves)[len(body.outvars) :]
         graph = build_graph(body, arguments, lines, words, recorder)
         return chase_origin(graph, Extremes(*record))
 
@@ -188,12 +192,17 @@ class _Describer:
         return self._said[key]
 
 
-def _detach_constants(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
-    """The same program, with the marked results alone, whose constants come in as its first arguments."""
+def _detach_constants(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program, whose constants come in as its first arguments."""
     body = program.jaxpr
-    outvars = list(itertools.compress(body.outvars, marks))
-    detached = replace_variables(body, [*body.constvars, *body.invars], body.eqns, outvars)
+    detached: Any = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
     return ClosedJaxpr(detached.replace(constvars=[]), ())
+
+
+def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:
+    body = program.jaxpr
+    kept: Any = replace_variables(body, body.invars, body.eqns, list(itertools.compress(body.outvars, marks)))
+    return ClosedJaxpr(kept, program.consts)
 
 
 def _check_repeatable(program: Jaxpr) -> None:

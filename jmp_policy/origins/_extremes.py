@@ -1,6 +1,7 @@
 """The smallest and the largest number of each value of a program, with what is not finite, turn by turn."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from ..interpreter import Order, Recorder, is_float
 
@@ -45,13 +46,14 @@ class Extremes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExtremesRecorder(Recorder):
-    """Measures all floating values but those that an operation only moves, whose extremes are those of its operand."""
+    """Measures all floating values but those that are finite exactly where an operand is, which tells of them."""
 
     def enter(self, outer: None, eqn: JaxprEqn) -> None:
         return None
 
     def choose(self, eqn: JaxprEqn, context: None) -> Sequence[int]:
-        return [] if moves_only(eqn) else [i for i, var in enumerate(eqn.outvars) if is_measurable(var)]
+        pairs = enumerate(eqn.outvars)
+        return [i for i, var in pairs if is_measurable(var) and find_telling_operand(eqn, i) is None]
 
     def splits(self, turns: int) -> bool:
         return turns <= MOST_SPLIT
@@ -130,7 +132,7 @@ def encode_keys(value: jax.Array) -> jax.Array:
     return magnitude ^ (sign >> 31)
 
 
-def decode_key(key: jax.Array, is_half: jax.Array | bool) -> jax.Array:
+def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
     """The float32 number of a key.
 
     Args:
@@ -168,9 +170,35 @@ def moves_only(eqn: JaxprEqn) -> bool:
     return name in _MOVES
 
 
+def find_telling_operand(eqn: JaxprEqn, result: int) -> int | None:
+    """Finds the operand that is finite exactly where a result is: where numbers are moved, turned or brought nearer.
+
+    >>> import jax
+    >>> eqns = jax.make_jaxpr(lambda x: 2.0 * (1e-5 + 0.5 * -x))(1.0).eqns
+    >>> [(eqn.primitive.name, find_telling_operand(eqn, 0)) for eqn in eqns]
+    [('neg', 0), ('mul', 1), ('add', 1), ('mul', None)]
+    """
+    name = eqn.primitive.name
+    if moves_only(eqn):
+        return result
+    if name in ("neg", "abs"):
+        return 0
+    numbers = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
+    if len(numbers) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[numbers[0]]):
+        return None
+    [number] = numbers
+    size = abs(float(eqn.invars[number].val))  # pyright: ignore[reportAttributeAccessIssue]
+    aval: Any = eqn.outvars[result].aval
+    if name in ("add", "sub"):  # too little to carry the largest number past the end
+        is_telling = size < float(jnp.finfo(aval.dtype).max) * float(jnp.finfo(aval.dtype).eps) / 8
+    else:
+        is_telling = (name == "mul" and 0 < size <= 1) or (name == "div" and number == 1 and 1 <= size < math.inf)
+    return 1 - number if is_telling else None
+
+
 _MOVES = frozenset((
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy", "copy_p", "name",
-    "optimization_barrier", "sharding_constraint", "device_put", "pvary", "pcast",
+    "optimization_barrier", "sharding_constraint", "stop_gradient", "device_put", "pvary", "pcast",
 ))  # fmt: skip
 
 # The bits of float16 are put where infinity and nan have the keys that they have in float32.

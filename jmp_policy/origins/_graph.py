@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..interpreter import Line, body_of, float_dtype, scan_parts
-from ._extremes import MOST_LOOPS, ExtremesRecorder, is_measurable, moves_only
+from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._provenance import MOST_OPERANDS, MOST_TURNS
 from ._words import Words, write_words
 
@@ -59,10 +59,12 @@ class Edge(NamedTuple):
       value: which.
       carried: the loop around it that carried it to another turn, by its place among those whose turns have no rows of
         their own; `None` if none did.
+      is_exact: whether it has the same range, and not just the same kinds of numbers.
     """
 
     value: int
     carried: int | None = None
+    is_exact: bool = True
 
 
 def build_graph(
@@ -148,6 +150,7 @@ class _EdgeFinder:
         rows, numbers = [], []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
+            edges = [edge for edge in edges if edge.is_exact]
             number = None if edges else self._find_number(atom, line.step.around)
             rows.append(edges[0].value if edges else UNKNOWN if number is None else CONSTANT)
             numbers.append(0.0 if number is None else number)
@@ -183,8 +186,10 @@ class _EdgeFinder:
         made = self._list_makers(body).get(var)
         if made is not None:
             eqn, i = made
-            if moves_only(eqn):
-                return self._follow(eqn.invars[i], around, turns)
+            telling = find_telling_operand(eqn, i)
+            if telling is not None:
+                edges = self._follow(eqn.invars[telling], around, turns)
+                return edges if moves_only(eqn) else [edge._replace(is_exact=False) for edge in edges]
             return self._enter(eqn, i, around, turns)
         if not around:
             return [Edge(self._arguments[id(var)])] if id(var) in self._arguments else []
@@ -257,7 +262,8 @@ class _EdgeFinder:
         """What the turn before made of carry `i`, in a loop whose turns have no rows of their own."""
         level = sum(self.is_merged(eqn) for eqn, _ in around) - 1
         edges = self._follow(around[-1][1].outvars[i], around, turns)
-        return [Edge(edge.value, level if edge.carried is None else min(edge.carried, level)) for edge in edges]
+        levels = [level if edge.carried is None else min(edge.carried, level) for edge in edges]
+        return [edge._replace(carried=level) for edge, level in zip(edges, levels, strict=True)]
 
     def _list_makers(self, body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
         if id(body) not in self._makers:

@@ -171,8 +171,8 @@ class Provenance(_Fields):
 
         >>> import jax.numpy as jnp, jmp_policy as jmp
         >>> _, origin = jmp.numerics.first_nonfinite(lambda x: 1 / x)(jnp.array([0.0, 2.0]))
-        >>> print(origin.describe())  # doctest: +ELLIPSIS
-        An inf was made by div in the forward pass, <doctest ...>:1 (<lambda>). Its operand ranges from 0 to 2...
+        >>> "Its operands range from 1 to 1 and 0 to 2. Keep the divisor away from zero" in origin.describe()
+        True
         """
         one = _read(self)
         if one.status == NOTHING:
@@ -229,7 +229,7 @@ def _read(provenance: Provenance) -> Provenance:
 
 
 def _read_words(provenance: Provenance) -> Words:
-    return read_words(_read(provenance).texts[0])
+    return read_words(np.asarray(_read(provenance).texts[0]))
 
 
 def _name_place(provenance: Provenance) -> str:

@@ -42,7 +42,7 @@ def write_words(words: Words) -> np.ndarray:
     >>> read_words(write_words(words)) == words
     True
     >>> read_words(write_words(words._replace(code="x + " * 40))).code[-8:]
-    ' x + x …'
+    '+ x + x…'
     """
     pieces = []
     for name, word, width in zip(Words._fields, words, _WIDTHS, strict=True):

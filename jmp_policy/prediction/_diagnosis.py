@@ -44,6 +44,7 @@ def diagnose(
     values = trial.list_values(policy)
     losses = {value: trial.find_loss(value, exponent) for value in values}
     repair = _find_repair(trial, values, policy, exponent if is_given else None)
+    losses |= {value: loss for value, loss in repair.later.items() if value not in losses or not losses[value].what}
     has_scale = any(map(trial.is_scaled, values))
     kept = scale if is_given and repair.scale.exponent == exponent else math.ldexp(1.0, repair.scale.exponent)
     reasons = _list_reasons(losses, trial.rows, repair.culprits)
@@ -56,15 +57,22 @@ def diagnose(
         by=by,
         risks=_rank_scopes(losses),
         notes=tuple(_list_notes(trial, values, reasons, repair, has_scale=has_scale)),
-        spans=tuple(_list_spans(losses, trial.rows, exponent)),
+        spans=tuple(_list_spans(losses, trial.rows, exponent, repair.culprits)),
     )
 
 
 class _Repair(NamedTuple):
-    """What saves a program: the scopes that must be in float32, and the loss scale for the others."""
+    """What saves a program.
+
+    Attributes:
+      culprits: the scopes that must be in float32.
+      scale: the loss scale for the others.
+      later: what these would lose at that scale, or once others are in float32.
+    """
 
     culprits: tuple[str, ...]
     scale: Choice
+    later: dict[NarrowValue, Loss]
 
 
 def _find_repair(
@@ -72,6 +80,7 @@ def _find_repair(
 ) -> _Repair:
     """Puts scopes in float32 until no other loses anything: what leaves them is cast elsewhere then."""
     culprits: dict[str, None] = {}
+    later: dict[NarrowValue, Loss] = {}
     scale = trial.choose_scale(values, given)
     for _ in range(MOST_ROUNDS):
         lost = [value.path for value in values if not trial.is_scaled(value) and trial.find_loss(value, 0).what]
@@ -79,9 +88,11 @@ def _find_repair(
         if not new:
             break
         culprits |= dict.fromkeys(new)
+        losses = {value: trial.find_loss(value, scale.exponent) for value in values if value.path in new}
+        later |= {value: loss for value, loss in losses.items() if loss.what}
         values = trial.list_values(make_map(culprits, policy, trial.paths))
         scale = trial.choose_scale(values, given)
-    return _Repair(tuple(culprits), scale)
+    return _Repair(tuple(culprits), scale, later)
 
 
 class _Trial:
@@ -202,7 +213,9 @@ def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
     return dict(sorted(risks.items(), key=lambda item: -item[1]))
 
 
-def _list_spans(losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int) -> list[SpanBar]:
+def _list_spans(
+    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int, culprits: Sequence[str]
+) -> list[SpanBar]:
     """For each scope and pass one bar of all its values, the worst scopes first."""
     bars: dict[tuple[str, str], SpanBar] = {}
     for value, loss in losses.items():
@@ -211,7 +224,8 @@ def _list_spans(losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponen
         key = value.path, value.direction
         old = bars.get(key, SpanBar(*key, value.format, least, most, False))
         is_lost = old.is_lost or bool(loss.what)
-        bars[key] = old._replace(least=min(old.least, least), most=max(old.most, most), is_lost=is_lost)
+        ends = {"least": min(old.least, least), "most": max(old.most, most)}
+        bars[key] = old._replace(**ends, is_lost=is_lost, is_saved=is_lost and value.path not in culprits)
     order = list(_rank_scopes(losses))
     return sorted(bars.values(), key=lambda bar: order.index(bar.path))
 

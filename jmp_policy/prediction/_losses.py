@@ -1,6 +1,5 @@
 """What a format would lose of one tensor that is multiplied by a power of two first, told from its row."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -85,16 +84,18 @@ def find_span(row: Row, format: str) -> tuple[float, float]:
     if not row.amax:
         return -math.inf, math.inf
     most = math.floor(math.log2(_largest(known)) - math.log2(row.amax))
-    least = most
     if estimate_error(row, known, most) > MOST_ERROR:
         return math.inf, float(most)
-    while least > most - _MOST_SPAN and estimate_error(row, known, least - 1) <= MOST_ERROR:
-        least -= 1
-    return float(least), float(most)
+    # The error only falls with the exponent: the least good one is found by halves.
+    bad, good = most - _WIDEST, most
+    while good - bad > 1:
+        middle = (bad + good) // 2
+        bad, good = (bad, middle) if estimate_error(row, known, middle) <= MOST_ERROR else (middle, good)
+    return float(good), float(most)
 
 
-_MOST_SPAN = 64
-"""Wide enough: where so many binades fit, any loss scale does."""
+_WIDEST = 600
+"""More binades than a format of half precision has, and a tensor of float32 besides."""
 
 
 def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
@@ -118,7 +119,7 @@ def estimate_error(row: Row, known: FloatFormat, exponent: int) -> float:
             return 1.0
         raise ValueError(_ask_for(known.name, histogram=True))
     counts, squares = _list_bins(row)
-    steps = _find_steps(known, exponent)
+    steps = _find_steps(known, exponent, squares)
     lost = np.where(squares < steps**2 / 4, squares, steps**2 / 12)
     return math.sqrt(float((counts * lost).sum() / (counts * squares).sum()))
 
@@ -128,23 +129,23 @@ def _largest(known: FloatFormat) -> float:
 
 
 def _list_bins(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """How many numbers each exponent has, and the mean of their squares; the first bin has what is left of the rms."""
+    """How many numbers each exponent has, and the mean of their squares."""
     assert row.histogram is not None
     counts = row.histogram.astype(np.float64)
     exponents = np.arange(len(counts)) + FIRST_EXPONENT - 1
     squares = np.ldexp(7 / 3, 2 * exponents)
     total = row.rms**2 * (row.count - row.nans - row.infs)
-    for end in (0, -1):  # what is beyond the bins
-        if counts[end] == counts.sum():
-            squares[end] = total / counts[end]
-    squares[-1] = max(squares[-1], 0.0)
+    # What is beyond the bins is in the first one, or in the last: its squares are what the root mean square has more.
+    if counts[-1]:
+        squares[-1] = max(squares[-1], (total - float(counts[:-1] @ squares[:-1])) / counts[-1])
+    if counts[0] == counts.sum():
+        squares[0] = total / counts[0]
     return counts, squares
 
 
-@functools.cache
-def _find_steps(known: FloatFormat, exponent: int) -> np.ndarray:
-    """The distance of neighbours in a format, for numbers of each bin before they are multiplied."""
-    exponents = np.arange(-1, 63) + FIRST_EXPONENT
+def _find_steps(known: FloatFormat, exponent: int, squares: np.ndarray) -> np.ndarray:
+    """The distance of neighbours in a format, of numbers with these squares before they are multiplied."""
+    exponents = np.frexp(np.sqrt(squares))[1] - 1
     kept = np.maximum(exponents + exponent, known.min_exponent)
     return np.ldexp(1.0, kept - known.mantissa_bits - exponent)
 

@@ -150,11 +150,11 @@ class Prediction(Report):
         cells = {
             "scope": [reason.path or "(no scope)" for reason in reasons],
             "pass": [reason.direction for reason in reasons],
-            "fault": [f"{_SIGNS[reason.what]} {reason.what}" for reason in reasons],
+            "fault": [f"{'→ ' if reason.is_operand else ''}{_SIGNS[reason.what]} {reason.what}" for reason in reasons],
             "lost": [format_share(reason.share) for reason in reasons],
             "amax": [f"{reason.amax:.2g}" for reason in reasons],
             "limit": [f"{reason.limit:.2g}" for reason in reasons],
-            "operation": [f"{'→ ' if reason.is_operand else ''}{reason.primitive}" for reason in reasons],
+            "operation": [reason.primitive for reason in reasons],
             "line": [reason.source.rpartition("/")[2] for reason in reasons],
             "cure": [reason.cure.replace("_", " ") for reason in reasons],
         }
@@ -171,7 +171,7 @@ class Prediction(Report):
         if left_out > 0:
             notes.append(f"{left_out} reasons of less risk are left out: `.reasons` has them.")
         if any(reason.is_operand for reason in self.reasons):
-            notes.append("→ the operation reads the value, and its scope casts it.")
+            notes.append("→ what the scope reads, and casts for that.")
         return [*notes, *self.notes]
 
 

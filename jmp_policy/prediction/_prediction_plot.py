@@ -31,6 +31,7 @@ class SpanBar(NamedTuple):
       least: the exponent of the smallest numbers that matter.
       most: the exponent of the largest number.
       is_lost: whether a reason is about it.
+      is_saved: whether the loss scale is all that it needs.
     """
 
     path: str
@@ -39,6 +40,7 @@ class SpanBar(NamedTuple):
     least: float
     most: float
     is_lost: bool
+    is_saved: bool = False
 
 
 def plot_spans(spans: Sequence[SpanBar], asked_scale: float, loss_scale: float | None) -> "Figure":
@@ -78,11 +80,10 @@ def _draw_panel(axes: "Axes", spans: Sequence[SpanBar], paths: Sequence[str], sh
     for span in spans:
         row, length = paths.index(span.path), max(0.35, span.most - span.least)
         if shift:
-            axes.barh(row, length, 0.62, span.least, color=BEFORE, edgecolor=KEPT, linewidth=0.4)
-        color = _LOST if span.is_lost and not shift else KEPT
+            edge = _LOST if span.is_lost else KEPT
+            axes.barh(row, length, 0.62, span.least, color=BEFORE, edgecolor=edge, linewidth=1.0)
+        color = _LOST if span.is_lost and not (span.is_saved and shift) else KEPT
         axes.barh(row, length, 0.34 if shift else 0.62, span.least + shift, color=color, linewidth=0)
-        if shift and span.is_lost:
-            axes.barh(row, length, 0.62, span.least, color="none", edgecolor=_LOST, linewidth=1.2)
     low = min([-26.0, *(span.least for span in spans)])
     high = max([18.0, *(span.most for span in spans), *(span.most + shift for span in spans)])
     axes.set_xlim(max(low, -60) - 1, min(high, 60) + 1)
@@ -99,8 +100,9 @@ def _draw_legend(figure: "Figure", spans: Sequence[SpanBar], shift: float) -> No
     styles = list_styles(dict.fromkeys(span.format for span in spans))
     patches = [Patch(color=style.color, alpha=0.3, label=f"{name} (pale: subnormal)") for name, style in styles.items()]
     patches.append(Patch(color=KEPT, label="fits"))
-    if any(span.is_lost for span in spans):
-        patches.append(Patch(color=_LOST, label="does not"))
+    if any(span.is_lost and not span.is_saved for span in spans):
+        patches.append(Patch(color=_LOST, label="does not: float32 by the map"))
     if shift:
-        patches.append(Patch(facecolor=BEFORE, edgecolor=KEPT, label="before the loss scale"))
+        is_saving = any(span.is_saved for span in spans)
+        patches.append(Patch(facecolor=BEFORE, edgecolor=_LOST if is_saving else KEPT, label="before the loss scale"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=_NAME_SIZE)

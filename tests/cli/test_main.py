@@ -29,7 +29,7 @@ from jmp_policy.cli import main
         (
             ["fly"],
             "jmp-policy: error: there is no command 'fly'. Known are 'train', 'compare', 'doctor', 'audit', "
-            "'numerics'.",
+            "'numerics', 'tune'.",
         ),
         (["docter"], "jmp-policy: error: there is no command 'docter'. Did you mean 'doctor'?"),
         (["--verison"], "jmp-policy: error: there is no option '--verison'. Did you mean '--version'?"),
@@ -39,7 +39,7 @@ from jmp_policy.cli import main
         (["audit"], "jmp-policy audit: error: the following arguments are required: MODULE:FUNCTION"),
         (
             [],
-            "jmp-policy: error: which command? train, compare, doctor, audit or numerics: jmp-policy --help "
+            "jmp-policy: error: which command? train, compare, doctor, audit, numerics or tune: jmp-policy --help "
             "says what they do",
         ),
     ],

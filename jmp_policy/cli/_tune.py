@@ -1,0 +1,127 @@
+"""`jmp-policy tune`."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._command import UserError, make_console, positive_int, seed
+from ._numerics import check_file, check_numbers
+from ._user_code import load_call, load_function, make_arguments
+
+if TYPE_CHECKING:
+    from .. import Tuning
+    from ._command import Commands
+
+_ARRAY = "jax.random.normal(jax.random.key(0), (8, 128))"
+
+_EPILOG = f"""\
+For example, where train.py has loss_fn(params, batch): write in it `def make_args(): return make_params(), {_ARRAY}`,
+and run `jmp-policy tune train:loss_fn --args train:make_args --policy mixed_float16 --tolerance 0.01`. It prints the
+scopes that must stay in float32, and the map as code. A module of Flax is tuned as well; of linen, its variables are
+the first argument. --json prints one document with these keys: versions, by package; device (platform, name, system,
+half_instructions); function; name; low; kept; policy_map, as PolicyMap.from_config reads it; code; scopes; candidates;
+error; tolerance; is_met; is_minimal; trials (kept, error); loss_scale; noise."""
+
+
+def add_tune(commands: "Commands") -> None:
+    """Adds `jmp-policy tune` to the subparsers of argparse."""
+    parser = commands.add_parser(
+        "tune",
+        help="which modules must stay in float32, found by trying",
+        description="Find the smallest set of modules and named scopes whose float32 keeps the loss and the gradients "
+        "of a function within a tolerance of float32, and print it as a PolicyMap.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="such as train:loss_fn, in this folder")
+    parser.add_argument(
+        "--args",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns the arguments: a tuple of them, or a single one (default: no arguments)",
+    )
+    parser.add_argument("--policy", default="mixed_float16", help="what to tune (default: mixed_float16)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, metavar="ERROR", help="the largest relative error (default: 0.01)"
+    )
+    parser.add_argument(
+        "--metric",
+        metavar="MODULE:FUNCTION",
+        help="compare what this returns, called with the function under a map and its arguments, such as a loss after "
+        "twenty steps",
+    )
+    parser.add_argument("--budget", type=positive_int, metavar="N", help="try at most so many maps, one compile each")
+    parser.add_argument("--loss-scale", type=float, metavar="SCALE", help="multiply the loss by this for gradients")
+    parser.add_argument("--has-aux", action="store_true", help="the function returns a loss and auxiliary data")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what makes a loss of a module's outputs")
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="keep the trials here, and go on from those there")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the trials, too: a .png, .svg or .pdf")
+    parser.set_defaults(run=_run_tune)
+
+
+def _run_tune(arguments: argparse.Namespace) -> int:
+    """Tunes, and prints and writes the report; 1 if no map within the tolerance was found."""
+    for name in ("html", "plot", "trials"):
+        check_file(f"--{name}", getattr(arguments, name), is_picture=name == "plot")
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+        tuning = _tune_function(arguments)
+    if arguments.html:
+        from ..report import draw_document
+
+        arguments.html.write_text(draw_document(tuning, f"tune of {arguments.function}"), encoding="utf-8")
+    if arguments.plot:
+        tuning.plot().savefig(arguments.plot, dpi=150)
+    if arguments.json:
+        from ..doctor import find_machine
+
+        document = {**find_machine().to_dict(), "function": arguments.function, **tuning.to_dict()}
+        print(json.dumps(document, indent=2))
+    else:
+        make_console().print(str(tuning))
+    return 0 if tuning.is_met else 1
+
+
+def _tune_function(arguments: argparse.Namespace) -> "Tuning":
+    """The tuning of a function or module of the user's.
+
+    Raises:
+      UserError: there is none, it takes other arguments, an option does not fit it, or the user's code raises.
+    """
+    from ..tuning import tune
+
+    target, args = _load_target(arguments.function, arguments.args)
+    check_numbers(args, arguments.args, _ARRAY)
+    metric = None if arguments.metric is None else load_function(arguments.metric)
+    try:
+        return tune(
+            target,
+            args,
+            arguments.policy,
+            tolerance=arguments.tolerance,
+            metric=metric,
+            budget=arguments.budget,
+            has_aux=arguments.has_aux,
+            loss_scale=arguments.loss_scale,
+            trials_file=arguments.trials,
+            seed=arguments.seed,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _load_target(name: str, maker: str | None) -> tuple[Any, tuple[Any, ...]]:
+    """A function, or a module of Flax, and its arguments."""
+    from .._adapter import find_adapter
+
+    found = load_function(name)
+    if find_adapter(found) is not None and not isinstance(found, type):
+        return found, () if maker is None else make_arguments(maker)
+    return load_call(name, maker, _refuse_class, verb="tune", example=_ARRAY)
+
+
+def _refuse_class(target: Any) -> None:
+    if isinstance(target, type):
+        raise TypeError(f"tune takes a function or a module, and {target.__name__} is a class.")
