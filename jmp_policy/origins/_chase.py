@@ -89,6 +89,9 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
     value = graph.target[edge]
     first, is_positive = record.first[value], record.high[value] == INFINITY
     # A nan is followed from a nan. A mask is minus infinity more often than what overflowed.
+    # Of the results the first that is not finite, whatever it holds: a gradient is after its loss.
+    later = graph.start[place.value + 1] - edge
+    before_others = jnp.where(place.kind == _PROGRAM, 4 * later, 0)
     scores = jnp.where(place.kind == INFINITE, 1, 4), jnp.where(is_positive, 3, 2)
     # In the loops that both are in, it is the same turn: what is infinite in each of them may do harm in one.
     stays = (jnp.arange(MOST_LOOPS) < graph.common[edge]) & ~graph.carried[edge]
@@ -96,7 +99,7 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
     for kind, turns, score in zip((NAN, INFINITE), first, scores, strict=True):
         is_so = (turns[0] != NEVER) & _is_before(turns, place.turns, graph.common[edge], graph.carried[edge])
         other = Place(value, jnp.int32(kind), jnp.where(stays, place.turns, turns))
-        weighed.append((jnp.where(is_so, score, 0), other))
+        weighed.append((jnp.where(is_so, score + before_others, 0), other))
     return weighed
 
 

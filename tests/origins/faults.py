@@ -11,7 +11,7 @@ A comment names what the line makes, the operation, the pass if it is not the fo
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,7 @@
 """Where non-finite numbers come from, found by running a program on the host: each value carries its origin along.
 
-This looks forward, number by number, where `first_nonfinite` looks back, tensor by tensor. It shares no code with it but
-what reads the programs of equations.
+This looks forward, number by number, where `first_nonfinite` looks back, tensor by tensor. They share
+only what reads the programs of equations.
 """
 
 from typing import Any, NamedTuple
@@ -82,6 +82,9 @@ def _judge(eqn: Any, operands: list[Noted], result: Any, place: Place) -> Origin
     for origin, value in seen:
         if test(value).any():
             return origin
+    moves = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type")
+    if moves and not seen and test(_widen(operands[0].value)).any():  # it stands in the program
+        return None
     cause = next((origin for origin, value in seen if np.isinf(value).any()), None)
     ranges = tuple(
         _find_range(noted.value) if float_dtype(atom) is not None else None

@@ -11,10 +11,33 @@ from oracle import find_origin
 
 from jmp_policy.numerics import first_nonfinite
 
-EAGER = ("logarithm of a negative", "turn of a while", "trap of where", "argument that is nan")
+EAGER = ("turn of a while", "trap of where")
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = (
+    "overflow",
+    "argument that is nan",
+    "harmless infinities before the fault",
+    "softmax that is fully masked",
+    "cast that overflows",
+    "branch of a cond",
+    "forward pass under a gradient",
+    "scans in a scan",
+    "while in a scan",
+    "long loop",
+    "backward pass of a scan",
+    "backward pass of a custom vjp",
+    "pass that a remat repeats",
+)
+LIMIT = pytest.mark.xfail(strict=True, reason="a where of two infinite tensors: which of them got through is not seen")
+
+
+def mark(name):
+    marks = [LIMIT] if name == "where of two infinities" else []
+    return pytest.param(name, marks=marks + ([] if name in QUICK else [pytest.mark.slow]))
+
+
+@pytest.mark.parametrize("name", [mark(name) for name in FAULTS])
 def test_the_origin_is_named(name):
     fault = FAULTS[name]
     _, found = jax.jit(first_nonfinite(fault.fun))(*fault.args)
