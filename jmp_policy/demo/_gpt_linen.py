@@ -10,7 +10,7 @@ from flax import linen as nn
 import jmp_policy as jmp
 
 from .._trees import PyTree
-from ..numerics import AuditReport, Stats, audit, collect
+from ..numerics import AuditReport, Provenance, Stats, audit, collect, first_nonfinite
 from ._gpt import (
     OBSERVED,
     GPTConfig,
@@ -93,6 +93,10 @@ class LinenTrainer:
         """Audits the step, without running it."""
         return audit(_train_step)(self.state, windows)
 
+    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> Provenance:
+        """Finds what made the gradients of a step not finite."""
+        return _find_origin(self.state, scale, windows)
+
     def observe(self, windows: jax.typing.ArrayLike) -> Stats:
         """Measures the products and gradients of the step."""
         return _observe(self.state, windows)
@@ -126,6 +130,17 @@ def _train_step(
 def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> Stats:
     _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(state, windows)
     return stats
+
+
+@jax.jit
+def _find_origin(
+    state: "jmp.linen.TrainState", scale: jmp.LossScale, windows: jax.typing.ArrayLike
+) -> Provenance:
+    def compute_grads(params: PyTree, windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
+        return jmp.value_and_grad(_loss_fn, loss_scale=scale)(params, state.apply_fn, windows)
+
+    _, provenance = first_nonfinite(compute_grads)(state.params, windows)
+    return provenance
 
 
 def _compute_grads(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:

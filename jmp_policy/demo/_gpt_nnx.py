@@ -9,7 +9,7 @@ from flax import nnx
 import jmp_policy as jmp
 
 from .._trees import PyTree
-from ..numerics import AuditReport, Stats, audit, collect
+from ..numerics import AuditReport, Provenance, Stats, audit, collect, first_nonfinite
 from ._gpt import (
     OBSERVED,
     GPTConfig,
@@ -97,6 +97,10 @@ class NnxTrainer:
         """Audits the step, without running it."""
         return audit(_train_step)(self.model, self.optimizer, windows)
 
+    def find_origin(self, windows: jax.typing.ArrayLike, scale: jmp.LossScale) -> Provenance:
+        """Finds what made the gradients of a step not finite."""
+        return _find_origin(self.model, scale, windows)
+
     def observe(self, windows: jax.typing.ArrayLike) -> Stats:
         """Measures the products and gradients of the step."""
         return _observe(self.model, self.optimizer, windows)
@@ -154,6 +158,12 @@ def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.
 def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> Stats:
     _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(model, optimizer, windows)
     return stats
+
+
+@nnx.jit
+def _find_origin(model: GPT, scale: jmp.LossScale, windows: jax.typing.ArrayLike) -> Provenance:
+    _, provenance = first_nonfinite(jmp.nnx.value_and_grad(_loss_fn, loss_scale=scale))(model, windows)
+    return provenance
 
 
 def _compute_grads(

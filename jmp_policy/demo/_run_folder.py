@@ -81,6 +81,7 @@ class RunFolder:
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
         self.numerics = MetricsLog(path / "numerics.jsonl")
+        self.origins = MetricsLog(path / "origins.jsonl")
         self.summary = path / "summary.json"
         self.plot = path / "loss.png"
         self.checkpoints = path / "checkpoints"

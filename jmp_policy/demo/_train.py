@@ -26,6 +26,7 @@ from ._data import (
 from ._display import StopRequest, TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
 from ._numerics import is_measured, write_numerics
+from ._origins import SkipInspector
 from ._plot import plot_run
 from ._run_folder import RunConfig, RunFolder
 from ._summary import RunSummary, ScaleHistory, examine_step, follow_loss_scale, spell_scale
@@ -128,7 +129,8 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
 
 
 def _list_files(folder: RunFolder) -> tuple[str, ...]:
-    return *RUN_FILES, *sorted(file.name for file in folder.path.glob("numerics*"))
+    others = [file.name for pattern in ("numerics*", "origins.jsonl") for file in folder.path.glob(pattern)]
+    return *RUN_FILES, *sorted(others)
 
 
 class TrainingRun:
@@ -172,17 +174,18 @@ class TrainingRun:
             self.trainer.state = checkpoints.restore(step, self.trainer.state)
         self.folder.metrics.truncate(step or 0)
         self.folder.numerics.truncate(step or 0)
+        self.folder.origins.truncate(step or 0)
         return step or 0
 
     def loop(self, step: int, checkpoints: Checkpoints, console: Console) -> int:
         """Trains from a step on, to the last one or to Ctrl-C; returns the step that it came to and has saved."""
-        last = self.config.steps
+        last, inspector = self.config.steps, SkipInspector(self.trainer, self.folder.origins)
         with StopRequest() as stop, TrainDisplay(console, steps=last, done=step) as display:
             while step < last and not stop.requested:
-                self._train_step(step, display)
+                self._train_step(step, display, inspector)
                 step += 1
                 if step % EVALUATE_EVERY == 0 or step == last:
-                    self._evaluate(step, display)
+                    self._evaluate(step, display, inspector)
                 if step % CHECKPOINT_EVERY == 0 or step == last or stop.requested:
                     checkpoints.save(step, self.trainer.state)
         return step
@@ -219,7 +222,7 @@ class TrainingRun:
         trainer = TrainerConfig(policy, config.model, config.seed, config.learning_rate, loss_scale)
         return make_trainer(config.api, trainer)
 
-    def _train_step(self, step: int, display: TrainDisplay) -> None:
+    def _train_step(self, step: int, display: TrainDisplay, inspector: SkipInspector) -> None:
         windows = sample_batch(self.corpus.train, seed=self.config.seed, step=step, **self._sizes)
         if is_measured(step + 1, self.config.numerics):
             self.folder.numerics.append({"step": step + 1, **self.trainer.observe(windows).to_dict()})
@@ -229,9 +232,15 @@ class TrainingRun:
         seconds = round(time.perf_counter() - start, 6)
         self.folder.metrics.append({"step": step + 1, "loss": loss, **figures, "step_seconds": seconds})
         display.update(step + 1, loss=loss, **figures)
+        inspector.look(step + 1, windows, loss, figures, display)
 
-    def _evaluate(self, step: int, display: TrainDisplay) -> None:
-        jmp.optim.check(self.trainer.opt_state)
+    def _evaluate(self, step: int, display: TrainDisplay, inspector: SkipInspector) -> None:
+        try:
+            jmp.optim.check(self.trainer.opt_state)
+        except FloatingPointError as error:
+            if inspector.last is None:
+                raise
+            raise FloatingPointError(f"{error} {inspector.last.describe()}") from None
         loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._windows)
         self.folder.metrics.append({"step": step, "validation_loss": loss})
         display.note(f"step {step}: validation loss {loss:.3f} bits per byte")

@@ -8,8 +8,9 @@ import numpy as np
 
 import jmp_policy as jmp
 
+from .._loss_scale import LossScale
 from .._trees import PyTree
-from ..numerics import AuditReport, Stats
+from ..numerics import AuditReport, Provenance, Stats
 from ._gpt import TrainerConfig
 
 NATS_PER_BIT = float(np.log(2))
@@ -48,6 +49,10 @@ class Trainer(Protocol):
 
     def audit(self, windows: jax.typing.ArrayLike) -> AuditReport:
         """Audits the step on such windows, which is traced and not run."""
+        ...
+
+    def find_origin(self, windows: jax.typing.ArrayLike, scale: LossScale) -> Provenance:
+        """Finds what made the gradients of a step not finite, from its batch and its scale: after it was skipped."""
         ...
 
     def observe(self, windows: jax.typing.ArrayLike) -> Stats:

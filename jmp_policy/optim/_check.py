@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 
 from .._find_scale import find_scaled_state
-from .._loss_scale import DynamicLossScale
-from .._scaled_state import LossScaledState
+from .._loss_scale import DynamicLossScale, LossScale
 from .._trees import PyTree
 from ..origins._provenance import Provenance
 from ..origins._remedies import has_pole
@@ -78,7 +77,7 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     if step == 0:
         return None
     provenance = Provenance(*map(np.asarray, found.provenance))  # pyright: ignore[reportArgumentType]
-    return SkippedStep(step, provenance, _is_search(found, provenance))
+    return SkippedStep(step, provenance, is_search(provenance, found.loss_scale))
 
 
 def check(state: PyTree, *, patience: int = 10) -> None:
@@ -118,18 +117,18 @@ def check(state: PyTree, *, patience: int = 10) -> None:
         )
 
 
-_ADVICE = (
-    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., provenance=True), finds the "
-    "operation; a policy that computes in bfloat16 has the range of float32."
-)
-
-
-def _is_search(state: LossScaledState, provenance: Provenance) -> bool:
-    scale = state.loss_scale
+def is_search(provenance: Provenance, scale: LossScale) -> bool:
+    """Whether a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
     root = provenance.cause or provenance
     return root.kind == "inf" and root.direction == "backward" and not has_pole(root.primitive, root.operands)
+
+
+_ADVICE = (
+    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., provenance=True), finds the "
+    "operation; a policy that computes in bfloat16 has the range of float32."
+)
 
 
 def _has_reason(provenance: Provenance) -> bool:

@@ -17,8 +17,9 @@ _MOVES = {name for name, why in CLEAR.items() if why != "chooses among numbers"}
 _ADDING = frozenset(("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"))
 """What makes a number that is nothing but rounding, where large ones cancel."""
 
-_ROUNDING = 2.0**-21
-"""A few roundings of float32, relative to what was added."""
+_ROUNDING = 2.0**-18
+"""Some roundings of float32, relative to what was added: what is added is rounded already. Half precision resolves no
+such difference either."""
 
 
 class Operation(NamedTuple):
