@@ -33,9 +33,9 @@ def is_number(leaf: Any) -> bool:
 def measure_error(trees: dict[str, PyTree], reference: dict[str, PyTree]) -> jax.Array:
     """The largest relative error of any leaf, in float32; infinite where something is not finite.
 
-    A leaf's error is the norm of its difference, relative to its own norm. A leaf that is small beside the others of its
-    tree is held against a tenth of their size instead: the gradient of a bias that cancels, as that of the keys of an
-    attention, is nothing but rounding, and would be far off by its own measure.
+    A leaf's error is the norm of its difference, relative to its own norm. A leaf that is small beside the others of
+    its tree is held against a tenth of their size instead: the gradient of a bias that cancels, as that of the keys of
+    an attention, is nothing but rounding, and would be far off by its own measure.
 
     Args:
       trees: what a trial returned, by name, such as the outputs and the gradients.
