@@ -16,6 +16,7 @@ SHORTER = {
     "half_precision_parameters": {"STEPS, BATCH = 800, 128": "STEPS, BATCH = 120, 16"},
     "quantized": {"steps=800": "steps=8", '"int4_from_float32", 150': '"int4_from_float32", 3'},
     "quickstart": {"2**14, 16": "2**8, 16"},
+    "repair": {"STEPS, BATCH = 300, 64": "STEPS, BATCH = 40, 16"},
     "will_it_underflow": {"BEFORE, STEPS, LEARNING_RATE = 60, 60,": "BEFORE, STEPS, LEARNING_RATE = 12, 11,",
                           "depth=2": "depth=1", '"batch_size": 128': '"batch_size": 16'},
 }  # fmt: skip

@@ -24,7 +24,11 @@ def add_train(commands: "Commands") -> None:
     )
     parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
     parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
-    parser.add_argument("--policy", help="such as float8_from_mixed_bfloat16 (default: half precision, by the doctor)")
+    parser.add_argument(
+        "--policy",
+        help="such as float8_from_mixed_bfloat16, or auto: float32 where 20 steps in it say that half would lose "
+        "numbers (default: half precision, by the doctor)",
+    )
     parser.add_argument("--steps", type=positive_int, help="where to stop (default: 1500)")
     parser.add_argument("--seed", type=seed, help="of the parameters and batches (default: 0)")
     parser.add_argument("--out", type=Path, help="the folder of the run (default: the next of runs/001, runs/002, ...)")

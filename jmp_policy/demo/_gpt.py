@@ -42,14 +42,14 @@ class TrainerConfig:
     """What determines a model and its optimizer.
 
     Attributes:
-      policy: the policy of the model.
+      policy: the policy of the model, or its policies by path.
       model: its sizes.
       seed: the seed of its parameters.
       learning_rate: the highest learning rate, reached at the end of the warm-up.
       loss_scale: the loss scale to begin with; the policy's own if `None`.
     """
 
-    policy: jmp.Policy
+    policy: jmp.Policy | jmp.PolicyMap
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     seed: int = 0
     learning_rate: float = 5e-3
@@ -93,7 +93,7 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformationExtraAr
 # holds the arrays of a loss scale; twice the variants of `compare` fit.
 @functools.lru_cache(maxsize=8)
 def _make_optimizer(
-    policy: jmp.Policy, loss_scale: jmp.LossScale | None, learning_rate: float
+    policy: jmp.Policy | jmp.PolicyMap, loss_scale: jmp.LossScale | None, learning_rate: float
 ) -> optax.GradientTransformationExtraArgs:
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
         progress = (jnp.asarray(step, jnp.float32) + 1) / WARMUP_STEPS

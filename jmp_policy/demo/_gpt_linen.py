@@ -97,9 +97,9 @@ class LinenTrainer:
         """Finds what made the gradients of a step not finite."""
         return _find_origin(self.state, scale, windows)
 
-    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
-        """Measures the products and gradients of the step."""
-        return _observe(self.state, windows)
+    def observe(self, windows: jax.typing.ArrayLike, where: str = "matmuls") -> Stats:
+        """Measures operations and gradients of the step."""
+        return _observe(self.state, windows, where)
 
     @property
     def params(self) -> PyTree:
@@ -126,9 +126,9 @@ def _train_step(
     return state.apply_gradients(grads=grads), loss
 
 
-@jax.jit
-def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> Stats:
-    _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(state, windows)
+@functools.partial(jax.jit, static_argnums=2)
+def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike, where: str) -> Stats:
+    _, stats = collect(lambda *args: _compute_grads(*args)[1], where=where, of=OBSERVED)(state, windows)
     return stats
 
 

@@ -101,9 +101,9 @@ class NnxTrainer:
         """Finds what made the gradients of a step not finite."""
         return _find_origin(self.model, scale, windows)
 
-    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
-        """Measures the products and gradients of the step."""
-        return _observe(self.model, self.optimizer, windows)
+    def observe(self, windows: jax.typing.ArrayLike, where: str = "matmuls") -> Stats:
+        """Measures operations and gradients of the step."""
+        return _observe(self.model, self.optimizer, windows, where)
 
     @property
     def params(self) -> nnx.State:
@@ -154,9 +154,9 @@ def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.
     return loss
 
 
-@nnx.jit
-def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> Stats:
-    _, stats = collect(lambda *args: _compute_grads(*args)[1], of=OBSERVED)(model, optimizer, windows)
+@functools.partial(nnx.jit, static_argnums=3)
+def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike, where: str) -> Stats:
+    _, stats = collect(lambda *args: _compute_grads(*args)[1], where=where, of=OBSERVED)(model, optimizer, windows)
     return stats
 
 

@@ -35,6 +35,8 @@ class RunConfig:
         which is how runs of older versions go on.
       numerics: every how many steps tensors are measured, if at all. It changes nothing of the training, and may change
         when the run is resumed.
+      policy_map: what `--policy auto` made of the policy.
+      first_scale: the loss scale that it begins with.
     """
 
     api: str
@@ -48,30 +50,37 @@ class RunConfig:
     steps: int
     growth_period: int | None = None
     numerics: int | None = None
+    policy_map: jmp.PolicyMap | None = None
+    first_scale: float | None = None
 
     def make_loss_scale(self) -> jmp.LossScale:
         """The loss scale of the first step; equal settings give the same object, and so one compiled step."""
-        return _make_loss_scale(self.policy, self.growth_period)
+        return _make_loss_scale(self.policy, self.growth_period, self.first_scale)
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a JSON object."""
-        policy = self.policy.get_config()
-        return dataclasses.asdict(dataclasses.replace(self, policy=policy))  # pyright: ignore[reportArgumentType]
+        configs: dict[str, Any] = {"policy": self.policy.get_config()}
+        if self.policy_map is not None:
+            configs["policy_map"] = self.policy_map.get_config()
+        return dataclasses.asdict(dataclasses.replace(self, **configs))
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "RunConfig":
         """Reads what `to_json` wrote."""
         policy = jmp.Policy.from_config(config["policy"])
-        model = GPTConfig(**config["model"])
-        return cls(**config | {"policy": policy, "model": model, "data": tuple(config["data"])})
+        model, saved_map = GPTConfig(**config["model"]), config.get("policy_map")
+        policy_map = None if saved_map is None else jmp.PolicyMap.from_config(saved_map)
+        read = {"policy": policy, "policy_map": policy_map, "model": model, "data": tuple(config["data"])}
+        return cls(**config | read)
 
 
 @functools.cache
-def _make_loss_scale(policy: jmp.Policy, period: int | None) -> jmp.LossScale:
+def _make_loss_scale(policy: jmp.Policy, period: int | None, first: float | None) -> jmp.LossScale:
     scale = policy.loss_scale()
     if period is None or not isinstance(scale, jmp.DynamicLossScale):
         return scale
-    return jmp.DynamicLossScale(period=period)
+    begins = {} if first is None else {"loss_scale": min(max(first, scale.min_loss_scale), scale.max_loss_scale)}
+    return jmp.DynamicLossScale(period=period, **begins)
 
 
 class RunFolder:

@@ -13,6 +13,7 @@ import jmp_policy as jmp
 
 from ..cli._command import UserError
 from ..doctor import diagnose
+from ._auto_policy import AUTO, decide_policy
 from ._checkpoints import Checkpoints
 from ._data import (
     Corpus,
@@ -54,7 +55,7 @@ class TrainOptions:
     Attributes:
       api: the Flax API, `"nnx"` (the default) or `"linen"`.
       policy: a policy as `get_policy` reads it; by default what `diagnose` recommends, if that is half precision, and
-        `mixed_float16` if not.
+        `mixed_float16` if not. `"auto"` is that too, with float32 where some steps in it say that half would lose.
       data: text files and folders; by default the Python standard library.
       steps: where to stop.
       seed: the seed of parameters and batches, 0 by default.
@@ -145,7 +146,7 @@ class TrainingRun:
 
     def __init__(self, folder: RunFolder, config: RunConfig, corpus: Corpus):
         self.folder, self.config, self.corpus = folder, config, corpus
-        self.trainer = self._make_trainer(config.policy, config.make_loss_scale())
+        self.trainer = self._make_trainer(config.policy_map or config.policy, config.make_loss_scale())
         self._sizes = {"batch_size": config.batch_size, "context": config.model.context}
         self._windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
         self.baselines = {
@@ -160,6 +161,8 @@ class TrainingRun:
         size = len(corpus.train) + len(corpus.validation)
         console.print(f"model   byte-level GPT in {config.api}, {count:,} parameters")
         console.print(f"policy  {config.policy}")
+        if config.policy_map is not None:
+            console.print(f"map     {config.policy_map}")
         console.print(f"scale   {_describe_loss_scale(config.make_loss_scale())}")
         console.print(f"data    {size:,} bytes of {corpus.source}")
         console.print(f"out     {self.folder.path}")
@@ -217,7 +220,7 @@ class TrainingRun:
         first = jmp.metrics(self.config.make_loss_scale())["loss_scale"]
         return follow_loss_scale(float(first), self.folder.metrics.read())
 
-    def _make_trainer(self, policy: jmp.Policy, loss_scale: jmp.LossScale) -> Trainer:
+    def _make_trainer(self, policy: jmp.Policy | jmp.PolicyMap, loss_scale: jmp.LossScale) -> Trainer:
         config = self.config
         trainer = TrainerConfig(policy, config.model, config.seed, config.learning_rate, loss_scale)
         return make_trainer(config.api, trainer)
@@ -247,7 +250,7 @@ class TrainingRun:
 
 
 def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfig, Corpus]:
-    policy = None if options.policy is None else _parse_policy(options.policy)
+    policy = None if options.policy is None or options.policy == AUTO else _parse_policy(options.policy)
     model = options.model or GPTConfig()
     corpus = load_corpus(options.data)
     check_size(corpus, model.context)
@@ -264,7 +267,11 @@ def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfi
         growth_period=GROWTH_PERIOD,
         numerics=options.numerics,
     )
-    return RunFolder.create(options.out, config), config, corpus
+    folder = RunFolder.create(options.out, config)
+    if options.policy == AUTO:
+        config = decide_policy(config, corpus, console)
+        folder.write_config(config)
+    return folder, config, corpus
 
 
 def _resume(options: TrainOptions) -> tuple[RunFolder, RunConfig, Corpus]:
@@ -272,7 +279,7 @@ def _resume(options: TrainOptions) -> tuple[RunFolder, RunConfig, Corpus]:
     saved = folder.read_config()
     asked = {
         "api": options.api,
-        "policy": None if options.policy is None else _parse_policy(options.policy),
+        "policy": None if options.policy is None or options.policy == AUTO else _parse_policy(options.policy),
         "seed": options.seed,
         "model": options.model,
         "batch_size": options.batch_size,

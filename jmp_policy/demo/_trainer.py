@@ -55,8 +55,11 @@ class Trainer(Protocol):
         """Finds what made the gradients of a step not finite, from its batch and its scale: after it was skipped."""
         ...
 
-    def observe(self, windows: jax.typing.ArrayLike) -> Stats:
-        """Measures the products and gradients of the step on such windows, and leaves the state as it is."""
+    def observe(self, windows: jax.typing.ArrayLike, where: str = "matmuls") -> Stats:
+        """Measures operations and gradients of the step on such windows, and leaves the state as it is.
+
+        `where` says which operations, as for `numerics.collect`.
+        """
         ...
 
 

@@ -137,5 +137,6 @@ def _has_reason(provenance: Provenance) -> bool:
 
 def _say_why(provenance: Provenance) -> str:
     if _has_reason(provenance):
-        return str(provenance)
+        cause = provenance.cause
+        return str(provenance) if cause is None else f"{provenance}; made of {cause}"
     return "all was finite where first_nonfinite looked, so that the gradients became infinite after it"

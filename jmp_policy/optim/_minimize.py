@@ -44,7 +44,7 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
     memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3))`), or takes the two functions.
 
-    Where `tx` carries provenance, the step finds it.
+    Where `tx` carries provenance, the step finds it, and its gradients are true ones, as those of `value_and_grad`.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
@@ -69,13 +69,15 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
     >>> params.tolist(), float(loss)
     ([0.0, 0.75], 1.25)
     """
-    take_step = _scaled_step if isinstance(tx.update, LossScaledUpdate) else _plain_step
+    is_scaled = isinstance(tx.update, LossScaledUpdate)
 
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         def call_on_params(params: PyTree) -> Any:
             return fun(params, *args, **kwargs)
 
+        # Provenance reads the paths of modules while it traces them, which taking casts out has done before.
+        take_step = _scaled_step if is_scaled and not has_provenance(opt_state) else _plain_step
         params, opt_state, out = take_step(call_on_params, tx, has_aux, params, opt_state)
         return (params, opt_state, *out) if has_aux else (params, opt_state, out)
 
@@ -102,10 +104,9 @@ def _scaled_step(
 
     copies, fun_of_copies = extract_half_casts(call_scaled, params)
     with explain_reuse():
-        differentiated = jax.value_and_grad(fun_of_copies, has_aux=True)
-        ((_, out), grads), extra = _find_provenance(differentiated, opt_state, copies)
+        (_, out), grads = jax.value_and_grad(fun_of_copies, has_aux=True)(copies)
     warn_of_half(out[0], scale)
-    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, extra)
+    params, opt_state = tx.update.step_scaled(grads, scale, opt_state, params, {})
     return params, opt_state, out if has_aux else out[0]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .._policy_map import PolicyMap
@@ -122,6 +123,12 @@ class Tuning(Report):
         count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
         return f"<Tuning: {count}, error {_format_error(self.error)}; print it for the table>"
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.to_code()}"
+
+    def _repr_html_(self) -> str:
+        return f"{super()._repr_html_()}<pre>{escape(self.to_code())}</pre>"
+
     @property
     def _kept_words(self) -> str:
         return "unquantized" if self.kept == "unquantized" else f"in {self.kept}"
@@ -150,7 +157,7 @@ class Tuning(Report):
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget was spent before the search ended: this is the best map so far.")
-        return [*lines, "As code, from to_code():", *self.to_code().splitlines()]
+        return [*lines, "As code, from to_code():"]
 
     def _find_error_without(self, scope: str) -> float:
         """The error of the trial that lacks a scope and keeps most of the others."""

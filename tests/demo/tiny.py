@@ -66,7 +66,7 @@ class TableTrainer:
     def find_origin(self, windows, scale) -> jmp.numerics.Provenance:
         return _find_origin(self.params, windows, scale)
 
-    def observe(self, windows) -> jmp.numerics.Stats:
+    def observe(self, windows, where="matmuls") -> jmp.numerics.Stats:
         return _observe(self.params, windows)[1]
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.training import train_state
 from optimizer_registry import bits
 
@@ -82,6 +82,21 @@ def test_an_nnx_optimizer_names_the_step_and_its_origin(trained_optimizer):
     assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
     assert int(jmp.metrics(trained_optimizer)["nonfinite_step"]) == 2
     assert int(trained_optimizer.step[...]) == 2
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.sum(nn.Dense(2, use_bias=False, name="head")(x) ** 2)
+
+
+def test_minimize_names_modules_by_the_paths_that_a_map_has():
+    model = Linen()
+    params = model.init(jax.random.key(0), GOOD)
+    train_step = jax.jit(jmp.optim.minimize(model.apply, TX))
+    _, state, _ = train_step(params, TX.init(params), jnp.full(2, 1e30))
+    origin = jmp.optim.last_skip(state).provenance
+    assert (origin.path, origin.primitive, origin.direction) == ("head", "dot_general", "backward")
 
 
 def test_a_train_state_is_saved_and_restored(trained_state):

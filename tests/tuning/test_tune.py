@@ -86,7 +86,9 @@ def test_the_text_says_what_was_found(tuning):
     assert "within the tolerance of 2 %" in shown
     assert "    default='params=float32,compute=float16,output=none',\n)" in shown
     assert repr(tuning).startswith("<Tuning: 1 of 5 scopes in float32, error 0.")
-    assert "<td" in tuning._repr_html_()
+    page = tuning._repr_html_()
+    assert "<td" in page
+    assert "<pre>jmp.PolicyMap(\n    {\n" in page
 
 
 def test_the_plot_has_each_trial_and_the_tolerance(tuning):
