@@ -79,8 +79,8 @@ def _make_loss_scale(policy: jmp.Policy, period: int | None, first: float | None
     scale = policy.loss_scale()
     if period is None or not isinstance(scale, jmp.DynamicLossScale):
         return scale
-    begins = {} if first is None else {"loss_scale": min(max(first, scale.min_loss_scale), scale.max_loss_scale)}
-    return jmp.DynamicLossScale(period=period, **begins)
+    begin = 2.0**15 if first is None else min(max(first, scale.min_loss_scale), scale.max_loss_scale)
+    return jmp.DynamicLossScale(begin, period=period)
 
 
 class RunFolder:
