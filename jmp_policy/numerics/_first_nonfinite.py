@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -132,7 +133,7 @@ class _Run:
         program, leaves = _detach_constants(traced.program), [*traced.program.consts, *traced.leaves]
         names = ["a constant"] * len(traced.program.consts) + names
         made = call(program, *leaves)
-        is_finite = all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks))))
+        is_finite = _agree(all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks)))))
         search = _make_search(program, self._marks, names, paths)
         self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
@@ -146,6 +147,12 @@ class _Run:
             return arrays
 
         return take_and_mark
+
+
+def _agree(is_finite: jax.Array) -> jax.Array:
+    """Inside of a shard_map, whether it is so on all devices: they search together, for the program may communicate."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return lax.pmin(is_finite.astype(jnp.int32), axes) == 1 if axes else is_finite
 
 
 def _make_search(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from flax import serialization
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 from jmp_policy.numerics import Provenance, first_nonfinite
@@ -167,3 +169,21 @@ def test_a_second_run_that_is_finite_says_so():
     assert (origin.found, origin.reproduced) == (False, False)
     assert "ran again" in origin.describe()
     assert jmp.numerics.Provenance is Provenance
+
+
+def test_inside_of_a_shard_map_devices_search_together():
+    mesh = make_mesh((2,), ("data",))
+
+    def fun(x):  # which communicates, so that a device that searched alone would wait for ever
+        return jnp.log(x) + lax.psum(jnp.sum(jnp.abs(x)), "data")
+
+    def run(x):
+        out, origin = first_nonfinite(fun)(x)
+        return out, jax.tree.map(lambda leaf: leaf[None], origin)
+
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data"))))
+    x = jax.device_put(jnp.array([-1.0, 1.0, 2.0, 3.0]), NamedSharding(mesh, P("data")))
+    _, origin = sharded(x)
+    assert origin.status.tolist() == [1, 2]
+    assert (origin.kind, origin.primitive) == ("nan", "log")
+    assert not sharded(jnp.abs(x))[1].found
