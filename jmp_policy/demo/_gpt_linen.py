@@ -133,9 +133,7 @@ def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike, where
 
 
 @jax.jit
-def _find_origin(
-    state: "jmp.linen.TrainState", scale: jmp.LossScale, windows: jax.typing.ArrayLike
-) -> Provenance:
+def _find_origin(state: "jmp.linen.TrainState", scale: jmp.LossScale, windows: jax.typing.ArrayLike) -> Provenance:
     def compute_grads(params: PyTree, windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
         return jmp.value_and_grad(_loss_fn, loss_scale=scale)(params, state.apply_fn, windows)
 

@@ -32,9 +32,7 @@ class SkipInspector:
         self._before = read_scaling_figures(trainer)
         self._said = ""
 
-    def look(
-        self, step: int, windows: np.ndarray, loss: float, figures: dict[str, Any], display: TrainDisplay
-    ) -> None:
+    def look(self, step: int, windows: np.ndarray, loss: float, figures: dict[str, Any], display: TrainDisplay) -> None:
         """Looks at a step that was taken or skipped.
 
         Args:

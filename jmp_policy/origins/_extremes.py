@@ -73,7 +73,8 @@ class ExtremesRecorder(Recorder):
 
     def merge(self, one: Extremes, other: Extremes) -> Extremes:
         first = jnp.where(_has_happened(one.first), one.first, _enter_turn(other.first, one.turns[:, None, None]))
-        return Extremes(jnp.minimum(one.low, other.low), jnp.maximum(one.high, other.high), first, one.turns + 1)
+        low, high = _leave_out_nan(other.low, other.high)
+        return Extremes(jnp.minimum(one.low, low), jnp.maximum(one.high, high), first, one.turns + 1)
 
     def fold(self, record: Extremes, order: Order) -> Extremes:
         low, high, first, _ = record
@@ -83,6 +84,7 @@ class ExtremesRecorder(Recorder):
         kept = jnp.take_along_axis(first, earliest, axis=0)[0]
         if order != "devices":
             kept = _enter_turn(kept, earliest[0])
+        low, high = _leave_out_nan(low, high)
         return Extremes(jnp.min(low, 0), jnp.max(high, 0), kept, jnp.ones(low.shape[1:], jnp.int32))
 
     def empty(self, rows: int) -> Extremes:
@@ -216,6 +218,12 @@ def _make_single(value: jax.Array) -> jax.Array:
 
 def _join_extremes(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     return lax.min(one[0], other[0]), lax.max(one[1], other[1])
+
+
+def _leave_out_nan(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The extremes without those of turns with a nan: what went wrong stays wrong, and ranges are to be of before."""
+    limits, has_nan = np.iinfo(np.int32), (low < ~INFINITY) | (high > INFINITY)
+    return jnp.where(has_nan, limits.max, low), jnp.where(has_nan, limits.min, high)
 
 
 def _has_happened(first: jax.Array) -> jax.Array:

@@ -56,7 +56,8 @@ class Provenance(_Fields):
       direction: `"forward"`, `"recomputed"` (by a remat) or `"backward"`.
       dtype: the name of the dtype of its result.
       turns: the turns of the loops around it, outermost first. Of a `scan`, the index into its `xs`.
-      operands: the smallest and the largest number of each operand, `None` for one without numbers.
+      operands: the smallest and the largest number of each operand; `None` for one that is empty or was not measured.
+        In a loop of more than 64 turns they are those of all turns without a nan.
       argument: where it came in, as `"batch['x']"`; `None` for an operation.
       cause: where the infinities came from that an operation made a nan of; else `None`.
 
@@ -207,10 +208,10 @@ def _say_what_happened(one: Provenance) -> str:
 
 
 def _say_ranges(one: Provenance) -> str:
-    ranges = ["empty" if pair is None else f"{pair[0]:.4g} to {pair[1]:.4g}" for pair in one.operands]
+    ranges = [f"{pair[0]:.4g} to {pair[1]:.4g}" for pair in one.operands if pair is not None]
     if not ranges:
         return ""
-    return f" Its operand{'s range' if len(ranges) > 1 else ' ranges'} from {' and '.join(ranges)}."
+    return f" Its operand{' ranges' if len(one.operands) == 1 else 's range'} from {' and '.join(ranges)}."
 
 
 def _read(provenance: Provenance) -> Provenance:

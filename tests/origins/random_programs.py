@@ -86,9 +86,9 @@ BACKWARD: dict[str, tuple[str, ...]] = {
         "h = own(h, a)  # {}",  # JAX gives equations of a backward rule the line of the call
     ),
     "nan sqrt": (
-        "own = jax.custom_jvp(lambda h, a: h * 1.0)",
-        "rule = lambda t, out, h, a: t * jnp.sqrt(2.0 - 9.0 * a)",
-        "own.defjvps(rule, None); h = own(h, a)  # {}",
+        # On one line: inside of a loop JAX gives a rule the line of the call, and elsewhere its own.
+        "own = jax.custom_jvp(lambda h, a: h * 1.0); "
+        "own.defjvps(lambda t, out, h, a: t * jnp.sqrt(2.0 - 9.0 * a), None); h = own(h, a)  # {}",
     ),
 }
 """Faults whose results are finite, and whose gradients are not."""

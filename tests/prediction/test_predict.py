@@ -125,7 +125,7 @@ def test_the_users_loss_scale_is_kept_where_it_is_good(fine):
     assert {reason.direction for reason in large.reasons} == {"backward"}
     assert {reason.cure for reason in large.reasons} == {"loss_scale"}
     assert 1 <= large.loss_scale < 2.0**24
-    assert "at a loss scale of 2**24" in str(large)
+    assert "at a loss scale of 2**24" in " ".join(str(large).split())
 
 
 def test_no_loss_scale_is_told_without_a_backward_pass():
@@ -148,9 +148,8 @@ def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
 
     prediction = predict(observe(jax.value_and_grad(loss), W, X), HALF)
     assert len(prediction.culprits) == 1
-    assert "No loss scale saves all gradients: the smallest that matter, in tiny, and the largest, in huge" in str(
-        prediction
-    )
+    said = " ".join(str(prediction).split())
+    assert "No loss scale saves all gradients: the smallest that matter, in tiny, and the largest, in huge" in said
 
 
 def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():

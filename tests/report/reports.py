@@ -7,7 +7,7 @@ import numpy as np
 import jmp_policy as jmp
 from jmp_policy.explanation import Explanation, Row
 from jmp_policy.measurement._measure import Meter, Record
-from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul, Stats
+from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul, Prediction, Reason, Stats
 from jmp_policy.quant import Comparison, LayerComparison
 from jmp_policy.statistics._layout import Layout, Site
 
@@ -86,10 +86,28 @@ def _measure() -> Stats:
     return Stats(record, Layout(sites, Meter(formats)))
 
 
-REPORTS = {"explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure()}
+def _predict() -> Prediction:
+    faults = [("overflow", 0.03, 1.2e6, 65504.0), ("underflow", 0.5, 1e-9, 6e-8), ("precision", 0.01, 3.0, 0.004)]
+    reasons = [
+        Reason(path, direction, what, "float16", share, amax, limit, "conv_general_dilated", what == "underflow",
+               "/home/someone/projects/transformer_layers.py:1234", cure, 0.5)
+        for path in PATHS
+        for direction, cure in (("recomputed", "float32"), ("backward", "loss_scale"))
+        for what, share, amax, limit in faults
+    ]  # fmt: skip
+    policy_map = jmp.PolicyMap(dict.fromkeys(PATHS, "float32"), default="mixed_float16")
+    risks = dict.fromkeys(PATHS, 0.5)
+    return Prediction(tuple(reasons), policy_map, 2.0**12, policy_map, 2.0**24, "with_policy", risks, ("A note.",))
+
+
+REPORTS = {
+    "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
+    "prediction": _predict(),
+}  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
 NAMES = {
+    "prediction": [*PATHS[:2], "recomputed", "overflow"],
     "explanation": [*PATHS[1:], RULE, "DenseGeneral", "MultiHeadDotProductAttention", "f8_e4m3fn",
                     "float8(min_size=0)_from_p=f32,c=bf16,o=f32"],
     "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
