@@ -189,7 +189,9 @@ def _reduce(operands: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]
     return lax.reduce(operands, starts, add, axes)
 
 
-def _add_up_counters(packed: jax.Array, most: jax.Array, least: jax.Array, row: int, size: int, padded: int) -> Tally:
+def _add_up_counters(
+    packed: jax.Array, most: jax.Array, least: jax.Array, row: int, size: int, padded: int
+) -> Tally:
     """The tally of a tensor, from the words of its blocks, whose axis `row` is that of words."""
     counters = [(packed >> np.uint32(_WIDTH * i)) & np.uint32(LONGEST_BLOCK) for i in range(_PER_WORD)]
     others = tuple(axis for axis in range(packed.ndim) if axis != row)

@@ -120,7 +120,9 @@ LAYERS = {
     "LoRALinear": Layer(lambda rngs: nnx.LoRALinear(8, 4, lora_rank=2, rngs=rngs), X),
     "LoRA": Layer(lambda rngs: nnx.LoRA(8, 2, 4, base_module=nnx.Linear(8, 4, rngs=rngs), rngs=rngs), X),
     "GRUCell": Layer(lambda rngs: nnx.GRUCell(8, 8, rngs=rngs), X, lambda cell, x: cell(x, x)),
-    "OptimizedLSTMCell": Layer(lambda rngs: nnx.OptimizedLSTMCell(8, 8, rngs=rngs), X, lambda cell, x: cell((x, x), x)),
+    "OptimizedLSTMCell": Layer(
+        lambda rngs: nnx.OptimizedLSTMCell(8, 8, rngs=rngs), X, lambda cell, x: cell((x, x), x)
+    ),
     "SimpleCell": Layer(lambda rngs: nnx.SimpleCell(8, 8, rngs=rngs), X, lambda cell, x: cell(x, x)),
     "a user's layer": Layer(lambda rngs: Subclass(8, 4, rngs=rngs), X),
     "a user's method": Layer(lambda rngs: Subclass(8, 4, rngs=rngs), X, lambda layer, x: layer.doubled(layer(x))),
