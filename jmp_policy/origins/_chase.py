@@ -123,11 +123,12 @@ def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, 
     run = jnp.where(last >= 0, last - place.turns, place.turns)
     turns = jnp.where(loop >= 0, run[jnp.clip(loop, 0, MOST_LOOPS - 1)], turns)
 
-    operands, constants = graph.operands[value], graph.constants[value]
+    operands, scales, shifts = graph.operands[value], graph.scales[value], graph.shifts[value]
     is_half, is_constant = graph.is_half[operands], operands == CONSTANT
     keys = jnp.stack([record.low[operands], record.high[operands]])
     is_known = is_constant | ((operands >= 0) & (keys[0] <= keys[1]))
-    numbers = jnp.where(is_constant, constants, decode_key(keys, is_half))
+    numbers = jnp.where(is_constant, 0, decode_key(keys, is_half) * scales) + shifts
+    numbers = jnp.where(scales < 0, numbers[::-1], numbers)
     crossed = jnp.array([[jnp.inf], [-jnp.inf]], jnp.float32)
     bits = lax.bitcast_convert_type(jnp.where(is_known, numbers, crossed), jnp.int32)
     ranges = jnp.where(operands == NONE, UNUSED, bits).T

@@ -172,30 +172,53 @@ def moves_only(eqn: JaxprEqn) -> bool:
     return name in _MOVES
 
 
-def find_telling_operand(eqn: JaxprEqn, result: int) -> int | None:
-    """Finds the operand that is finite exactly where a result is: where numbers are moved, turned or brought nearer.
+class Telling(NamedTuple):
+    """An operand that is finite exactly where a result is.
+
+    Attributes:
+      operand: which.
+      scale: the result is so many times the operand; nan where it is no such line.
+      shift: and so much more.
+    """
+
+    operand: int
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
+    """Finds the operand that tells whether a result is finite: where numbers are moved, turned or brought nearer.
 
     >>> import jax
-    >>> eqns = jax.make_jaxpr(lambda x: 2.0 * (1e-5 + 0.5 * -x))(1.0).eqns
-    >>> [(eqn.primitive.name, find_telling_operand(eqn, 0)) for eqn in eqns]
-    [('neg', 0), ('mul', 1), ('add', 1), ('mul', None)]
+    >>> eqns = jax.make_jaxpr(lambda x: 2.0 * (1.0 - 0.5 * -x))(1.0).eqns
+    >>> for eqn in eqns:
+    ...     print(eqn.primitive.name, find_telling_operand(eqn, 0))
+    neg Telling(operand=0, scale=-1.0, shift=0.0)
+    mul Telling(operand=1, scale=0.5, shift=0.0)
+    sub Telling(operand=1, scale=-1.0, shift=1.0)
+    mul None
     """
     name = eqn.primitive.name
     if moves_only(eqn):
-        return result
+        return Telling(result)
     if name in ("neg", "abs"):
-        return 0
+        return Telling(0, -1.0 if name == "neg" else math.nan)
     numbers = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
     if len(numbers) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[numbers[0]]):
         return None
-    [number] = numbers
-    size = abs(float(eqn.invars[number].val))  # pyright: ignore[reportAttributeAccessIssue]
-    aval: Any = eqn.outvars[result].aval
-    if name in ("add", "sub"):  # too little to carry the largest number past the end
-        is_telling = size < float(jnp.finfo(aval.dtype).max) * float(jnp.finfo(aval.dtype).eps) / 8
-    else:
-        is_telling = (name == "mul" and 0 < size <= 1) or (name == "div" and number == 1 and 1 <= size < math.inf)
-    return 1 - number if is_telling else None
+    [place] = numbers
+    number = float(eqn.invars[place].val)  # pyright: ignore[reportAttributeAccessIssue]
+    limits = jnp.finfo(eqn.outvars[result].aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    is_little = abs(number) < float(limits.max) * float(limits.eps) / 8  # too little to carry the largest past the end
+    if name == "add" and is_little:
+        return Telling(1 - place, 1.0, number)
+    if name == "sub" and is_little:
+        return Telling(1 - place, -1.0 if place == 0 else 1.0, number if place == 0 else -number)
+    if name == "mul" and 0 < abs(number) <= 1:
+        return Telling(1 - place, number)
+    if name == "div" and place == 1 and 1 <= abs(number) < math.inf:
+        return Telling(0, 1 / number)
+    return None
 
 
 _MOVES = frozenset((

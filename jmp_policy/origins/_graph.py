@@ -1,5 +1,6 @@
 """Which value of a program was made of which: tables of integers, in which a compiled program finds its way back."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ class Graph(NamedTuple):
       carried: whether the value comes from the turn before, of the last of those loops; booleans.
       operands: the values of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape
         `(values, MOST_OPERANDS)`.
-      constants: the numbers that stand there as constants, float32 of that shape.
+      scales: the numbers of an operand are so many times those of its value, float32 of that shape.
+      shifts: and so much more; for a constant, the number.
       turns: the turns of the loops around a value, -1 after the last, and `-2 - i` for the `i`-th of those whose turns
         have no rows of their own; int32 of shape `(values, MOST_TURNS)`.
       last: the last turn of such a loop if it runs from last to first, else -1; int32 of shape `(values, MOST_LOOPS)`.
@@ -44,7 +46,8 @@ class Graph(NamedTuple):
     common: np.ndarray
     carried: np.ndarray
     operands: np.ndarray
-    constants: np.ndarray
+    scales: np.ndarray
+    shifts: np.ndarray
     turns: np.ndarray
     last: np.ndarray
     is_half: np.ndarray
@@ -59,12 +62,14 @@ class Edge(NamedTuple):
       value: which.
       carried: the loop around it that carried it to another turn, by its place among those whose turns have no rows of
         their own; `None` if none did.
-      is_exact: whether it has the same range, and not just the same kinds of numbers.
+      scale: the other has so many times its numbers; nan where only the kinds of numbers are the same.
+      shift: and so much more.
     """
 
     value: int
     carried: int | None = None
-    is_exact: bool = True
+    scale: float = 1.0
+    shift: float = 0.0
 
 
 def build_graph(
@@ -99,7 +104,7 @@ def build_graph(
     # What is said of each.
     distinct = list(dict.fromkeys(words))
     places = {word: i for i, word in enumerate(distinct)}
-    operands = [([], [])] * len(arguments) + [finder.list_operands(line) for line in lines]
+    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines]
     loops = [_list_turns(line, around, finder) for line, around in values]
     atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
     return Graph(
@@ -107,8 +112,9 @@ def build_graph(
         target=np.array(flat, np.int32),
         common=np.minimum(np.array(common, np.int32), MOST_LOOPS),
         carried=np.array(carried, bool),
-        operands=_pad([row for row, _ in operands], MOST_OPERANDS, NONE, np.int32),
-        constants=_pad([row for _, row in operands], MOST_OPERANDS, 0, np.float32),
+        operands=_pad([[row for row, _, _ in own] for own in operands], MOST_OPERANDS, NONE, np.int32),
+        scales=_pad([[scale for _, scale, _ in own] for own in operands], MOST_OPERANDS, 0, np.float32),
+        shifts=_pad([[shift for _, _, shift in own] for own in operands], MOST_OPERANDS, 0, np.float32),
         turns=_pad([row for row, _ in loops], MOST_TURNS, NONE, np.int32),
         last=_pad([row for _, row in loops], MOST_LOOPS, NONE, np.int32),
         is_half=np.array([float_dtype(atom) == np.float16 for atom in atoms], bool),
@@ -145,16 +151,18 @@ class _EdgeFinder:
         found = (self._follow(atom, (), ()) for atom in self._program.outvars)
         return list(dict.fromkeys(edge for edges in found for edge in edges))
 
-    def list_operands(self, line: Line) -> tuple[list[int], list[float]]:
-        """The rows of the first operands of a line, and the numbers that stand in place of some."""
-        rows, numbers = [], []
+    def list_operands(self, line: Line) -> list[tuple[int, float, float]]:
+        """Of the first operands of a line the rows, scales and shifts."""
+        found = []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
-            edges = [edge for edge in edges if edge.is_exact]
             number = None if edges else self._find_number(atom, line.step.around)
-            rows.append(edges[0].value if edges else UNKNOWN if number is None else CONSTANT)
-            numbers.append(0.0 if number is None else number)
-        return rows, numbers
+            edge = next((edge for edge in edges if not math.isnan(edge.scale)), None)
+            if edge is not None:
+                found.append((edge.value, edge.scale, edge.shift))
+            else:
+                found.append((UNKNOWN, 0.0, 0.0) if number is None else (CONSTANT, 0.0, number))
+        return found
 
     def _find_number(self, atom: Any, around: Around) -> float | None:
         """The number that a value is in each turn, if it stands in the program."""
@@ -188,8 +196,9 @@ class _EdgeFinder:
             eqn, i = made
             telling = find_telling_operand(eqn, i)
             if telling is not None:
-                edges = self._follow(eqn.invars[telling], around, turns)
-                return edges if moves_only(eqn) else [edge._replace(is_exact=False) for edge in edges]
+                _, scale, shift = telling
+                edges = self._follow(eqn.invars[telling.operand], around, turns)
+                return [edge._replace(scale=scale * edge.scale, shift=scale * edge.shift + shift) for edge in edges]
             return self._enter(eqn, i, around, turns)
         if not around:
             return [Edge(self._arguments[id(var)])] if id(var) in self._arguments else []

@@ -126,7 +126,7 @@ def test_a_telling_operand_is_finite_exactly_where_the_result_is(fun, dtype):
     with np.errstate(over="ignore"):
         x = np.concatenate([NUMBERS, -NUMBERS, [jnp.finfo(dtype).max, jnp.finfo(dtype).min]]).astype(dtype)
     [eqn] = jax.make_jaxpr(fun)(jnp.asarray(x)).eqns
-    assert not isinstance(eqn.invars[find_telling_operand(eqn, 0)], Literal)
+    assert not isinstance(eqn.invars[find_telling_operand(eqn, 0).operand], Literal)
     kinds = lambda x: (np.isnan(x), np.isinf(x))
     out = np.asarray(jax.jit(fun)(x)).astype(np.float32).ravel()
     np.testing.assert_array_equal(kinds(out), kinds(x.astype(np.float32)))

@@ -187,3 +187,11 @@ def test_inside_of_a_shard_map_devices_search_together():
     assert origin.status.tolist() == [1, 2]
     assert (origin.kind, origin.primitive) == ("nan", "log")
     assert not sharded(jnp.abs(x))[1].found
+
+
+def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_epsilon():
+    _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(0.25 - 0.5 * x)))(jnp.array([-1.5, 2.5]))
+    assert (origin.primitive, origin.operands) == ("log", ((-1.0, 1.0),))
+    _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(-x / 4.0)))(jnp.array([-2.0, 2.0]))
+    assert (origin.primitive, origin.operands) == ("log", ((-0.5, 0.5),))
+    assert "Its operand ranges from -0.5 to 0.5." in origin.describe()
