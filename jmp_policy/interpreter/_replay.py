@@ -1,12 +1,15 @@
 """A program made ready to run a second time beside the first: nothing that is heard outside, and no derivatives."""
 
+import functools
 import weakref
+from collections.abc import Container
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._program import Program, body_of
+from ._program import Atom, Program, body_of, is_float
 from ._walk import walk
 
 _HEARD = frozenset(("debug_callback", "debug_print"))
@@ -36,7 +39,8 @@ def find_unrepeatable(program: Jaxpr) -> JaxprEqn | None:
 def prepare_replay(program: Program) -> Program:
     """Makes a program that can run beside the one that it is of: without debug callbacks.
 
-    Functions with derivatives of their own become ordinary ones, so that a rule or a recorder enters them.
+    Functions with derivatives of their own become ordinary ones, so that a rule or a recorder enters them, and a choice
+    among several values is made of each of them apart, so that what was not chosen does not count.
 
     >>> import jax, jax.numpy as jnp
     >>> def fun(x):
@@ -54,9 +58,12 @@ def prepare_replay(program: Program) -> Program:
 def _prepare(program: Program) -> Program:
     old = body_of(program)
     equations, silenced = [], set[Any]()
+    constants = {eqn.outvars[0] for eqn in old.eqns if all(isinstance(atom, Literal) for atom in eqn.invars)}
     for eqn in old.eqns:
         if eqn.primitive.name in _HEARD and not eqn.outvars:
             silenced |= eqn.effects
+        elif _chooses(eqn, constants):
+            equations.append(_call(eqn, _trace_apart(tuple([_shape(atom) for atom in eqn.invars]))))
         else:
             equations.append(_prepare_equation(eqn))
             silenced |= eqn.effects - equations[-1].effects
@@ -69,9 +76,7 @@ def _prepare(program: Program) -> Program:
 def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
     name, params = eqn.primitive.name, eqn.params
     if name in _CUSTOM and not body_of(params["call_jaxpr"]).constvars:
-        # As a remat that changes nothing: unlike a jitted function, that knows no mesh and no shardings.
-        body = body_of(prepare_replay(params["call_jaxpr"]))
-        return eqn.replace(primitive=_CALL.primitive, params={**_CALL.params, "jaxpr": body}, effects=body.effects)
+        return _call(eqn, body_of(prepare_replay(params["call_jaxpr"])))
     if name not in _ENTERED:
         return eqn
     changed, silenced = {}, set[Any]()
@@ -83,6 +88,40 @@ def _prepare_equation(eqn: JaxprEqn) -> JaxprEqn:
             for one, other in zip(old, new, strict=True):
                 silenced |= getattr(one, "effects", set()) - getattr(other, "effects", set())
     return eqn.replace(params={**params, **changed}, effects=eqn.effects - silenced) if changed else eqn
+
+
+def _call(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
+    """An equation that runs a body: a remat, which changes nothing; a jitted function would know of meshes."""
+    return eqn.replace(primitive=_CALL.primitive, params={**_CALL.params, "jaxpr": body}, effects=body.effects)
+
+
+def _chooses(eqn: JaxprEqn, constants: Container[Any]) -> bool:
+    """Whether an equation chooses among floating values of which two or more are computed."""
+    if eqn.primitive.name != "select_n" or not is_float(eqn.outvars[0]):
+        return False
+    return sum(not isinstance(case, Literal) and case not in constants for case in eqn.invars[1:]) > 1
+
+
+def _shape(atom: Atom) -> Any:
+    aval: Any = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _trace_apart(shapes: tuple[Any, ...]) -> Jaxpr:
+    """The same choice in two steps: first each case, with zeros where it is not chosen.
+
+    What is infinite where it is not chosen has gone after the first step, and cannot be taken for what was.
+    """
+
+    def select_apart(which: jax.Array, *cases: jax.Array) -> jax.Array:
+        zeros = lax.full_like(cases[0], 0)
+        parts = [
+            lax.select_n(which, *(case if j == i else zeros for j in range(len(cases)))) for i, case in enumerate(cases)
+        ]
+        return lax.select_n(which, *parts)
+
+    return jax.make_jaxpr(select_apart)(*shapes).jaxpr
 
 
 _CALL = jax.make_jaxpr(jax.checkpoint(lambda x: x + x, prevent_cse=False))(1.0).eqns[0]

@@ -53,8 +53,7 @@ def first_nonfinite(
         grad_fn = first_nonfinite(jmp.value_and_grad(loss_fn, loss_scale=opt_state))
         (loss, grads), origin = grad_fn(params, batch)
 
-    An infinity that never got into a result, as in a mask, is not blamed; but values are looked at as wholes, so that
-    where a `jnp.where` takes from two that are both infinite, the first is. Under `vmap` both branches run for each
+    An infinity that never got into a result, as in a mask, is not blamed. Under `vmap` both branches run for each
     example. Pallas kernels and a `while` whose examples end in different turns are single operations. Of a loop of more
     than 64 turns the ranges are those of all turns together.
 

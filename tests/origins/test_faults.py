@@ -28,13 +28,12 @@ QUICK = (
     "backward pass of a scan",
     "backward pass of a custom vjp",
     "pass that a remat repeats",
+    "where of two infinities",
 )
-LIMIT = pytest.mark.xfail(strict=True, reason="a where of two infinite tensors: which of them got through is not seen")
 
 
 def mark(name):
-    marks = [LIMIT] if name == "where of two infinities" else []
-    return pytest.param(name, marks=marks + ([] if name in QUICK else [pytest.mark.slow]))
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("name", [mark(name) for name in FAULTS])
