@@ -58,7 +58,8 @@ def prepare_replay(program: Program) -> Program:
 def _prepare(program: Program) -> Program:
     old = body_of(program)
     equations, silenced = [], set[Any]()
-    constants = {eqn.outvars[0] for eqn in old.eqns if all(isinstance(atom, Literal) for atom in eqn.invars)}
+    made_of_numbers = [eqn for eqn in old.eqns if all(isinstance(atom, Literal) for atom in eqn.invars)]
+    constants = {var for eqn in made_of_numbers for var in eqn.outvars}
     for eqn in old.eqns:
         if eqn.primitive.name in _HEARD and not eqn.outvars:
             silenced |= eqn.effects
