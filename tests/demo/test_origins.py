@@ -107,4 +107,5 @@ def test_a_scale_that_does_not_move_is_always_looked_into(tmp_path):
 def test_a_gpt_names_the_pass_that_overflows(api):
     trainer = make_trainer(api, TrainerConfig(jmp.get_policy("mixed_float16"), tiny.MODEL))
     found = trainer.find_origin(np.zeros((2, 17), np.uint8), jmp.DynamicLossScale(2.0**126, max_loss_scale=2.0**126))
-    assert (found.found, found.direction, found.kind) == (True, "backward", "inf")
+    root = found.cause or found  # the first gradient may hold what the infinity became further on
+    assert (found.found, root.direction, root.kind) == (True, "backward", "inf")
