@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from .._finite import all_finite
 from .._trees import Args, Kwargs, PyTree
@@ -130,12 +130,15 @@ class _Run:
             traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
         paths = ModulePaths(self._register.list_modules())
         names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
-        program, leaves = _detach_constants(traced.program), [*traced.program.consts, *traced.leaves]
-        names = ["a constant"] * len(traced.program.consts) + names
+        program, constants = _detach_constants(traced.program)
+        leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
         made = call(program, *leaves)
         is_finite = _agree(all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks)))))
         search = _make_search(program, self._marks, names, paths)
-        self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
+        if search is None:
+            self.provenance = Provenance.empty()
+        else:
+            self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
     def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -157,8 +160,12 @@ def _agree(is_finite: jax.Array) -> jax.Array:
 
 def _make_search(
     program: ClosedJaxpr, marks: Sequence[bool], names: Sequence[str], paths: ModulePaths
-) -> Callable[..., Provenance]:
-    """Makes the function that runs a program again and finds the origin of a marked result."""
+) -> Callable[..., Provenance] | None:
+    """Makes the function that runs a program again and finds the origin of a marked result.
+
+    Returns:
+      That function; `None` for a program in which nothing can be other than finite, as one of integers.
+    """
     _check_repeatable(program.jaxpr)
     replay: Any = prepare_replay(_keep_results(program, marks))
     body = replay.jaxpr
@@ -167,6 +174,8 @@ def _make_search(
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
     words += _Describer(paths).describe_all(lines)
+    if not words:
+        return None
 
     def search(*leaves: Any) -> Provenance:
         record = call(recorded, *leaves)[len(body.outvars) :]
@@ -199,11 +208,19 @@ class _Describer:
         return self._said[key]
 
 
-def _detach_constants(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, whose constants come in as its first arguments."""
+def _detach_constants(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
+    """The same program, whose constants come in as its first arguments, and the constants.
+
+    A result that is a number in the program comes in, too.
+    """
     body = program.jaxpr
-    detached: Any = replace_variables(body, [*body.constvars, *body.invars], body.eqns, body.outvars)
-    return ClosedJaxpr(detached.replace(constvars=[]), ())
+    numbers: dict[int, Any] = {id(atom): atom for atom in body.outvars if isinstance(atom, Literal)}
+    entering: dict[int, Any] = {name: Var(atom.aval) for name, atom in numbers.items()}
+    outvars = [entering.get(id(atom), atom) for atom in body.outvars]
+    invars = [*body.constvars, *entering.values(), *body.invars]
+    detached: Any = replace_variables(body, invars, body.eqns, outvars)
+    values = [jnp.asarray(atom.val, atom.aval.dtype) for atom in numbers.values()]
+    return ClosedJaxpr(detached.replace(constvars=[]), ()), [*program.consts, *values]
 
 
 def _keep_results(program: ClosedJaxpr, marks: Sequence[bool]) -> ClosedJaxpr:

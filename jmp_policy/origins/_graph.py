@@ -109,9 +109,9 @@ def build_graph(
     atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
     return Graph(
         start=start.astype(np.int32),
-        target=np.array(flat, np.int32),
-        common=np.minimum(np.array(common, np.int32), MOST_LOOPS),
-        carried=np.array(carried, bool),
+        target=np.array(flat or [0], np.int32),  # which a traced program may index, though it never reads it
+        common=np.minimum(np.array(common or [0], np.int32), MOST_LOOPS),
+        carried=np.array(carried or [False], bool),
         operands=_pad([[row for row, _, _ in own] for own in operands], MOST_OPERANDS, NONE, np.int32),
         scales=_pad([[scale for _, scale, _ in own] for own in operands], MOST_OPERANDS, 0, np.float32),
         shifts=_pad([[shift for _, _, shift in own] for own in operands], MOST_OPERANDS, 0, np.float32),

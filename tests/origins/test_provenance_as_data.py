@@ -195,3 +195,15 @@ def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_ep
     _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(-x / 4.0)))(jnp.array([-2.0, 2.0]))
     assert (origin.primitive, origin.operands) == ("log", ((-0.5, 0.5),))
     assert "Its operand ranges from -0.5 to 0.5." in origin.describe()
+
+
+@pytest.mark.parametrize("fun", [lambda n: n + 1, lambda n: 3, lambda n: (n, jnp.zeros(0))])
+def test_a_program_without_numbers_that_could_be_infinite_finds_nothing(fun):
+    out, origin = jax.jit(first_nonfinite(fun))(jnp.arange(3))
+    jax.tree.map(np.testing.assert_array_equal, out, fun(jnp.arange(3)))
+    assert str(origin) == "every result is finite"
+
+
+def test_a_result_that_is_a_number_in_the_program_is_a_constant():
+    _, origin = jax.jit(first_nonfinite(lambda x: (x, jnp.float32(jnp.nan))))(jnp.ones(2))
+    assert (origin.argument, origin.kind) == ("a constant", "nan")
