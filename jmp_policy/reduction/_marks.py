@@ -5,6 +5,7 @@ dtype. The walk goes back from a gradient to the first equations that sum, and o
 """
 
 import enum
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..interpreter import Inside, bodies_of, float_dtype, is_float
 from ._origins import Origin, find_origins, list_argument_origins, read_origin
-from ._tables import CALLS, MOVES, MULTIPLICATIONS, PRODUCTS, SCATTERED_SUM, SUMS
+from ._tables import CALLS, MOVES, MULTIPLICATIONS, PRODUCTS, SCATTERED_SUM, SUMS, is_pairwise
 
 
 class Need(enum.IntEnum):
@@ -92,7 +93,16 @@ def is_narrower(dtype: Any, other: np.dtype) -> bool:
     >>> is_narrower(half, full), is_narrower(full, full), is_narrower(half, np.dtype("bfloat16"))
     (True, False, False)
     """
-    return dtype is not None and dtype != other and jnp.promote_types(dtype, other) == other
+    if dtype is None or dtype == other:
+        return False
+    (mantissa, exponent), (other_mantissa, other_exponent) = _measure(dtype), _measure(other)
+    return mantissa <= other_mantissa and exponent <= other_exponent
+
+
+@functools.cache
+def _measure(dtype: Any) -> tuple[int, int]:
+    info = jnp.finfo(dtype)
+    return info.nmant, info.nexp
 
 
 class _Walk:
@@ -181,7 +191,7 @@ class _Walk:
         return Place((need,))
 
     def _visit_move(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place:
-        if len(eqn.outvars) > 1 and len(eqn.outvars) == len(eqn.invars):  # a barrier, or a psum of several values
+        if is_pairwise(eqn):
             for atom, own in zip(eqn.invars, needs, strict=True):
                 self._ask(atom, own)
             return Place(tuple(needs))
@@ -210,7 +220,7 @@ class _Walk:
                 self._ask(outer, need)
                 if need is not Need.NONE and isinstance(outer, Var):
                     entering.add(outer)
-        return Place(tuple(inner), origins, tuple(atom in entering for atom in eqn.invars))
+        return Place(tuple(inner), origins, tuple(isinstance(atom, Var) and atom in entering for atom in eqn.invars))
 
     def _ask_all(self, atoms: Sequence[Var | Literal], need: Need) -> None:
         for atom in atoms:

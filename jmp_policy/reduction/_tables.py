@@ -4,6 +4,8 @@ A gradient is linear in the cotangent of the loss. So what stands between is lin
 cotangent, and moves of numbers from place to place. Any other operation is opaque.
 """
 
+from jax.extend.core import JaxprEqn
+
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"})
 """Products of two tensors, which sum over what both have."""
 
@@ -32,3 +34,13 @@ CALLS = frozenset({
     "checkpoint", "closed_call", "cond", "eval_jaxpr", "jit", "pjit", "remat2", "scan", "shard_map", "while",
 })  # fmt: skip
 """What runs programs, which are looked into."""
+
+
+def is_pairwise(eqn: JaxprEqn) -> bool:
+    """Whether each result is of an operand of its own: of a barrier, or a `psum` of several values.
+
+    >>> import jax
+    >>> [is_pairwise(eqn) for eqn in jax.make_jaxpr(jax.lax.optimization_barrier)((1.0, 2.0)).eqns]
+    [True]
+    """
+    return len(eqn.outvars) > 1 and len(eqn.outvars) == len(eqn.invars)

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..interpreter import Body, Kind, Rule, Value, float_dtype
 from ._marks import Place, find_marks, is_narrower
 from ._operations import make_scatter_params, write_product
-from ._tables import PRODUCTS, SCATTERED_SUM
+from ._tables import PRODUCTS, SCATTERED_SUM, is_pairwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Widening(Rule):
             return [Value(var, kind) for var, kind in zip(write_product(eqn, atoms, body, self.dtype), kinds, strict=True)]
         if name == "convert_element_type" and values[0].kind.dtype is not None:
             return self._convert(eqn, values[0], body, kinds[0])
-        if len(kinds) > 1 and kinds != traced:  # a barrier, whose operands have the dtypes of its results
+        if is_pairwise(eqn):
             atoms = body.cast_values(values, kinds, eqn)
         elif kinds == traced:
             atoms = self._restore(eqn, values, body)
@@ -66,8 +65,7 @@ class Widening(Rule):
         return Kind(float_dtype(literal))
 
     def join(self, kinds: Sequence[Kind]) -> Kind:
-        dtypes = [kind.dtype for kind in kinds]
-        return Kind(functools.reduce(jnp.promote_types, dtypes)) if None not in dtypes else kinds[0]
+        return functools.reduce(lambda a, b: b if is_narrower(a.dtype, b.dtype) else a, kinds)
 
     def accumulated(self, kind: Kind) -> Kind:
         return kind
