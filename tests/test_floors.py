@@ -39,6 +39,7 @@ FLOORS = {
     "_full_precision": 5,
     "_grad": 5,
     "interpreter": 5,
+    "reduction": 5,
     "optim": 6,
     "autocast": 6,
     "measurement": 6,
@@ -47,6 +48,7 @@ FLOORS = {
     "origins": 6,
     "numerics": 6,
     "quant": 6,
+    "sharding": 6,
     "explanation": 6,
     "report": 6,
     "_explain": 7,
@@ -77,7 +79,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "origins"),
               ("optim", "origins"), ("optim", "numerics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
-              ("_find_scale", "_scaled_state"),
+              ("_find_scale", "_scaled_state"), ("reduction", "interpreter"), ("_grad", "reduction"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

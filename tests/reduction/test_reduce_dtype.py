@@ -138,7 +138,7 @@ def test_layers_of_linen_are_followed_under_a_policy_and_autocast():
 
     for fun in (
         functools.partial(loss, model=policied),
-        jmp.autocast(functools.partial(loss, model=model), "mixed_bfloat16"),
+        jmp.autocast(functools.partial(loss, model=model), "params=float32,compute=bfloat16,output=none"),
     ):
         assert count_widened_products(widen(fun), variables, tokens) == 2  # the matmuls that make weight gradients
         found, expected = (jax.jit(f)(variables, tokens) for f in (widen(fun), jax.value_and_grad(fun)))
