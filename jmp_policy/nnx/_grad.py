@@ -103,7 +103,8 @@ def value_and_grad(
     [[1.0], [1.0]]
     """
     differentiate = functools.partial(nnx.value_and_grad, **options)
-    find_parameters = lambda args: nnx.split([args[_position(argnum)] for argnum in _as_sequence(argnums)], graph=True)[1]
+    list_models = lambda args: [args[_position(argnum)] for argnum in _as_sequence(argnums)]
+    find_parameters = lambda args: nnx.split(list_models(args), graph=True)[1]
     reduce = make_reducer(reduce_dtype, strict, find_parameters)
     differentiate_with = functools.partial(_differentiate_models, differentiate, fun, argnums, has_aux, reduce)
     differentiated = read_scale_at_call(differentiate_with, fun, loss_scale)
@@ -112,7 +113,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        before = _carried([args[_position(argnum)] for argnum in _as_sequence(argnums)])
+        before = _carried(list_models(args))
         out, grads = differentiated(*args, **kwargs)
         _keep_if_nonfinite(before, grads)
         return out, grads

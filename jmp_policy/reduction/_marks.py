@@ -129,7 +129,7 @@ class _Walk:
 
     def _ask(self, atom: Var | Literal, need: Need) -> None:
         """Asks for a value to be wide; what depends on no data is summed over none."""
-        if isinstance(atom, Literal) or need is Need.NONE or float_dtype(atom) is None or self._origins[atom] is not Origin.DATA:
+        if need is Need.NONE or self._origin(atom) is not Origin.DATA or not is_float(atom):
             return
         self._needs[atom] = max(need, self._need_of(atom))
         self._asked[atom] = self._asked.get(atom, 0) + 1

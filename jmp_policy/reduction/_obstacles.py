@@ -25,7 +25,7 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
     narrowed = {name: [o for o in obstacles if not o.is_opaque] for name, obstacles in found.items()}
     is_refused = any(narrowed.values())
     lines = [
-        f"{name or 'the argument'!r}: {obstacles[0].eqn.primitive.name} in {obstacles[0].dtype}{_locate(obstacles[0].eqn)}"
+        f"{name or 'the argument'!r}: {_describe(obstacles[0])}"
         for name, obstacles in (narrowed if is_refused else found).items()
         if obstacles
     ]
@@ -43,6 +43,10 @@ def explain_obstacles(found: Mapping[str, Sequence[Obstacle]], dtype: np.dtype) 
         f"Have the operation return {dtype}, or pass strict=False, which makes this a warning. For example: "
         f"value_and_grad(loss_fn, loss_scale=scale, reduce_dtype='{dtype}', strict=False)."
     ), False
+
+
+def _describe(obstacle: Obstacle) -> str:
+    return f"{obstacle.eqn.primitive.name} in {obstacle.dtype}{_locate(obstacle.eqn)}"
 
 
 def _locate(eqn: JaxprEqn) -> str:

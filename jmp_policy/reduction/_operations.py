@@ -12,27 +12,27 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Var
 from ..interpreter import Body, float_dtype
 
 
-def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> list[Any]:
+def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> Var:
     """Writes a product whose sums and results have a dtype; what is multiplied keeps its own.
 
     XLA:CPU cannot run all products of half-precision tensors whose result is wider. There they are cast first.
 
     Returns:
-      The results, as variables.
+      The variable of the result.
     """
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
     direct = eqn.replace(invars=list(atoms), outvars=outvars, params=params)
     if not any(float_dtype(atom) not in (None, dtype) for atom in atoms):
         body.equations.append(direct)
-        return outvars
+        return outvars[0]
     branches = tuple([_make_branch(direct, dtype if casts_first else None) for casts_first in (True, False)])
     index, choice = [template.replace(source_info=eqn.source_info, ctx=eqn.ctx) for template in _trace_choice()]
     place = Var(index.outvars[0].aval)
     body.equations.append(index.replace(outvars=[place]))
     params = {**choice.params, "branches": branches}
     body.equations.append(choice.replace(invars=[place, *atoms], outvars=outvars, params=params))
-    return outvars
+    return outvars[0]
 
 
 def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
@@ -73,4 +73,3 @@ def _change_dtype(var: Var, dtype: np.dtype) -> Any:
 
 
 _NAMELESS = DebugInfo("product", "product", None, None)
-

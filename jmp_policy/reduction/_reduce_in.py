@@ -39,7 +39,8 @@ def reduce_gradients_in(
     Raises:
       ValueError: `dtype` names no floating dtype, or needs `jax_enable_x64`.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
+    >>> from jmp_policy.reduction import reduce_gradients_in
     >>> loss_fn = lambda w, x: jnp.sum((w.astype(jnp.bfloat16) * x).astype(jnp.float32))
     >>> reduced = reduce_gradients_in("float32", jax.value_and_grad(loss_fn), lambda args: [args[0]], strict=True)
     >>> x = jnp.array([256.0, 1, 1], jnp.bfloat16)  # whose sum is 256 in bfloat16
@@ -167,7 +168,7 @@ def parse_reduce_dtype(dtype: DTypeLike) -> np.dtype:
     parsed = parse_dtype(dtype, where=" for reduce_dtype", example="reduce_dtype='float32'")
     if jax.dtypes.canonicalize_dtype(parsed) != parsed:
         raise ValueError(
-            f"reduce_dtype={str(parsed)!r} needs jax.config.update('jax_enable_x64', True): without it, JAX computes in "
-            "float32. For example: reduce_dtype='float32'."
+            f"reduce_dtype={str(parsed)!r} needs jax.config.update('jax_enable_x64', True): without it, JAX computes "
+            "in float32. For example: reduce_dtype='float32'."
         )
     return parsed

@@ -41,7 +41,7 @@ class Widening(Rule):
             atoms = self._restore(eqn, values, body)
             if kinds == traced:
                 return body.append(eqn, atoms, kinds)
-            return [Value(var, kind) for var, kind in zip(write_product(eqn, atoms, body, self.dtype), kinds, strict=True)]
+            return [Value(write_product(eqn, atoms, body, self.dtype), kinds[0])]
         if name == "convert_element_type" and values[0].kind.dtype is not None:
             return self._convert(eqn, values[0], body, kinds[0])
         if is_pairwise(eqn):
@@ -91,9 +91,7 @@ class Widening(Rule):
         """The operands in the dtypes that the equation was traced with."""
         return [value.atom for value in self._restore_values(eqn, values, body, [False] * len(values))]
 
-    def _restore_values(
-        self, eqn: JaxprEqn, values: list[Value], body: Body, stays: Sequence[bool]
-    ) -> list[Value]:
+    def _restore_values(self, eqn: JaxprEqn, values: list[Value], body: Body, stays: Sequence[bool]) -> list[Value]:
         restored = []
         for atom, value, is_left in zip(eqn.invars, values, stays, strict=True):
             dtype = float_dtype(atom)

@@ -97,7 +97,8 @@ def test_auxiliary_data_and_positions_come_through():
     params, x = make_arguments(dense)
     grad_fn = widen(loss, argnums=(2, 1), has_aux=True, scale=jmp.StaticLossScale(4.0))
     (value, aux), (grads, of_scale) = grad_fn(x, 2.0, params, name="run")
-    (expected, _), (wanted, wanted_of_scale) = jax.value_and_grad(loss, (2, 1), has_aux=True)(x, 2.0, params, name="run")
+    plain = jax.value_and_grad(loss, (2, 1), has_aux=True)
+    (expected, _), (wanted, wanted_of_scale) = plain(x, 2.0, params, name="run")
     assert (aux["name"], aux["none"], int(aux["count"])) == ("run", None, 3)
     np.testing.assert_array_equal(aux["batch"], x)
     np.testing.assert_allclose([value, of_scale], [expected, wanted_of_scale], rtol=1e-6)
@@ -166,7 +167,8 @@ def test_modules_of_nnx_keep_what_they_write(scale):
         options = {"loss_scale": scale, "reduce_dtype": reduce_dtype}
         step = nnx.jit(lambda model, x, options=options: jmp.nnx.value_and_grad(loss, **options)(model, x))
         value, grads = step(model, x)
-        results.append((value, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(model, nnx.Any(nnx.BatchStat, nnx.RngState)))))
+        state = nnx.state(model, nnx.Any(nnx.BatchStat, nnx.RngState))
+        results.append((value, nnx.to_pure_dict(grads), nnx.to_pure_dict(state)))
     (value, grads, state), (reduced, sums, state_after) = results
     np.testing.assert_allclose(value, reduced, rtol=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(sums)
@@ -203,7 +205,8 @@ def test_float8_state_is_left_alone():
     _, found = jax.jit(widen(loss))(variables, x)
     state = "_overwrite_with_gradient"
     jax.tree.map(np.testing.assert_array_equal, found[state], expected[state])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.1, atol=1e-3), found["params"], expected["params"])
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=0.1, atol=1e-3)
+    jax.tree.map(assert_close, found["params"], expected["params"])
 
 
 def test_minimize_hands_it_on():
@@ -234,7 +237,7 @@ HIDDEN = r"'layer/w': tanh in bfloat16, at .*test_reduce_dtype\.py:\d+ \(hidden\
 
 def test_a_gradient_that_cannot_be_followed_is_an_error_that_names_it():
     params, x = make_arguments(dense)
-    with pytest.raises(ValueError, match=r"^These gradients cannot be followed to the sums .*(?s:.*)" + HIDDEN) as caught:
+    with pytest.raises(ValueError, match=r"^These gradients cannot be followed to the sums (?s:.*)" + HIDDEN) as caught:
         widen(hidden)({"layer": params}, x)
     assert "layer/b" not in str(caught.value)
     assert "strict=False" in str(caught.value)
@@ -253,8 +256,8 @@ def test_a_narrower_reduction_is_refused_whatever_strict_says():
     params, x = make_arguments(one_example)
     wide = lambda p, x: jnp.mean((x.astype(jnp.float32) @ p["w"]) ** 2)
     message = (
-        r"^reduce_dtype='bfloat16' is narrower than what these gradients are summed in:\n  'w': dot_general in float32, "
-        r"at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*For example: reduce_dtype='float32'\.$"
+        r"^reduce_dtype='bfloat16' is narrower than what these gradients are summed in:\n  'w': dot_general in float32,"
+        r" at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*For example: reduce_dty"
     )
     for strict in (True, False):
         with pytest.raises(ValueError, match=message):
