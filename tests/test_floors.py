@@ -48,6 +48,7 @@ FLOORS = {
     "collectives": 6,
     "numerics": 6,
     "quant": 6,
+    "sharding": 6,
     "explanation": 6,
     "report": 6,
     "_explain": 7,
