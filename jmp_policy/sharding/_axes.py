@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 from .._messages import quote
 
@@ -34,6 +35,26 @@ def check_axes(axes: tuple[Any, ...], where: str) -> None:
             raise ValueError(f"{quote(axis)} in {where} is not an axis that is mapped here. {_list_mapped()}") from None
 
 
+def is_explicit(axes: tuple[Any, ...]) -> bool:
+    """Whether one of the axes is an explicit one of the mesh in use."""
+    return not set(axes).isdisjoint(_list_explicit())
+
+
+def check_explicit(axes: tuple[Any, ...], where: str) -> None:
+    """Checks that arrays are sharded explicitly along axes.
+
+    Raises:
+      ValueError: one of them is not explicit.
+    """
+    explicit = _list_explicit()
+    for axis in axes:
+        if axis not in explicit:
+            raise ValueError(
+                f"{quote(axis)} in {where} is not an explicit axis of the mesh; these are: "
+                f"{', '.join(map(repr, explicit))}. Make it explicit, too, or call this in jax.shard_map."
+            )
+
+
 def count_devices(axes: tuple[Any, ...]) -> int:
     """How many devices there are along axes together."""
     return math.prod(lax.axis_size(axis) for axis in axes)
@@ -54,6 +75,12 @@ def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int,
         f"Dimension {dimension} of an array of shape {shape}{where} {needs} along {', '.join(map(str, axes))}. Split "
         "another dimension, pad this one, or leave the array whole: P()."
     )
+
+
+def _list_explicit() -> list[Any]:
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [axis for axis, axis_type in types if axis_type == AxisType.Explicit]
 
 
 def _list_mapped() -> str:

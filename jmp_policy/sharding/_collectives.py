@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._float8_state import is_prepared, name_state, read_leaf, write_leaf
+from .._float8_state import name_state
 from .._messages import describe
 from .._signatures import PolicySpec
 from .._trees import Uncast, is_floating
 from ._axes import AxisName, check_axes, check_divides, list_axes
 from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype
-from ._gather_leaf import Gathering, gather_leaf
+from ._gather_leaf import Gathering, gather_leaf, take_maximum
 
 T = TypeVar("T")
 
@@ -125,18 +125,9 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
 
     def gather(x: Any) -> Any:
         _check_numbers(x, "all_gather")
-        x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return gather_leaf(x, Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled))
-        return lax.all_gather(x, axis_name, axis=axis, tiled=tiled)
+        return gather_leaf(jnp.asarray(x), Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled))
 
     return _map_leaves(gather, lambda state: state, tree)
-
-
-def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The largest of what all devices have of a leaf of float8 state."""
-    largest = lax.pmax(read_leaf(state), axis_name)
-    return write_leaf(largest, state) if is_prepared(state) else largest
 
 
 def _reduce(tree: T, axis_name: AxisName, policy: PolicySpec, reduce: Callable[[Any], Any], *, skips: bool = True) -> T:

@@ -8,11 +8,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._messages import describe
 from .._trees import PyTree
+from ._axes import list_axes
+from ._gather_leaf import Splits
 
 Spec = NamedSharding | PartitionSpec
 
 
-def spread_specs(specs: PyTree, tree: PyTree, name: str) -> list[Any]:
+def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
     """The specs of the leaves of a tree, in their order.
 
     Args:
@@ -24,7 +26,7 @@ def spread_specs(specs: PyTree, tree: PyTree, name: str) -> list[Any]:
       ValueError: the trees do not fit.
       TypeError: a leaf of `specs` is no spec.
 
-    >>> spread_specs({"a": PartitionSpec("d"), "b": PartitionSpec()}, {"a": 1, "b": [2, 3]}, "specs")
+    >>> spread_specs({"a": PartitionSpec("d"), "b": PartitionSpec()}, {"a": 1, "b": [2, 3]})
     [P('d',), P(), P()]
     """
     given = dict(jax.tree_util.tree_leaves_with_path(specs))
@@ -45,6 +47,40 @@ def spread_specs(specs: PyTree, tree: PyTree, name: str) -> list[Any]:
             f"for all that is below a place, for example: {name} = jax.tree.map(lambda _: jax.P(), params)."
         )
     return [given[prefix] for prefix in found if prefix is not None]
+
+
+def complete_spec(spec: Spec, ndim: int, where: str) -> PartitionSpec:
+    """A spec that has an entry for each dimension of an array.
+
+    Raises:
+      ValueError: it has more.
+    """
+    entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec)
+    if len(entries) > ndim:
+        raise ValueError(
+            f"{where} is {PartitionSpec(*entries)}, for an array of {ndim} dimensions. In a scan over layers, one "
+            "layer has a dimension less than all of them: jax.P(*spec[1:])."
+        )
+    return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
+
+
+def find_splits(spec: PartitionSpec, axes: tuple, where: str) -> Splits:
+    """The dimensions that are split over some axes.
+
+    Raises:
+      ValueError: one is split over others, too.
+    """
+    splits = []
+    for dimension, entry in enumerate(spec):
+        own = list_axes(entry)
+        if set(own) & set(axes):
+            if not set(own) <= set(axes):
+                raise ValueError(
+                    f"{where} splits dimension {dimension} over {', '.join(own)}, of which only some are in "
+                    f"reduce_axes, {', '.join(map(str, axes))}. Split another dimension over the others."
+                )
+            splits.append((dimension, own))
+    return tuple(splits)
 
 
 def _show(paths: Sequence[tuple]) -> str:
