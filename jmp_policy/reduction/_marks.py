@@ -129,10 +129,9 @@ class _Walk:
 
     def _ask(self, atom: Var | Literal, need: Need) -> None:
         """Asks for a value to be wide; what depends on no data is summed over none."""
-        if need is Need.NONE or self._origin(atom) is not Origin.DATA or not is_float(atom):
-            return
-        self._needs[atom] = max(need, self._need_of(atom))
-        self._asked[atom] = self._asked.get(atom, 0) + 1
+        if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is Origin.DATA:
+            self._needs[atom] = max(need, self._need_of(atom))
+            self._asked[atom] = self._asked.get(atom, 0) + 1
 
     def _origin(self, atom: Var | Literal) -> Origin:
         return read_origin(atom, self._origins)
@@ -239,8 +238,8 @@ class _Walk:
             return all(self._origin(atom) is not Origin.PARAMETER for atom in eqn.invars[:2])
         if name not in MOVES:
             return False
-        before = [self._makers.get(atom) for atom in eqn.invars if isinstance(atom, Var) and self._reads[atom] == 1]
-        return any(maker is not None and self._leads_to_sum(maker) for maker in before)
+        read_here: list[Any] = [atom for atom in eqn.invars if isinstance(atom, Var) and self._reads[atom] == 1]
+        return any(self._leads_to_sum(self._makers[var]) for var in read_here if var in self._makers)
 
     def _check_opaque(self, eqn: JaxprEqn) -> None:
         for var in eqn.outvars:

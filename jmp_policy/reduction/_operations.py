@@ -38,7 +38,7 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) 
 def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
     """A program that is one equation, of operands that are cast to a dtype before, if one is given."""
     arguments, results = [Var(atom.aval) for atom in eqn.invars], [Var(var.aval) for var in eqn.outvars]
-    body, operands = Body(), list(arguments)
+    body, operands = Body(), list[Any](arguments)
     if dtype is not None:
         operands = [var if float_dtype(var) is None else body.cast_once(var, dtype, eqn) for var in arguments]
     eqns = [*body.equations, eqn.replace(invars=operands, outvars=results)]
