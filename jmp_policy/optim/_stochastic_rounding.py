@@ -38,9 +38,9 @@ def stochastic_rounding(inner: Transformation, key: jax.Array) -> optax.Gradient
     fewer bytes.
 
     The result is a function of the key alone. Under `jit` it is the same bits whatever the mesh. In `jax.shard_map`,
-    parameters that are replicated over devices are rounded alike on all of them, and shards each for itself, so that the
-    noise depends on the mesh (and with `check_vma=False`, JAX does not know which is which, and shards of equal values
-    are rounded alike).
+    parameters that are replicated over devices are rounded alike on all of them, and shards each for itself, so that
+    the noise depends on the mesh (and with `check_vma=False`, JAX does not know which is which, and shards of equal
+    values are rounded alike).
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
     would alone.
