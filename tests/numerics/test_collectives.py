@@ -216,6 +216,32 @@ def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
 
 
 @BOTH_WAYS
+def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
+    """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""
+
+    def step(weights, x):
+        def loss(weights):
+            def layer(x, both):
+                up, down = both
+                return x + lax.psum(jnp.tanh(x @ up) @ down, "model"), None
+
+            return jnp.sum(lax.scan(layer, x, weights)[0])
+
+        return jax.grad(loss)(weights)
+
+    specs = P(None, None, "model"), P(None, "model")
+    sharded = jax.shard_map(step, mesh=GRID, in_specs=(specs, P("data")), out_specs=specs)
+    weights = array((3, 4, 8), GRID, *specs[0]), array((3, 8, 4), GRID, *specs[1])
+    report = collectives(sharded, compiled=compiled)(weights, array((4, 4), GRID, "data"))
+    found = sorted((row.axes, row.direction, row.is_gradient, row.shape, row.count) for row in report.rows)
+    assert found == [
+        (("data",), "backward", True, (4, 4), 6),
+        (("model",), "backward", False, (2, 4), 3),
+        (("model",), "forward", False, (2, 4), 3),
+    ]
+
+
+@BOTH_WAYS
 def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compiled):
     """Also in a loop over steps, whose next step reads what this one leaves."""
 
