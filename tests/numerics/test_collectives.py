@@ -185,6 +185,25 @@ def test_activations_of_a_tensor_axis_are_no_gradients():
     ]
 
 
+@BOTH_WAYS
+def test_gradients_of_tables_are_gradients(compiled):
+    """Of one that is read by token and of one that is read by position, whose rows are read once each."""
+
+    def step(tables, tokens):
+        def loss(tables):
+            return jnp.sum(jnp.tanh(tables["tokens"][tokens] + tables["positions"][jnp.arange(4)]))
+
+        return jax.grad(loss)(tables)
+
+    tables = {"tokens": array((16, 8), DATA), "positions": array((4, 8), DATA)}
+    sharded = jax.shard_map(step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P())
+    report = collectives(sharded, compiled=compiled)(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape[-2:], row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+    replicated = jax.tree.map(lambda table: table.sharding, tables)
+    report = collectives(jax.jit(step, out_shardings=replicated))(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape, row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+
+
 def fsdp_grads(w, x):
     """One parameter for 3 layers: a quarter of each on each device."""
 
