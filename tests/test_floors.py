@@ -39,6 +39,7 @@ FLOORS = {
     "_full_precision": 5,
     "_grad": 5,
     "interpreter": 5,
+    "reduction": 5,
     "optim": 6,
     "autocast": 6,
     "measurement": 6,
@@ -79,7 +80,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "origins"), ("numerics", "collectives"), ("collectives", "report"),
               ("optim", "origins"), ("optim", "numerics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
-              ("_find_scale", "_scaled_state"),
+              ("_find_scale", "_scaled_state"), ("reduction", "interpreter"), ("_grad", "reduction"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
