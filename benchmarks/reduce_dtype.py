@@ -21,9 +21,9 @@ from benchmarks._targets import tpu
 from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
 from jmp_policy.demo._gpt_linen import GPT
 
-CONFIG = GPTConfig(width=512, depth=4, heads=8, context=256)
+CONFIG = GPTConfig(width=256, depth=2, heads=4, context=128)
 POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
-BATCH = 32
+BATCH = 16
 
 
 def make_gradients(reduce_dtype: Any) -> tuple[Callable[..., Any], Any, Any]:

@@ -40,11 +40,13 @@ def used_in_each_turn(p, x):
 
 
 def carried_in_swapped_places(p, x):
+    """The gradient of the one weight is the carry of the other in every second turn."""
+
     def turn(carry, _):
         a, b, h = carry
-        return (b, a, jnp.tanh(h @ a)), None
+        return (b, a, jnp.tanh(h @ a) @ b), None
 
-    weights = p["w"].astype(HALF), p["v"].astype(HALF)
+    weights = p["w"].astype(HALF), jnp.eye(4, dtype=HALF)
     return finish(lax.scan(turn, (*weights, x), length=3)[0][2])
 
 
@@ -90,7 +92,8 @@ def with_heads(p, x):
 
 
 def factorized(p, x):
-    return finish(x @ (p["w"].astype(HALF) @ p["v"].astype(HALF)))
+    """The product of the weights has a gradient that is summed over the batch, and theirs are made of that."""
+    return finish(x @ (p["w"].astype(HALF) @ p["v"].astype(HALF) * jnp.tril(jnp.ones((4, 4), HALF))))
 
 
 def scaled_and_masked(p, x):

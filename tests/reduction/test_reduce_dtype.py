@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
-from losses import LOSSES, dense, make_arguments, one_example, stored_in_half
+from losses import LOSSES, dense, make_arguments, one_example, stored_in_half, summed_of_a_matmul
 
 import jmp_policy as jmp
 
@@ -125,6 +125,11 @@ def test_the_loss_scale_is_that_of_the_state_at_the_call():
 
 def count_widened_products(fun, *args):
     return str(jax.make_jaxpr(fun)(*args)).count("platform_index")
+
+
+def test_a_sum_that_is_summed_once_more_is_widened_too():
+    """Its own axis may be the one that devices share."""
+    assert count_widened_products(widen(summed_of_a_matmul), *make_arguments(summed_of_a_matmul)) == 1
 
 
 def test_layers_of_linen_are_followed_under_a_policy_and_autocast():
