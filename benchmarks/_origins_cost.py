@@ -106,10 +106,11 @@ def measure(steps: Steps, target: Target, repeats: int) -> Cost:
 def compare_entries(one: str, other: str) -> dict[str, int]:
     """Which instructions the entry of one optimized HLO module has more or fewer of than another's, by their results.
 
-    Those of floating or boolean results are compared. What is searched for is integers, which two compilations may move
-    out of the conditional or not, and tuples move nothing.
+    Those of floating or boolean arrays are compared. Scalars and the integers of a `Provenance` may be fused with what is
+    in the conditional, or moved out of it, and tuples move nothing.
     """
-    counts = [collections.Counter(_INSTRUCTION.findall(_ENTRY.findall(text)[0])) for text in (one, other)]
+    instructions = [_INSTRUCTION.findall(_ENTRY.findall(text)[0]) for text in (one, other)]
+    counts = [collections.Counter(name for name in found if _DIMENSION.search(name)) for found in instructions]
     both = counts[0] | counts[1]
     return {name: counts[0][name] - counts[1][name] for name in both if counts[0][name] != counts[1][name]}
 
@@ -147,3 +148,4 @@ _ENTRY = re.compile(r"^ENTRY [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(?(?:pred|b?f\d+)\[.*? (?!tuple\()[a-z][\w\-]*)\(", re.MULTILINE
 )
+_DIMENSION = re.compile(r"\[\d")

@@ -121,9 +121,10 @@ def test_programs_that_differ_outside_of_the_conditional_are_told_apart():
     entry = """ENTRY %main (x: f32[2]) -> f32[2] {
       %x = f32[2]{0} parameter(0)
       %made = (f32[2]{0}) tuple(%x)
+      %scalar = f32[] reduce(%x)
       ROOT %add.1 = f32[2]{0} add(%x, %x)
     }""".replace("\n    }", "\n}")
-    other = entry.replace("add(", "multiply(").replace("tuple(%x)", "tuple(%x, %x)")
+    other = entry.replace("add(", "multiply(").replace("tuple(%x)", "tuple(%x, %x)").replace("reduce", "fusion")
     assert compare_entries(entry, entry) == {}
     assert compare_entries(entry, other) == {"f32[2]{0} add": 1, "f32[2]{0} multiply": -1}
 
