@@ -106,8 +106,8 @@ def measure(steps: Steps, target: Target, repeats: int) -> Cost:
 def compare_entries(one: str, other: str) -> dict[str, int]:
     """Which instructions the entry of one optimized HLO module has more or fewer of than another's, by their results.
 
-    Those of floating or boolean arrays are compared. Scalars and the integers of a `Provenance` may be fused with what is
-    in the conditional, or moved out of it, and tuples move nothing.
+    Those of floating or boolean arrays are compared. Scalars and the integers of a `Provenance` may be fused with what
+    is in the conditional, or moved out of it, and tuples move nothing.
     """
     instructions = [_INSTRUCTION.findall(_ENTRY.findall(text)[0]) for text in (one, other)]
     counts = [collections.Counter(name for name in found if _DIMENSION.search(name)) for found in instructions]
