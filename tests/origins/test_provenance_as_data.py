@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx, serialization
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
@@ -187,6 +187,16 @@ def test_inside_of_a_shard_map_devices_search_together():
     assert origin.status.tolist() == [1, 2]
     assert (origin.kind, origin.primitive) == ("nan", "log")
     assert not sharded(jnp.abs(x))[1].found
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_map_on_any_kind_of_mesh_is_searched(kind):
+    fun = jax.shard_map(lambda x: lax.psum(jnp.log(x), "data"), in_specs=P("data"), out_specs=P())
+    mesh = make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.array([1.0, 2.0, -3.0, 4.0]), NamedSharding(mesh, P("data")))
+        _, origin = jax.jit(first_nonfinite(fun))(x)
+    assert (origin.kind, origin.primitive, origin.operands) == ("nan", "log", ((-3.0, 4.0),))
 
 
 def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_epsilon():
