@@ -20,6 +20,7 @@ from ._gpt import (
     make_optimizer,
     split_windows,
 )
+from ._sharding import shard_channels, shard_rows, shard_state
 
 
 class SelfAttention(nn.Module):
@@ -33,7 +34,7 @@ class SelfAttention(nn.Module):
         batch, length, width = x.shape
         heads = self.config.heads
         qkv = nn.Dense(3 * width, use_bias=False, name="qkv")(x).reshape(batch, length, heads, 3 * width // heads)
-        attended = causal_attention(*jnp.split(qkv, 3, axis=-1))
+        attended = causal_attention(*jnp.split(shard_rows(qkv, None, "tensor"), 3, axis=-1))
         return nn.Dense(width, use_bias=False, name="project")(attended.reshape(batch, length, width))
 
 
@@ -46,9 +47,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, length, width)` to the same shape."""
         width = self.config.width
-        x = x + SelfAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x))
+        x = shard_rows(x + SelfAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x)))
         expanded = nn.Dense(4 * width, name="expand")(nn.LayerNorm(name="mlp_norm")(x))
-        return x + nn.Dense(width, name="contract")(nn.gelu(expanded))
+        return shard_rows(x + nn.Dense(width, name="contract")(nn.gelu(expanded)))
 
 
 class GPT(nn.Module):
@@ -63,7 +64,7 @@ class GPT(nn.Module):
         initializer = nn.initializers.normal(0.02)
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=initializer, name="embed")
         positions = nn.Embed(config.context, config.width, embedding_init=initializer, name="positions")
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
+        x = shard_rows(shard_channels(embed(tokens) + positions(jnp.arange(tokens.shape[1]))))
         for index in range(config.depth):
             x = Block(config, name=f"blocks_{index}")(x)
         return embed.attend(nn.LayerNorm(name="norm")(x))
@@ -123,7 +124,7 @@ def _train_step(
     state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike
 ) -> tuple["jmp.linen.TrainState", jax.Array]:
     loss, grads = _compute_grads(state, windows)
-    return state.apply_gradients(grads=grads), loss
+    return shard_state(state.apply_gradients(grads=grads)), loss
 
 
 @functools.partial(jax.jit, static_argnums=2)

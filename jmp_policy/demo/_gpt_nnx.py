@@ -19,6 +19,7 @@ from ._gpt import (
     make_optimizer,
     split_windows,
 )
+from ._sharding import shard_channels, shard_rows, shard_state
 
 
 class SelfAttention(nnx.Module):
@@ -33,7 +34,7 @@ class SelfAttention(nnx.Module):
         """Maps `(batch, length, width)` to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(x).reshape(batch, length, self.heads, 3 * width // self.heads)
-        attended = causal_attention(*jnp.split(qkv, 3, axis=-1))
+        attended = causal_attention(*jnp.split(shard_rows(qkv, None, "tensor"), 3, axis=-1))
         return self.project(attended.reshape(batch, length, width))
 
 
@@ -49,8 +50,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, length, width)` to the same shape."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.contract(nnx.gelu(self.expand(self.mlp_norm(x))))
+        x = shard_rows(x + self.attention(self.attention_norm(x)))
+        return shard_rows(x + self.contract(nnx.gelu(self.expand(self.mlp_norm(x)))))
 
 
 class GPT(nnx.Module):
@@ -65,7 +66,7 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps integers `(batch, length)` to logits `(batch, length, vocabulary)` of the next token."""
-        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = shard_rows(shard_channels(self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))))
         for block in self.blocks:
             x = block(x)
         return self.embed.attend(self.norm(x))
@@ -151,6 +152,8 @@ def _compute_logits(
 def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> jax.Array:
     loss, grads = _compute_grads(model, optimizer, windows)
     optimizer.update(model, grads)
+    for part in (model, optimizer):
+        nnx.update(part, shard_state(nnx.state(part)))
     return loss
 
 
