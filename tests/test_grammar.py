@@ -41,8 +41,9 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_", "(",
-          "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
+          " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
+          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f",
+          "\u0130"]  # fmt: skip
 
 QUANTIZED = {
     "int8": Int8(),
