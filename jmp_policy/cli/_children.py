@@ -42,6 +42,15 @@ class Children:
         ]
         self._outputs = [_Output(child.stderr) for child in self._children if child.stderr is not None]
 
+    @property
+    def are_running(self) -> bool:
+        """Whether any of them still runs."""
+        return any(child.poll() is None for child in self._children)
+
+    def strike(self, index: int, number: signal.Signals) -> None:
+        """Sends a signal to one of them, if it still runs."""
+        self._children[index].send_signal(number)
+
     def wait(self) -> int:
         """Waits for all; returns 0 if all returned that, and otherwise the exit status of one that did not."""
         previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -62,7 +71,7 @@ class Children:
     def _wait_for_all(self) -> None:
         """Waits until all have ended, or one has failed and the others had their time."""
         deadline = None
-        while any(child.poll() is None for child in self._children):
+        while self.are_running:
             failed = [(index, status) for index, child in enumerate(self._children) if (status := child.poll())]
             if failed and deadline is None:
                 deadline = time.monotonic() + _GRACE

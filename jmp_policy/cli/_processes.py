@@ -72,7 +72,7 @@ def start_processes(arguments: argparse.Namespace) -> int:
         raise UserError("--local-processes starts all processes: leave --coordinator, --processes and --process out")
     environment |= {"JAX_PLATFORMS": "cpu"}
     environment.setdefault("JAX_NUM_CPU_DEVICES", str(_share_devices(arguments.mesh, count)))
-    where = ["--coordinator", f"127.0.0.1:{_find_free_port()}", "--processes", str(count)]
+    where = ["--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", str(count)]
     commands = [[*command, *where, "--process", str(index)] for index in range(count)]
     return Children(commands, environment).wait()
 
@@ -148,7 +148,8 @@ def _check_port(place: Place | None) -> None:
         ) from None
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

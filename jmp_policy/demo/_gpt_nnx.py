@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jmp_policy as jmp
@@ -72,13 +73,20 @@ class GPT(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
+class Optimizer(jmp.nnx.Optimizer):
+    """The optimizer of a training, which knows how gradients are summed over devices."""
+
+    reduce_dtype: np.dtype | None = None
+
+
 class NnxTrainer:
     """A `Trainer` of the GPT in nnx."""
 
     def __init__(self, config: TrainerConfig):
         model_class = jmp.with_policy(GPT, config.policy)
         self.model = model_class(config.model, rngs=nnx.Rngs(config.seed))
-        self.optimizer = jmp.nnx.Optimizer(self.model, make_optimizer(config), wrt=nnx.Param)
+        self.optimizer = Optimizer(self.model, make_optimizer(config), wrt=nnx.Param)
+        self.optimizer.reduce_dtype = config.reduce_dtype
 
     def step(self, windows: jax.typing.ArrayLike) -> jax.Array:
         """Trains on one batch; returns its loss."""
@@ -149,7 +157,7 @@ def _compute_logits(
 
 
 @nnx.jit
-def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> jax.Array:
+def _train_step(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike) -> jax.Array:
     loss, grads = _compute_grads(model, optimizer, windows)
     optimizer.update(model, grads)
     for part in (model, optimizer):
@@ -158,7 +166,7 @@ def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.
 
 
 @functools.partial(nnx.jit, static_argnums=3)
-def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike, where: str) -> Stats:
+def _observe(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike, where: str) -> Stats:
     _, stats = collect(lambda *args: _compute_grads(*args)[1], where=where, of=OBSERVED)(model, optimizer, windows)
     return stats
 
@@ -169,7 +177,6 @@ def _find_origin(model: GPT, scale: jmp.LossScale, windows: jax.typing.ArrayLike
     return provenance
 
 
-def _compute_grads(
-    model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike
-) -> tuple[jax.Array, nnx.State]:
-    return jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer)(model, windows)
+def _compute_grads(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike) -> tuple[jax.Array, nnx.State]:
+    grad_fn = jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer, reduce_dtype=optimizer.reduce_dtype)
+    return grad_fn(model, windows)
