@@ -21,11 +21,6 @@ class Operation(NamedTuple):
     direction: Direction | None
 
     @property
-    def contracts(self) -> bool:
-        """Whether it sums many numbers of what it reads."""
-        return self.name in _CONTRACTING
-
-    @property
     def keeps(self) -> bool:
         """Whether what it makes is what it reads, at most moved, cast, scaled, or added to others."""
         return self.name in _KEEPING
@@ -33,10 +28,13 @@ class Operation(NamedTuple):
 
 _CONTRACTING = frozenset({
     "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "reduce_sum", "reduce_window_sum",
-    "scatter-add", "scatter_add", "custom_vjp_call", "pallas_call",
-    "dot", "convolution", "ragged-dot", "reduce", "reduce-window", "scatter", "custom-call",
+    "custom_vjp_call", "pallas_call",
+    "dot", "convolution", "ragged-dot", "reduce", "reduce-window", "custom-call",
 })  # fmt: skip
 """Of jaxprs, and of HLO. A gradient of an activation gets into one of these, a gradient of a parameter into none."""
+
+_SCATTERING = frozenset({"scatter-add", "scatter_add", "scatter"})
+"""These sum the gradients of what a table was read for, unless each row was read once: a table of positions."""
 
 _KEEPING = frozenset({
     "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims", "select_n", "mul", "div", "sub", "neg",
@@ -47,6 +45,15 @@ _KEEPING = frozenset({
     "add", "reshape", "transpose", "slice", "pad", "concatenate", "copy", "bitcast", "reverse",
 })  # fmt: skip
 """Of jaxprs, and of HLO."""
+
+
+def make_operation(name: str, direction: Direction | None, read: int, made: int) -> Operation:
+    """What is known of an operation of so many numbers, which makes so many: a sum along an axis of one sums nothing.
+
+    >>> make_operation("reduce_sum", "backward", 8, 8).name, make_operation("reduce_sum", "backward", 8, 4).name
+    ('reshape', 'reduce_sum')
+    """
+    return Operation("reshape" if name in ("reduce_sum", "reduce") and read == made else name, direction)
 
 
 class Flow:
@@ -95,7 +102,7 @@ class Flow:
         seen: set[Node] = set()
         waiting: list[Node] = []
         for node, maker in self._makers.items():
-            if maker.contracts and maker.direction == "backward":
+            if maker.direction == "backward" and self._is_sum(node, maker):
                 waiting += self._sources.get(node, ())
         while waiting:
             node = waiting.pop()
@@ -105,3 +112,22 @@ class Flow:
                 waiting += self._sources.get(node, ())
             seen.add(node)
         return seen
+
+    def _is_sum(self, node: Node, maker: Operation) -> bool:
+        """Whether an operation sums many numbers of what it reads."""
+        if maker.name not in _SCATTERING:
+            return maker.name in _CONTRACTING
+        operands = self._sources.get(node, [])
+        return not self._is_fixed(operands[len(operands) // 2])  # the indices stand between the table and the rows
+
+    def _is_fixed(self, node: Node) -> bool:
+        """Whether the program makes a value of no argument."""
+        seen, waiting = set(), [node]
+        while waiting:
+            node = waiting.pop()
+            if node not in self._makers and node not in self._sources:
+                return False
+            if node not in seen:
+                waiting += self._sources.get(node, ())
+            seen.add(node)
+        return True

@@ -1,11 +1,11 @@
 """The collectives of a program as XLA's partitioner leaves it, for each of its devices."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ._collective import KINDS, REDUCING, Collective, Place, count_elements
-from ._flow import Flow, Node, Operation
+from ._flow import Flow, Node, make_operation
 from ._groups import Shape, find_group
 from ._hlo import Array, Computation, Instruction, Module, Reference
 from ._loops import count_turns
@@ -167,7 +167,8 @@ class _Reader:
             direction = self._find_place(made).direction if made.op_name else None
             parts = range(len(made.arrays)) if made.is_tuple else (None,)
             results = [_node(here, Reference(made.name, part)) for part in parts]
-            flow.add(Operation(made.opcode, direction), results, [_node(here, operand) for operand in operands])
+            operation = make_operation(made.opcode, direction, _measure_first(here, made), _measure(made.arrays))
+            flow.add(operation, results, [_node(here, operand) for operand in operands])
 
     def _join(
         self, flow: Flow, source: Computation, value: Reference, target: Computation, name: str, typed: Instruction
@@ -176,6 +177,19 @@ class _Reader:
         for part in range(len(typed.arrays)) if typed.is_tuple else (None,):
             index = value.part if part is None else part
             flow.join(_node(target, Reference(name, part)), _node(source, Reference(value.name, index)))
+
+
+def _measure_first(computation: Computation, instruction: Instruction) -> int:
+    """How many numbers the first operand of an instruction has."""
+    if not instruction.operands:
+        return 0
+    name, part = instruction.operands[0]
+    arrays = computation.instructions[name].arrays
+    return _measure(arrays if part is None else arrays[part : part + 1])
+
+
+def _measure(arrays: Iterable[Array]) -> int:
+    return sum(count_elements(array.shape) for array in arrays)
 
 
 def _node(computation: Computation, reference: Reference) -> Node:

@@ -95,6 +95,9 @@ class Collectives(Report):
     def assert_reduced_in(self, dtype: DTypeLike, *, of: str = "gradients", axis: str | None = None) -> None:
         """Checks in which dtype numbers are summed over devices.
 
+        Whether a sum is of gradients is told by where its result goes (`Collective.is_gradient`). To be sure of all of
+        them, ask of an axis along which nothing but the batch is split: `of="all", axis="data"`.
+
         Args:
           dtype: anything that `get_policy` reads as a dtype.
           of: `"gradients"` of parameters (`Collective.is_gradient`), `"activations"`, which are all others, or `"all"`.

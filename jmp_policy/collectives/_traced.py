@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from ..interpreter import Step, bodies_of, walk
 from ._collective import REDUCING, Collective, Direction, Group, Place, count_elements
-from ._flow import Flow, Operation
+from ._flow import Flow, Operation, make_operation
 
 PRIMITIVES: dict[str, tuple[str, str]] = {
     "psum": ("all-reduce", "sum"),
@@ -67,7 +67,7 @@ def read_program(program: Jaxpr, places: Places) -> Found:
       places: where its equations stand.
     """
     steps = list(walk(program, live_only=True))
-    flow = _follow(steps, places)
+    flow = _follow(program, steps, places)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
     for step in steps:
@@ -78,16 +78,23 @@ def read_program(program: Jaxpr, places: Places) -> Found:
     return Found(rows, list(loops))
 
 
-def _follow(steps: Iterable[Step], places: Places) -> Flow:
+def _follow(program: Jaxpr, steps: Iterable[Step], places: Places) -> Flow:
     flow = Flow()
+    flow.add(_CONSTANT, map(id, program.constvars), ())
     carried: dict[int, dict[int, Any]] = {}
     for step in steps:
         results, operands = [id(var) for var in step.results], [id(var) for var in step.operands]
-        if step.name in ("link", "carry", "constant"):
+        literals = [id(atom) for atom in step.operands if isinstance(atom, Literal)]
+        flow.add(_CONSTANT, literals, ())
+        if step.name == "constant":
+            flow.add(_CONSTANT, results, ())
+        elif step.name in ("link", "carry"):
             for operand in operands:
                 flow.join(results[0], operand)
         else:
-            flow.add(Operation(step.name, places.find_place(step.scope).direction), results, operands)
+            sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
+            direction = places.find_place(step.scope).direction
+            flow.add(make_operation(step.name, direction, sizes[0], sizes[-1]), results, operands)
         if step.name == "carry":  # the next turn reads what this one leaves
             eqn, body = step.around[-1]
             if id(body) not in carried:
@@ -95,6 +102,9 @@ def _follow(steps: Iterable[Step], places: Places) -> Flow:
             if (again := carried[id(body)].get(results[0])) is not None:
                 flow.join(results[0], id(again))
     return flow
+
+
+_CONSTANT = Operation("constant", None)
 
 
 def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:

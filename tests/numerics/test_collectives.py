@@ -185,6 +185,25 @@ def test_activations_of_a_tensor_axis_are_no_gradients():
     ]
 
 
+@BOTH_WAYS
+def test_gradients_of_tables_are_gradients(compiled):
+    """Of one that is read by token and of one that is read by position, whose rows are read once each."""
+
+    def step(tables, tokens):
+        def loss(tables):
+            return jnp.sum(jnp.tanh(tables["tokens"][tokens] + tables["positions"][jnp.arange(4)]))
+
+        return jax.grad(loss)(tables)
+
+    tables = {"tokens": array((16, 8), DATA), "positions": array((4, 8), DATA)}
+    sharded = jax.shard_map(step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P())
+    report = collectives(sharded, compiled=compiled)(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape[-2:], row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+    replicated = jax.tree.map(lambda table: table.sharding, tables)
+    report = collectives(jax.jit(step, out_shardings=replicated))(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape, row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+
+
 def fsdp_grads(w, x):
     """One parameter for 3 layers: a quarter of each on each device."""
 
@@ -213,6 +232,32 @@ def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
         "forward all-reduce": ("float32", (), 1, 4),
     }
     assert [name for name, row in rows.items() if row.is_gradient] == ["backward reduce-scatter"]
+
+
+@BOTH_WAYS
+def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
+    """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""
+
+    def step(weights, x):
+        def loss(weights):
+            def layer(x, both):
+                up, down = both
+                return x + lax.psum(jnp.tanh(x @ up) @ down, "model"), None
+
+            return jnp.sum(lax.scan(layer, x, weights)[0])
+
+        return jax.grad(loss)(weights)
+
+    specs = P(None, None, "model"), P(None, "model")
+    sharded = jax.shard_map(step, mesh=GRID, in_specs=(specs, P("data")), out_specs=specs)
+    weights = array((3, 4, 8), GRID, *specs[0]), array((3, 8, 4), GRID, *specs[1])
+    report = collectives(sharded, compiled=compiled)(weights, array((4, 4), GRID, "data"))
+    found = sorted((row.axes, row.direction, row.is_gradient, row.shape, row.count) for row in report.rows)
+    assert found == [
+        (("data",), "backward", True, (4, 4), 6),
+        (("model",), "backward", False, (2, 4), 3),
+        (("model",), "forward", False, (2, 4), 3),
+    ]
 
 
 @BOTH_WAYS
