@@ -26,8 +26,7 @@ class Children:
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]):
-        self._has_signal = False
-        self._killed: tuple[int, int] | None = None
+        self._passed_on: set[int] = set()
         # A session of its own for each: what the terminal sends comes here alone, and is passed on once.
         self._children = [
             subprocess.Popen(
@@ -55,7 +54,7 @@ class Children:
         """Waits for all; returns 0 if all returned that, and otherwise the exit status of one that did not."""
         previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._wait_for_all()
+            statuses = self._wait_for_all()
         finally:
             self._send(signal.SIGKILL)
             for number, handler in previous.items():
@@ -66,43 +65,49 @@ class Children:
             for pipe in (child.stdin, child.stderr):
                 assert pipe is not None
                 pipe.close()
-        return self._report()
+        return self._report(statuses)
 
-    def _wait_for_all(self) -> None:
-        """Waits until all have ended, or one has failed and the others had their time."""
+    def _wait_for_all(self) -> dict[int, int]:
+        """Waits until all have ended, or one has failed and the others had their time; returns how they ended."""
         deadline = None
         while self.are_running:
-            failed = [(index, status) for index, child in enumerate(self._children) if (status := child.poll())]
+            failed = [status for child in self._children if (status := child.poll())]
             if failed and deadline is None:
                 deadline = time.monotonic() + _GRACE
-            killed = [(index, -status) for index, status in failed if status < 0]
-            if killed or (deadline is not None and time.monotonic() > deadline):
-                self._killed = killed[0] if killed else None
-                return
+            if any(map(self._is_killed, failed)) or (deadline is not None and time.monotonic() > deadline):
+                break
             time.sleep(0.05)
+        polled = {index: child.poll() for index, child in enumerate(self._children)}
+        return {index: status for index, status in polled.items() if status is not None}
 
-    def _report(self) -> int:
+    def _is_killed(self, status: int) -> bool:
+        """Whether a process was ended by a signal, which this one has not passed on."""
+        return status < 0 and -status not in self._passed_on
+
+    def _report(self, statuses: Mapping[int, int]) -> int:
         """Prints the first error, and returns the exit status."""
         for output in self._outputs:
             sys.stderr.write("".join(output.held))
         errors = [error for output in self._outputs for error in output.errors]
-        if self._killed is None and len(self._children) == 1 and (status := self._children[0].returncode) < 0:
-            self._killed = 0, -status
-        if self._killed is not None and not (errors and self._killed[1] == signal.SIGABRT):
-            index, number = self._killed
-            name = signal.Signals(number).name
-            errors.insert(
-                0, f"jmp-policy: error: process {index} was ended by {name}, and the others with it. {_ADVICE}\n"
-            )
+        for index, status in statuses.items():
+            if self._is_killed(status) and not (errors and -status == signal.SIGABRT):  # JAX's own end has its line
+                name = signal.Signals(-status).name
+                said = f"process {index} was ended by {name}, and the others with it. {_ADVICE}"
+                errors.insert(0, f"jmp-policy: error: {said}\n")
+                break
         sys.stderr.write("".join(errors[:1]))
         sys.stderr.flush()
-        statuses = [child.returncode for child in self._children if child.returncode]
-        return next((status for status in statuses if status > 0), 1 if statuses else 0)
+        returned = [status for status in statuses.values() if status > 0]
+        if returned or errors:
+            return returned[0] if returned else 1
+        # Ended by a signal that was passed on before there was anything to save.
+        return 130 if signal.SIGINT in self._passed_on else 0
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._send(signal.SIGKILL if self._has_signal and number == signal.SIGINT else signal.Signals(number))
-        self._has_signal = True
+        is_second = number == signal.SIGINT and number in self._passed_on
+        self._passed_on.add(number)
+        self._send(signal.SIGKILL if is_second else signal.Signals(number))
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._children:

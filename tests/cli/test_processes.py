@@ -143,6 +143,16 @@ def test_signals_go_on_to_all_children(number, capfd):
     assert capfd.readouterr() == ("ready\n", "")
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_children_that_a_signal_ends_before_they_begin_are_no_error(number, status, capfd):
+    before = signal.getsignal(number)
+    sleeps = "import signal; signal.signal(2, signal.SIG_DFL); time.sleep(60)"
+    threading.Timer(1.0, lambda: signal.raise_signal(number)).start()
+    assert wait_for(sleeps, sleeps) == status
+    assert signal.getsignal(number) is before
+    assert capfd.readouterr() == ("", "")
+
+
 PARENT = """
 import sys
 from jmp_policy.cli._children import Children
