@@ -9,14 +9,6 @@ from jax.sharding import AxisType
 
 from .._messages import quote
 
-AxisName = Any
-"""The name of a mapped axis, or a tuple of them, as in `jax.lax`."""
-
-
-def list_axes(axis_name: AxisName) -> tuple[Any, ...]:
-    """The axes that a name stands for: itself, or those of a tuple."""
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-
 
 def check_axes(axes: tuple[Any, ...], where: str) -> None:
     """Checks that devices can exchange numbers along axes here.

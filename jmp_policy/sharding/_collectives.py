@@ -9,10 +9,11 @@ import numpy as np
 from jax import lax
 
 from .._float8_state import name_state
+from .._mapped_axes import AxisName, list_axes, vary
 from .._messages import describe
 from .._signatures import PolicySpec
 from .._trees import Uncast, is_floating
-from ._axes import AxisName, check_axes, check_divides, list_axes
+from ._axes import check_axes, check_divides
 from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype
 from ._gather_leaf import Gathering, gather_leaf, take_maximum
 
@@ -44,7 +45,7 @@ def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
     >>> total["w"].tolist(), total["w"].dtype  # 259 rounds to 260; in bfloat16 256 + 1 is 256
     ([260.0, 260.0, 260.0, 260.0], dtype(bfloat16))
     """
-    return _reduce(tree, axis_name, policy, lambda x: lax.psum(x, axis_name))
+    return _reduce(tree, axis_name, policy, lambda x: lax.psum(vary(x, axis_name), axis_name))
 
 
 def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
@@ -56,7 +57,7 @@ def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
     >>> mean["w"].tolist()
     [2.0, 2.0]
     """
-    return _reduce(tree, axis_name, policy, lambda x: lax.pmean(x, axis_name))
+    return _reduce(tree, axis_name, policy, lambda x: lax.pmean(vary(x, axis_name), axis_name))
 
 
 def psum_scatter(
@@ -90,7 +91,7 @@ def psum_scatter(
     def scatter(x: Any) -> Any:
         _check_numbers(x, "psum_scatter")
         check_divides(axes, x.shape, scatter_dimension, tiled)
-        return lax.psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
+        return lax.psum_scatter(vary(x, axis_name), axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
 
     return _reduce(tree, axis_name, policy, scatter, skips=False)
 

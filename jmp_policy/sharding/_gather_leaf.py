@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._float8_state import is_prepared, read_leaf, write_leaf
-from ._axes import AxisName
+from .._mapped_axes import AxisName, vary
 from ._dtypes import cast_leaf
 
 Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
@@ -43,7 +43,7 @@ def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
     split_over = tuple(axis for _, axes in how.splits for axis in axes)
-    x = _vary(x, split_over)  # outside: where all devices had the same array, JAX sums its cotangent once more
+    x = vary(x, split_over)  # outside: where all devices had the same array, JAX sums its cotangent once more
     varying = jax.typeof(x).manual_axis_type.varying
     shared = tuple(axis for axis in how.reduce_axes if axis not in split_over and axis not in varying)
     return _gather(x, how._replace(reduce_axes=shared))
@@ -56,7 +56,7 @@ def share_state(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
 
 def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
     """The largest of what all devices have of a leaf of float8 state."""
-    largest = lax.pmax(read_leaf(state), axis_name)
+    largest = lax.pmax(vary(read_leaf(state), axis_name), axis_name)
     return write_leaf(largest, state) if is_prepared(state) else largest
 
 
@@ -70,7 +70,7 @@ def _gather(x: jax.Array, how: Gathering) -> jax.Array:
     whole = narrow(x, how.compute_dtype)
     for dimension, axes in how.splits:
         whole = lax.all_gather(whole, axes, axis=dimension, tiled=how.tiled)
-    return cast_leaf(_vary(whole, how.reduce_axes), x.dtype)
+    return cast_leaf(vary(whole, how.reduce_axes), x.dtype)
 
 
 def _scatter(how: Gathering, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -96,17 +96,10 @@ def _gather_exact(x: jax.Array, how: Gathering) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _share(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
-    return _vary(state, axes)
+    return vary(state, axes)
 
 
 _share.defvjp(
     lambda state, axes: (_share(state, axes), None),
     lambda axes, _, next_state: (take_maximum(next_state, axes) if axes else next_state,),
 )
-
-
-def _vary(x: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
-    """Has an array count as different on the devices along axes, so that JAX sums nothing by itself."""
-    manual, varying = jax.sharding.get_abstract_mesh().manual_axes, jax.typeof(x).manual_axis_type.varying
-    missing = tuple(axis for axis in axes if axis in manual and axis not in varying)
-    return lax.pcast(x, missing, to="varying") if missing else x

@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._float8_state import name_state
+from .._mapped_axes import AxisName, list_axes
 from .._signatures import PolicySpec
-from ._axes import AxisName, check_axes, check_explicit, is_explicit, list_axes
+from ._axes import check_axes, check_explicit, is_explicit
 from ._dtypes import list_compute_dtypes, read_compute_dtype, read_reduce_dtype
 from ._gather_leaf import Gathering, Splits, gather_leaf, share_state
 from ._reads import find_reads

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._mapped_axes import list_axes
 from .._messages import describe
 from .._trees import PyTree
-from ._axes import list_axes
 from ._gather_leaf import Splits
 
 Spec = NamedSharding | PartitionSpec

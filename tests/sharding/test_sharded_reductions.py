@@ -1,5 +1,7 @@
 """Collectives in the dtypes of a policy: what moves, what it is summed in, and what passes by identity."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,19 @@ def test_a_tuple_of_axes_is_the_same_as_one_after_the_other():
         lambda x: jmp.sharding.psum(jmp.sharding.psum(x, "fsdp", POLICY), "data", POLICY), out_specs=P()
     )
     assert at_once(x).tolist() == in_turn(x).tolist()
+
+
+@pytest.mark.parametrize("pmean", [jmp.optim.pmean, functools.partial(jmp.sharding.pmean, policy=POLICY)])
+def test_what_is_the_same_along_one_of_several_axes_is_averaged_over_both(pmean):
+    """JAX 0.12 refuses such a `lax.pmean`; gradients of parts that were summed along data are of this kind."""
+
+    def local(x):
+        grads = {"part": lax.psum(x, "data"), "whole": lax.psum(x, BOTH), "_overwrite_with_gradient": {"a_scale": x}}
+        return pmean(grads, axis_name=BOTH)
+
+    mean = on_devices(local, out_specs=P())(jnp.float32([1, 2, 3, 4]))
+    assert [mean[name].tolist() for name in ("part", "whole")] == [[5.0], [10.0]]
+    assert mean["_overwrite_with_gradient"]["a_scale"].tolist() == [4.0]
 
 
 @pytest.mark.parametrize("name", [*REDUCING, "all_gather"])
