@@ -15,7 +15,8 @@ from ..interpreter import Body, float_dtype
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> Var:
     """Writes a product whose sums and results have a dtype; what is multiplied keeps its own.
 
-    XLA:CPU cannot run all products of half-precision tensors whose result is wider. There they are cast first.
+    XLA:CPU cannot run all products of half-precision tensors whose result is wider, and cuDNN promises no such
+    convolution: where those are called, what is multiplied is cast first. TensorFloat-32 holds it exactly.
 
     Returns:
       The variable of the result.
@@ -26,8 +27,9 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) 
     if not any(float_dtype(atom) not in (None, dtype) for atom in atoms):
         body.equations.append(direct)
         return outvars[0]
-    branches = tuple([_make_branch(direct, dtype if casts_first else None) for casts_first in (True, False)])
-    index, choice = [template.replace(source_info=eqn.source_info, ctx=eqn.ctx) for template in _trace_choice()]
+    casting = _CASTING.get(eqn.primitive.name, ("cpu",))
+    index, choice = [template.replace(source_info=eqn.source_info, ctx=eqn.ctx) for template in _trace_choice(casting)]
+    branches = tuple([_make_branch(direct, dtype if names else None) for names in choice.params["branches_platforms"]])
     place = Var(index.outvars[0].aval)
     body.equations.append(index.replace(outvars=[place]))
     params = {**choice.params, "branches": branches}
@@ -60,9 +62,10 @@ def _trace_addition(dtype: np.dtype) -> dict[str, Any]:
 
 
 @functools.cache
-def _trace_choice() -> tuple[JaxprEqn, JaxprEqn]:
-    """The two equations of a choice by platform, of which the first branch is for CPUs."""
-    program = jax.make_jaxpr(lambda x: lax.platform_dependent(x, cpu=lambda x: x + 1, default=lambda x: x))(1.0)
+def _trace_choice(platforms: tuple[str, ...]) -> tuple[JaxprEqn, JaxprEqn]:
+    """The two equations of a choice between some platforms and all others."""
+    branches = dict.fromkeys(platforms, lambda x: x + 1)
+    program = jax.make_jaxpr(lambda x: lax.platform_dependent(x, **branches, default=lambda x: x))(1.0)
     index, choice = program.eqns
     return index, choice
 
@@ -71,5 +74,8 @@ def _change_dtype(var: Var, dtype: np.dtype) -> Any:
     aval: Any = var.aval
     return aval.update(dtype=dtype, weak_type=False)
 
+
+_CASTING = {"conv_general_dilated": ("cpu", "cuda", "rocm")}
+"""The platforms on which operands are cast first; for other products it is CPUs alone."""
 
 _NAMELESS = DebugInfo("product", "product", None, None)
