@@ -29,6 +29,7 @@ Packages, each with a list like this one: `help(jmp.optim)`.
 - `linen`, `nnx`: what each API of Flax needs on top.
 - `numerics`: the audit of what ran in which dtype.
 - `quant`: weights in 8 and 4 bits, and training in float8.
+- `sharding`: what moves between devices, in which dtype.
 - `compat`: the names of Keras, and of PyTorch's `GradScaler`.
 """
 
@@ -60,14 +61,22 @@ from ._trees import cast_floating as cast_floating, cast_to_full as cast_to_full
 from .autocast import autocast as autocast  # the function, which has the name of its package
 
 if _typing.TYPE_CHECKING:
-    from . import compat as compat, linen as linen, nnx as nnx, numerics as numerics, optim as optim, quant as quant
+    from . import (
+        compat as compat,
+        linen as linen,
+        nnx as nnx,
+        numerics as numerics,
+        optim as optim,
+        quant as quant,
+        sharding as sharding,
+    )
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
     from .tuning import Trial as Trial, Tuning as Tuning, tune as tune
 
 __version__ = "0.1.0"
 
-_LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant")  # most import Flax or optax
+_LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
 
 _LAZY_NAMES = {
     "AutocastRules": ".autocast._rules",

@@ -20,7 +20,9 @@ def all_finite(tree: PyTree) -> jax.Array:
     """Whether every number in a tree is finite, as a boolean scalar array.
 
     Integers, bools, keys and other leaves that cannot be infinite count as finite. Each array is read once. GPUs and
-    TPUs write nothing of its size; on CPUs XLA writes one byte for each number before it reduces them.
+    TPUs write nothing of its size; on CPUs XLA writes one byte for each number before it reduces them. Of sharded
+    arrays under `jit` all devices get one answer, and XLA exchanges it at once for all arrays that are split over the
+    same axes; in `jax.shard_map` each device answers for its parts.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": None})), bool(jmp.all_finite([jnp.array([1.0, jnp.nan])]))

@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
+from ._dtypes import DTypeLike
 from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
@@ -23,6 +24,8 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
 def value_and_grad(
@@ -32,6 +35,8 @@ def value_and_grad(
     has_aux: Literal[True],
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
 @overload
 def value_and_grad(
@@ -41,6 +46,8 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
@@ -49,6 +56,8 @@ def value_and_grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[..., Any]:
     """Differentiates `fun` with its loss scaled, and hands back true values.
 
@@ -87,6 +96,17 @@ def value_and_grad(
         state, a TrainState).
       allow_int: whether integer arguments may be differentiated, as in
         `jax.value_and_grad`.
+      reduce_dtype: the dtype in which gradients are summed over the devices of
+        a mesh under `jax.jit`, such as a policy's; `None` leaves it to the
+        program, which sums them in compute dtype. XLA reduces in the dtype of
+        the operation that makes the partial sums, whatever is cast afterwards:
+        so the matmuls, sums and scattered sums that make gradients give this
+        dtype, and what follows them works in it. Forward pass, activations and
+        the dtypes of the gradients are those of the program without it. A
+        dtype narrower than the program's is refused.
+      strict: whether it is an error, and not a warning, where an operation that
+        nothing is known of, such as a kernel, stands between a gradient and the
+        sum that makes it.
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -98,16 +118,17 @@ def value_and_grad(
       ValueError: `loss_scale` holds no loss scale, or more than one; or a
         float8 layer with state is used twice outside of `jax.jit`, or in a
         branch for each example of `jax.vmap`; or part of such a state stands
-        alone.
+        alone; or gradients cannot be reduced in `reduce_dtype`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
     section 3.2.
     """
     differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
+    reduce = make_reducer(reduce_dtype, strict, lambda args: [args[i] for i in _list_positions(argnums, args)])
 
     def differentiate_with(scale: LossScale) -> Callable[..., Any]:
         prepare = functools.partial(_prepare_arguments, argnums, scale)
-        return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare)
+        return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare, reduce=reduce)
 
     return read_scale_at_call(differentiate_with, fun, loss_scale)
 
@@ -120,6 +141,8 @@ def grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, Any]: ...
 @overload
 def grad(
@@ -129,6 +152,8 @@ def grad(
     has_aux: Literal[True],
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, tuple[Any, Aux]]: ...
 @overload
 def grad(
@@ -138,6 +163,8 @@ def grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
@@ -146,6 +173,8 @@ def grad(
     *,
     loss_scale: PyTree,
     allow_int: bool = False,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[..., Any]:
     """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
 
@@ -153,7 +182,26 @@ def grad(
     >>> jmp.grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
     Array(6., dtype=float32)
     """
-    return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, allow_int=allow_int), has_aux)
+    options: dict[str, Any] = {"allow_int": allow_int, "reduce_dtype": reduce_dtype, "strict": strict}
+    return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
+
+
+def make_reducer(
+    dtype: DTypeLike | None, strict: bool, find_parameters: Callable[[Args], PyTree]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Makes what has a function that differentiates reduce its gradients in a dtype; `None` for none.
+
+    Args:
+      dtype: the dtype, if there is one.
+      strict: whether it is an error where a gradient cannot be followed.
+      find_parameters: the arrays that are differentiated, of the arguments.
+    """
+    if dtype is None:
+        return None
+    from .reduction import reduce_gradients_in  # which rewrites programs: most users need none of that
+
+    list_parameters = lambda args: jax.tree.leaves(find_parameters(args))
+    return functools.partial(reduce_gradients_in, dtype, list_parameters=list_parameters, strict=strict)
 
 
 def read_scale_at_call(
@@ -193,6 +241,7 @@ def differentiate_scaled(
     *,
     prepare: Callable[[Args], Args] = tuple,
     unscale: Callable[[PyTree, LossScale], PyTree] | None = None,
+    reduce: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Makes `value_and_grad` of any function of the form of `jax.value_and_grad`.
 
@@ -204,6 +253,7 @@ def differentiate_scaled(
       scale: the loss scale.
       prepare: makes of the arguments what is to be differentiated; nothing else, if not given.
       unscale: makes true gradients; `unscale_grads`, if not given.
+      reduce: makes of the function that returns values and true gradients one that reduces these in another dtype.
     """
     unscale = unscale_grads if unscale is None else unscale
     is_plain = isinstance(scale, NoOpLossScale)  # which is to be `differentiate` itself, to the last bit
@@ -215,14 +265,20 @@ def differentiate_scaled(
 
     differentiated = differentiate(call_scaled, argnums=argnums, has_aux=has_aux or not is_plain)
 
-    @functools.wraps(fun)
-    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with explain_reuse():
             out, grads = differentiated(*args, **kwargs)
         if not is_plain:  # the auxiliary data have what the user's function returned
             out = out[1] if has_aux else out[1][0]
-        warn_of_half(out[0] if has_aux else out, scale)
         return out, unscale(grads, scale)
+
+    reduced = compute if reduce is None else reduce(compute)
+
+    @functools.wraps(fun)
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
+        out, grads = reduced(*args, **kwargs)
+        warn_of_half(out[0] if has_aux else out, scale)
+        return out, grads
 
     return value_and_true_grad
 
@@ -267,6 +323,10 @@ def drop_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callabl
 
 def _prepare_arguments(argnums: int | Sequence[int], scale: LossScale, args: Args) -> Args:
     """Prepares float8 state in the arguments that are differentiated, so that autodiff combines it by max."""
-    positions = (argnums,) if isinstance(argnums, int) else argnums
-    differentiated = {position % len(args) for position in positions} if args else set()
+    differentiated = _list_positions(argnums, args)
     return tuple([prepare_state(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)])
+
+
+def _list_positions(argnums: int | Sequence[int], args: Args) -> set[int]:
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    return {position % len(args) for position in positions} if args else set()

@@ -8,10 +8,11 @@
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
-    field      ::= "params" | "compute" | "output" | "precision"       (or p, c, o)
+    field      ::= "params" | "compute" | "output" | "reduce" | "precision"   (or p, c, o, r)
     value      ::= dtype | "none"
 
-Spaces and case are forgiven. Parameters default to float32, compute to parameters, output to compute.
+Spaces and case are forgiven. Parameters default to float32, compute to parameters, output to compute. Without
+`reduce`, the program decides in which dtype gradients are reduced.
 """
 
 import re
@@ -35,6 +36,8 @@ _FIELDS = {
     "o": "output_dtype",
     "out": "output_dtype",
     "output": "output_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
     "precision": "precision",
 }
 _INFERRING = {
@@ -99,7 +102,7 @@ def _parse_fields(text: str) -> Policy:
         if not equals:
             _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
-            remedy = did_you_mean(key, ("params", "compute", "output", "precision"))
+            remedy = did_you_mean(key, ("params", "compute", "output", "reduce", "precision"))
             _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{remedy} For example: {EXAMPLE!r}.")
         if field in given:
             _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
@@ -107,7 +110,9 @@ def _parse_fields(text: str) -> Policy:
     param_dtype = given.get("param_dtype", np.dtype(np.float32))
     compute_dtype = given.get("compute_dtype", param_dtype)
     output_dtype = given.get("output_dtype", compute_dtype)
-    return Policy(param_dtype, compute_dtype, output_dtype, precision=_parse_precision(given.get("precision"), text))
+    precision = _parse_precision(given.get("precision"), text)
+    reduce_dtype = given.get("reduce_dtype")
+    return Policy(param_dtype, compute_dtype, output_dtype, precision=precision, reduce_dtype=reduce_dtype)
 
 
 def _parse_optional_dtype(value: str, part: str, text: str) -> np.dtype | None:

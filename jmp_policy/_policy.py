@@ -39,6 +39,8 @@ class Policy:
       quantization: in which format the products of Flax layers are computed, and in which their weights are stored:
         `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, or a string such as `"int4/64"`; `None` for no other than the
         dtypes say. It holds in modules; a plain function has no weights to quantize.
+      reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. No cast reads it:
+        hand it on, as in `value_and_grad(..., reduce_dtype=policy.reduce_dtype)`.
 
     Raises:
       ValueError: a dtype is not a floating dtype, or the precision or quantization is unknown.
@@ -56,6 +58,7 @@ class Policy:
     output_dtype: np.dtype | None
     precision: str | None
     quantization: Quantization | None
+    reduce_dtype: np.dtype | None
 
     def __new__(
         cls,
@@ -65,6 +68,7 @@ class Policy:
         *,
         precision: Precision = None,
         quantization: Quantization | str | None = None,
+        reduce_dtype: DTypeLike | None = None,
     ) -> "Policy":
         """The one policy of these dtypes."""
         fields = (
@@ -73,6 +77,7 @@ class Policy:
             _parse_optional_dtype(output_dtype, "output_dtype"),
             _parse_precision(precision),
             parse_quantization(quantization, where=" for quantization"),
+            _parse_optional_dtype(reduce_dtype, "reduce_dtype"),
         )
         new = object.__new__(cls)
         vars(new).update(zip(_FIELDS, fields, strict=True))
@@ -144,7 +149,7 @@ class Policy:
         if self.quantization is not None:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
-        if self.precision is None and compute == output:
+        if self.precision is None and self.reduce_dtype is None and compute == output:
             if param == compute:
                 return "infer" if param == "none" else param
             if param == "float32" and compute in ("float16", "bfloat16"):
@@ -152,13 +157,14 @@ class Policy:
         return str(self)
 
     def get_config(self) -> dict[str, str | None]:
-        """The fields as plain strings and `None`, for JSON.
+        """The fields as plain strings and `None`, for JSON; without `reduce_dtype`, which came later, where it is `None`.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "float16", None).get_config()
         {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
         """  # noqa: E501
-        return {name: None if value is None else str(value) for name, value in self._fields().items()}
+        config = {name: None if value is None else str(value) for name, value in self._fields().items()}
+        return config if self.reduce_dtype is not None else {k: v for k, v in config.items() if k != "reduce_dtype"}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Policy":
@@ -167,12 +173,12 @@ class Policy:
         Raises:
           ValueError: a field is missing, unknown, or has a bad value.
         """
-        required = set(_FIELDS) - {"precision", "quantization"}
+        required = set(_FIELDS) - set(_OPTIONAL)
         if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
-                f"A policy's config has the keys {sorted(required)}, and 'precision' and 'quantization' if need be, "
-                f"got {got}. "
+                f"A policy's config has the keys {sorted(required)}, and 'precision', 'quantization' and "
+                f"'reduce_dtype' if need be, got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)
@@ -181,14 +187,14 @@ class Policy:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def __str__(self) -> str:
-        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        parts = [f"{key}={_spell(dtype)}" for key, dtype in zip(("params", "compute", "output"), dtypes, strict=True)]
-        plain = ",".join(parts if self.precision is None else [*parts, f"precision={self.precision}"])
+        dtypes = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
+        options = {"reduce": self.reduce_dtype, "precision": self.precision}
+        given = dtypes | {key: value for key, value in options.items() if value is not None}
+        plain = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
 
     def __repr__(self) -> str:
-        optional = ("precision", "quantization")
-        given = [f"{n}={v!r}" for n, v in self.get_config().items() if n not in optional or v is not None]
+        given = [f"{n}={v!r}" for n, v in self.get_config().items() if n not in _OPTIONAL or v is not None]
         return f"Policy({', '.join(given)})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
@@ -199,6 +205,7 @@ FROM = "_from_"
 """What stands between the quantization and the rest of a policy's name."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
+_OPTIONAL = ("precision", "quantization", "reduce_dtype")
 _INTERNED: dict[tuple, Policy] = {}
 
 

@@ -24,12 +24,15 @@ POLICIES = [
     "params=none,compute=float16,output=none",
     "params=float32,compute=float16,output=float32,precision=highest",
     "params=float32,compute=float32,output=float32,precision=TF32_TF32_F32",
+    "params=float32,compute=bfloat16,output=bfloat16,reduce=float32",
+    "params=none,compute=none,output=none,reduce=bfloat16,precision=highest",
     "infer",
     "infer_float32_vars",
     "int8_from_mixed_bfloat16",
     "int4/64_from_bfloat16",
     "int8(activations=false,min_size=0)_from_infer",
     "int4/32(min_size=7)_from_params=float32,compute=float16,output=none,precision=highest",
+    "int8_from_params=float32,compute=bfloat16,output=bfloat16,reduce=float32",
 ]
 
 

@@ -13,6 +13,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_memory": 0,
+    "_mapped_axes": 0,
     "_made_classes": 0,
     "_messages": 0,
     "_paths": 0,
@@ -39,14 +40,17 @@ FLOORS = {
     "_full_precision": 5,
     "_grad": 5,
     "interpreter": 5,
+    "reduction": 5,
     "optim": 6,
     "autocast": 6,
     "measurement": 6,
     "statistics": 6,
     "prediction": 6,
     "origins": 6,
+    "collectives": 6,
     "numerics": 6,
     "quant": 6,
+    "sharding": 6,
     "explanation": 6,
     "report": 6,
     "_explain": 7,
@@ -74,10 +78,10 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "prediction"),
               ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),
               ("prediction", "report"),
-              ("numerics", "origins"),
+              ("numerics", "origins"), ("numerics", "collectives"), ("collectives", "report"),
               ("optim", "origins"), ("optim", "numerics"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
-              ("_find_scale", "_scaled_state"),
+              ("_find_scale", "_scaled_state"), ("reduction", "interpreter"), ("_grad", "reduction"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -41,8 +41,9 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_", "(",
-          "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f", "\u0130"]  # fmt: skip
+          " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
+          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f",
+          "\u0130"]  # fmt: skip
 
 QUANTIZED = {
     "int8": Int8(),
@@ -120,11 +121,12 @@ quantizations = st.one_of(
 )
 
 
-@given(dtypes, dtypes, dtypes, precisions, quantizations)
+@given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes)
 @settings(max_examples=200, deadline=None)
-def test_every_policy_survives_its_strings(param, compute, output, precision, quantization):
-    policy = Policy(param, compute, output, precision=precision, quantization=quantization)
+def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce):
+    policy = Policy(param, compute, output, precision=precision, quantization=quantization, reduce_dtype=reduce)
     assert policy.quantization == quantization
+    assert policy.reduce_dtype == Policy(reduce, None, None).param_dtype
     assert get_policy(str(policy)) is policy
     assert get_policy(policy.name) is policy
     assert eval(repr(policy), {"Policy": Policy}) is policy
@@ -156,6 +158,9 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("c=f16,f32", r"^'f32' is not a 'key=value' in policy 'c=f16,f32'\. For example: "),
         ("c=f16,", r"^'' is not a 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
+        ("c=f16,r=f33", r"^Unknown dtype 'f33' in 'r=f33' of policy 'c=f16,r=f33'\. Did you mean 'f32'"),
+        ("c=f16,redcue=f32", r"^Unknown key 'redcue' in 'redcue=f32' in policy .*Did you mean 'reduce'\? For exam"),
+        ("r=f16,reduce=f32", r"^'reduce=f32' sets reduce_dtype a second time in policy 'r=f16,reduce=f32'\."),
         ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
         ("int8_with_float32_vars", r"^Unknown dtype 'int8' in policy 'int8_with_float32_vars'"),
         ("", r"^Unknown dtype or policy ''\."),
@@ -212,6 +217,14 @@ def test_precision_is_a_field_of_the_string():
     assert policy.precision == "highest"
     assert policy.compute_dtype == np.float32
     assert parse_policy("c=f32,precision=none").precision is None
+
+
+@pytest.mark.parametrize("text", ["c=bf16,reduce=float32", "R = F32, c=bf16", "c=bf16,precision=none,reduce=full"])
+def test_reduce_is_a_field_of_the_string(text):
+    policy = parse_policy(text)
+    assert policy is Policy("float32", "bfloat16", "bfloat16", reduce_dtype="float32")
+    assert policy.name == "params=float32,compute=bfloat16,output=bfloat16,reduce=float32"
+    assert parse_policy("c=bf16,r=none").name == "mixed_bfloat16"
 
 
 @pytest.mark.parametrize(

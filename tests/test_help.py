@@ -6,7 +6,8 @@ import pydoc
 
 import pytest
 
-PACKAGES = ("jmp_policy", *(f"jmp_policy.{name}" for name in ("linen", "nnx", "numerics", "optim", "quant")))
+ROOMS = ("linen", "nnx", "numerics", "optim", "quant", "sharding")
+PACKAGES = ("jmp_policy", *(f"jmp_policy.{name}" for name in ROOMS))
 
 
 @pytest.mark.parametrize("name", PACKAGES)

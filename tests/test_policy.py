@@ -156,6 +156,7 @@ def test_policies_are_immutable(any_policy):
         (lambda: Policy("f33", None, None), r"^Unknown dtype 'f33' for param_dtype\. Did you mean 'f32'\? .*param_dty"),
         (lambda: Policy(None, "int8", None), r"^Unknown dtype 'int8' for compute_dtype\."),
         (lambda: Policy(None, None, float), r"^Unknown dtype <class 'float'> for output_dtype\."),
+        (lambda: Policy(None, None, None, reduce_dtype="f33"), r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean"),
         (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For "),
         (
             lambda: Policy(None, None, None).replace(compute="f16"),
@@ -196,3 +197,23 @@ def test_every_spelling_of_a_quantization_gives_one_policy(given):
 def test_a_config_without_precision_is_read():
     config = {"param_dtype": "float32", "compute_dtype": None, "output_dtype": "bf16"}
     assert Policy.from_config(config) == Policy("float32", None, "bfloat16")
+
+
+def test_a_policy_without_reduce_dtype_is_stored_as_it_was_before_there_was_one():
+    """Older versions read what this one writes, and a run that goes on finds the config that it began with."""
+    policy = jmp.get_policy("mixed_bfloat16")
+    assert list(policy.get_config()) == ["param_dtype", "compute_dtype", "output_dtype", "precision", "quantization"]
+    assert "reduce" not in f"{policy!r} {policy} {policy.name}"
+    assert b"reduce" not in pickle.dumps(policy)
+    reduced = policy.replace(reduce_dtype="float32")
+    assert reduced.get_config() == policy.get_config() | {"reduce_dtype": "float32"}
+    assert reduced is not policy
+    assert reduced.replace(reduce_dtype=None) is policy
+
+
+def test_maps_keep_the_reduce_dtype_of_their_policies():
+    policies = jmp.PolicyMap({"head": "c=bf16,r=f32"}, "mixed_bfloat16")
+    for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
+        assert again is policies
+        assert again["head"].reduce_dtype == np.float32
+        assert again["body"].reduce_dtype is None

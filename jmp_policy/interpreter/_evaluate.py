@@ -46,21 +46,33 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace
     >>> trace(lambda x: jnp.sin(x) * 2, (jnp.ones(2),), {}).program.in_avals
     [ShapedArray(float32[2])]
     """
+    flat, arrays, out_trees = flatten_function(fun, args, kwargs)
+    program = jax.make_jaxpr(flat)(*arrays)
+    return Traced(program, arrays, out_trees[-1])
+
+
+def flatten_function(
+    fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
+    """The function of the array leaves of its arguments, those leaves, and a list of the structures it returned.
+
+    >>> flat, leaves, out_trees = flatten_function(lambda x, y: {"sum": x + y}, (np.ones(2), 1), {})
+    >>> flat(*leaves), out_trees
+    ([array([2., 2.])], [PyTreeDef({'sum': *})])
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(leaf) for leaf in leaves]
-    out_tree: Any = None
+    out_trees: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        nonlocal out_tree
         given = iter(arrays)
         merged = [next(given) if array else leaf for leaf, array in zip(leaves, dynamic, strict=True)]
         args, kwargs = jax.tree.unflatten(treedef, merged)
         out, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        out_trees.append(out_tree)
         return out
 
-    arrays = [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array]
-    program = jax.make_jaxpr(flat)(*arrays)
-    return Traced(program, arrays, out_tree)
+    return flat, [leaf for leaf, array in zip(leaves, dynamic, strict=True) if array], out_trees
 
 
 def run(traced: Traced, program: ClosedJaxpr) -> Any:

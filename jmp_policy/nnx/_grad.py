@@ -6,10 +6,11 @@ from typing import Any, Literal, NamedTuple, overload
 
 from flax import nnx
 
+from .._dtypes import DTypeLike
 from .._find_scale import get_loss_scale
 from .._finite import all_finite, select_tree
 from .._float8_state import zero_unused
-from .._grad import differentiate_scaled, drop_value, read_scale_at_call, unscale_grads
+from .._grad import differentiate_scaled, drop_value, make_reducer, read_scale_at_call, unscale_grads
 from .._loss_scale import LossScale, NoOpLossScale
 from .._scaled_state import has_scaled_state
 from .._signatures import Aux, Loss, P
@@ -26,6 +27,8 @@ def value_and_grad(
     has_aux: Literal[False] = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[Loss, Any]]: ...
 @overload
@@ -35,6 +38,8 @@ def value_and_grad(
     *,
     has_aux: Literal[True],
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
 @overload
@@ -44,6 +49,8 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
@@ -52,6 +59,8 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
     """Differentiates a function of nnx modules with its loss scaled, and hands back true values.
@@ -69,6 +78,9 @@ def value_and_grad(
       argnums: which positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
       has_aux: whether `fun` returns auxiliary data; it is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
+      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
+        `jmp_policy.value_and_grad`.
+      strict: whether it is an error where a gradient cannot be followed to its sum, as in `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
     Returns:
@@ -77,7 +89,8 @@ def value_and_grad(
 
     Raises:
       ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is not a `Float8State`.
+        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is not a `Float8State`; or
+        gradients cannot be reduced in `reduce_dtype`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -90,14 +103,17 @@ def value_and_grad(
     [[1.0], [1.0]]
     """
     differentiate = functools.partial(nnx.value_and_grad, **options)
-    differentiate_with = functools.partial(_differentiate_models, differentiate, fun, argnums, has_aux)
+    list_models = lambda args: [args[_position(argnum)] for argnum in _as_sequence(argnums)]
+    find_parameters = lambda args: nnx.split(list_models(args), graph=True)[1]
+    reduce = make_reducer(reduce_dtype, strict, find_parameters)
+    differentiate_with = functools.partial(_differentiate_models, differentiate, fun, argnums, has_aux, reduce)
     differentiated = read_scale_at_call(differentiate_with, fun, loss_scale)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        before = _carried([args[_position(argnum)] for argnum in _as_sequence(argnums)])
+        before = _carried(list_models(args))
         out, grads = differentiated(*args, **kwargs)
         _keep_if_nonfinite(before, grads)
         return out, grads
@@ -112,6 +128,8 @@ def grad(
     has_aux: Literal[False] = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, Any]: ...
 @overload
@@ -121,6 +139,8 @@ def grad(
     *,
     has_aux: Literal[True],
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[Any, Aux]]: ...
 @overload
@@ -130,6 +150,8 @@ def grad(
     has_aux: bool = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[P, Any]: ...
 def grad(
@@ -138,6 +160,8 @@ def grad(
     has_aux: bool = False,
     *,
     loss_scale: PyTree,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
     """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
@@ -149,14 +173,20 @@ def grad(
     >>> jmp.nnx.grad(loss_fn, loss_scale=jmp.StaticLossScale(8.0))(model)["bias"].shape
     (1,)
     """
+    options |= {"reduce_dtype": reduce_dtype, "strict": strict}
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
 def _differentiate_models(
-    differentiate: functools.partial[Any], fun: Callable[..., Any], argnums: Any, has_aux: bool, scale: LossScale
+    differentiate: functools.partial[Any],
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    reduce: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    scale: LossScale,
 ) -> Callable[..., Any]:
     """Makes the function that differentiates models, with respect to their float8 state too, where they have some."""
-    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, scale)
+    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, scale, reduce=reduce)
 
     @functools.wraps(fun)
     def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +197,8 @@ def _differentiate_models(
             return plain(*args, **kwargs)
         prepared = prepare_states(fun, positions, scale.loss_scale)
         wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
-        of_state = differentiate_scaled(differentiate, prepared, wrt, has_aux, scale, unscale=_unscale_models)
+        options: dict[str, Any] = {"unscale": _unscale_models, "reduce": reduce}
+        of_state = differentiate_scaled(differentiate, prepared, wrt, has_aux, scale, **options)
         return of_state(*args, **kwargs)
 
     return value_and_true_grad

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from .._finite import all_finite
+from .._mapped_axes import vary
 from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import TRACING, Register
 from ..interpreter import (
@@ -172,7 +173,7 @@ class _Run:
 def _agree(is_finite: jax.Array) -> jax.Array:
     """Inside of a shard_map, whether it is so on all devices: they search together, for the program may communicate."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    return lax.pmin(is_finite.astype(jnp.int32), axes) == 1 if axes else is_finite
+    return lax.pmin(vary(is_finite, axes).astype(jnp.int32), axes) == 1 if axes else is_finite
 
 
 def _make_search(

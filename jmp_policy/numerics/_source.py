@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -38,7 +38,11 @@ def find_line(eqn: JaxprEqn) -> str:
     Where there is none, as for a library's function that was given as it is, it is the innermost frame of a library
     other than JAX, and the empty string where there is none of those.
     """
-    frames = _list_frames(eqn)
+    return choose_line(_list_frames(eqn))
+
+
+def choose_line(frames: Sequence[Any]) -> str:
+    """Chooses the line that `find_line` returns from frames, innermost first."""
     others = (_write_line(frame) for frame in frames if _is_from(_LIBRARIES, frame.file_name))
     return next(_list_user_lines(frames), None) or next(others, "")
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from .._dtypes import at_least_float32
 from .._float8_state import join_state, split_state
+from .._mapped_axes import vary
 from .._trees import PyTree
 
 T = TypeVar("T")
@@ -52,8 +53,8 @@ def pmean(grads: T, axis_name: Any) -> T:
     ([2.0, 2.0], [[3.0], [3.0]])
     """
     rest, state = split_state(grads)
-    mean = jax.tree.map(lambda x: lax.pmean(x, axis_name), rest)
-    return join_state(mean, jax.tree.map(lambda x: lax.pmax(x, axis_name), state))
+    mean = jax.tree.map(lambda x: lax.pmean(vary(x, axis_name), axis_name), rest)
+    return join_state(mean, jax.tree.map(lambda x: lax.pmax(vary(x, axis_name), axis_name), state))
 
 
 def global_norm(grads: PyTree) -> jax.Array:

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
 
+from .._dtypes import DTypeLike
 from .._find_scale import get_loss_scale
 from .._float8_state import explain_reuse, prepare_state
 from .._grad import scale_loss, value_and_grad, warn_of_half
@@ -25,17 +26,39 @@ from ._step import Params, Transformation, step
 
 @overload
 def minimize(
-    fun: Callable[Concatenate[Params, P], Loss], tx: Transformation, has_aux: Literal[False] = False
+    fun: Callable[Concatenate[Params, P], Loss],
+    tx: Transformation,
+    has_aux: Literal[False] = False,
+    *,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss]]: ...
 @overload
 def minimize(
-    fun: Callable[Concatenate[Params, P], tuple[Loss, Aux]], tx: Transformation, has_aux: Literal[True]
+    fun: Callable[Concatenate[Params, P], tuple[Loss, Aux]],
+    tx: Transformation,
+    has_aux: Literal[True],
+    *,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss, Aux]]: ...
 @overload
 def minimize(
-    fun: Callable[Concatenate[Params, P], Any], tx: Transformation, has_aux: bool = False
+    fun: Callable[Concatenate[Params, P], Any],
+    tx: Transformation,
+    has_aux: bool = False,
+    *,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
 ) -> Callable[Concatenate[Params, Any, P], tuple[Any, ...]]: ...
-def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False) -> Callable[..., tuple[Any, ...]]:
+def minimize(
+    fun: Callable[..., Any],
+    tx: Transformation,
+    has_aux: bool = False,
+    *,
+    reduce_dtype: DTypeLike | None = None,
+    strict: bool = True,
+) -> Callable[..., tuple[Any, ...]]:
     """Makes the training step of a loss function, in the fewest bytes.
 
     It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
@@ -44,13 +67,16 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
     memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3))`), or takes the two functions.
 
-    Where `tx` carries provenance, the step finds it, and its gradients are true ones, as those of `value_and_grad`.
+    Where `tx` carries provenance, the step finds it, and its gradients are true ones, as those of `value_and_grad`. So
+    they are with a `reduce_dtype`: what was reduced in float32 is not rounded to half before the step.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
         float32.
       tx: an optax transformation; what is said of half precision is true of `loss_scaled` and `skip_nonfinite`.
       has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`.
+      strict: whether it is an error where a gradient cannot be followed to its sum, as in `value_and_grad`.
 
     Returns:
       A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary
@@ -77,19 +103,27 @@ def minimize(fun: Callable[..., Any], tx: Transformation, has_aux: bool = False)
             return fun(params, *args, **kwargs)
 
         # Provenance reads the paths of modules while it traces them, which taking casts out has done before.
-        take_step = _scaled_step if is_scaled and not has_provenance(opt_state) else _plain_step
-        params, opt_state, out = take_step(call_on_params, tx, has_aux, params, opt_state)
+        if is_scaled and reduce_dtype is None and not has_provenance(opt_state):
+            params, opt_state, out = _scaled_step(call_on_params, tx, has_aux, params, opt_state)
+        else:
+            reduction = {"reduce_dtype": reduce_dtype, "strict": strict}
+            params, opt_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
         return (params, opt_state, *out) if has_aux else (params, opt_state, out)
 
     return minimizing_step
 
 
 def _plain_step(
-    fun: Callable[..., Any], tx: Transformation, has_aux: bool, params: PyTree, opt_state: PyTree
+    fun: Callable[..., Any],
+    tx: Transformation,
+    has_aux: bool,
+    params: PyTree,
+    opt_state: PyTree,
+    reduction: dict[str, Any],
 ) -> tuple[PyTree, PyTree, Any]:
     # Not outermost it may stand in optax.inject_hyperparams, which makes it anew in each step.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
-    differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale)
+    differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
     (out, grads), extra = _find_provenance(differentiated, opt_state, params)
     return *step(tx, grads, opt_state, params, **extra), out
 

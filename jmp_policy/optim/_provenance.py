@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._loss_scale import LossScale
+from .._mapped_axes import vary
 from .._messages import describe
 from .._scaled_state import LossScaledState, find_nodes
 from .._trees import PyTree
@@ -97,9 +98,10 @@ def take_provenance(state: PyTree, extra: dict[str, Any]) -> tuple[Provenance | 
 
 def _share(provenance: Provenance, axis_name: Any) -> Provenance:
     count, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    first = lax.pmin(jnp.where(provenance.status == NOTHING, count, index), axis_name)
+    first = lax.pmin(vary(jnp.where(provenance.status == NOTHING, count, index), axis_name), axis_name)
     decides = index == jnp.minimum(first, count - 1)
-    return jax.tree.map(lambda x: lax.psum(jnp.where(decides, x, jnp.zeros_like(x)), axis_name), provenance)
+    of_one = jax.tree.map(lambda x: vary(jnp.where(decides, x, jnp.zeros_like(x)), axis_name), provenance)
+    return lax.psum(of_one, axis_name)
 
 
 _MISSING = (

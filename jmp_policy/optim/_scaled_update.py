@@ -11,6 +11,7 @@ from jax import lax
 from .._finite import all_finite
 from .._float8_state import join_state, split_state
 from .._loss_scale import LossScale, NoOpLossScale
+from .._mapped_axes import AxisName, vary
 from .._rounding import is_half
 from .._scaled_state import LossScaledState
 from .._trees import PyTree
@@ -19,8 +20,6 @@ from ._provenance import carry_provenance, has_provenance, take_provenance
 from ._skip import Operands, Result, make_skippable
 from ._step import ParameterUpdate, Transformation, keep_dtypes, step, with_extra_args
 from ._unseen import HOLE, overwrite_state, restore_float0, zero_float0
-
-AxisName = Any
 
 
 class LossScaledUpdate(ParameterUpdate):
@@ -87,7 +86,7 @@ class LossScaledUpdate(ParameterUpdate):
     ) -> tuple[PyTree, LossScaledState]:
         finite = all_finite(operands.grads)
         if self._axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), self._axis_name) == 1
+            finite = lax.pmin(vary(finite, self._axis_name).astype(jnp.int32), self._axis_name) == 1
         out, inner_state = take_or_skip(finite, operands)
         skipped = (~finite).astype(jnp.int32)
         after = LossScaledState(

@@ -37,9 +37,10 @@ def stochastic_rounding(inner: Transformation, key: jax.Array) -> optax.Gradient
     sees parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in
     fewer bytes.
 
-    The result is a function of the key alone. Parameters that are replicated over devices are rounded alike on all of
-    them, and shards each for itself: under `jit` with sharded arrays, and in `jax.shard_map` (but with its
-    `check_vma=False`, JAX does not know which is which, and shards of equal values are rounded alike).
+    The result is a function of the key alone. Under `jit` it is the same bits whatever the mesh. In `jax.shard_map`,
+    parameters that are replicated over devices are rounded alike on all of them, and shards each for itself, so that
+    the noise depends on the mesh (and with `check_vma=False`, JAX does not know which is which, and shards of equal
+    values are rounded alike).
 
     It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
     would alone.

@@ -7,7 +7,17 @@ import numpy as np
 import jmp_policy as jmp
 from jmp_policy.explanation import Explanation, Row
 from jmp_policy.measurement._measure import Meter, Record
-from jmp_policy.numerics import AuditReport, AuditRow, Finding, Matmul, Prediction, Reason, Stats
+from jmp_policy.numerics import (
+    AuditReport,
+    AuditRow,
+    Collective,
+    Collectives,
+    Finding,
+    Matmul,
+    Prediction,
+    Reason,
+    Stats,
+)
 from jmp_policy.quant import Comparison, LayerComparison
 from jmp_policy.statistics._layout import Layout, Site
 
@@ -57,6 +67,19 @@ def _audit() -> AuditReport:
     return AuditReport(tuple(rows), tuple(findings), tuple(matmuls), (source,))
 
 
+def _communicate() -> Collectives:
+    source = "/home/someone/projects/translation/training/transformer_layers.py:1234 (compute_attention_scores)"
+    kinds = [("collective-permute", "", "recomputed"), ("reduce-scatter", "sum", "backward"),
+             ("all-reduce", "max", "forward")]  # fmt: skip
+    rows = [
+        Collective(kind, reduction, "float8_e4m3fn", ("replica", "data", "fsdp"), 4096, (16_384, 53_248), direction,
+                   direction == "backward", True, source, path, 96, 280_000_000_000)
+        for path in ("", *PATHS)
+        for kind, reduction, direction in kinds
+    ]  # fmt: skip
+    return Collectives(tuple(rows), 4096, ("replica", "data", "fsdp"), compiled=True, uncounted_loops=(source,))
+
+
 def _compare() -> Comparison:
     formats = ("int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)", LEFT)
     rows = [
@@ -102,7 +125,7 @@ def _predict() -> Prediction:
 
 REPORTS = {
     "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
-    "prediction": _predict(),
+    "prediction": _predict(), "collectives": _communicate(),
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
@@ -112,6 +135,8 @@ NAMES = {
                     "float8(min_size=0)_from_p=f32,c=bf16,o=f32"],
     "audit": [*PATHS, "dynamic_update_slice", "conv_general_dilated", "f32->f8_e4m3fn", "backward", "float16-softmax",
               "/home/someone/projects/translation/training/transformer_layers.py:1234"],
+    "collectives": [*PATHS, "transformer_layers.py:1234", "collective-permute", "replica,data,fsdp", "recomputed",
+                    "16384x53248", "f8_e4m3fn"],
     "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
     "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
 }  # fmt: skip

@@ -1,0 +1,94 @@
+"""What `reduce_dtype` costs: compiled gradients of a small GPT, summed in compute dtype and in float32.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.reduce_dtype            # of a CPU, and of TPUs where `libtpu` is installed
+
+Operations, bytes accessed and temporaries of one compiled program over those of the other; for the eight TPUs also how
+many numbers the devices reduce in which dtype, as the TPU's compiler wrote it.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jmp_policy as jmp
+from benchmarks._compiled import figures
+from benchmarks._targets import tpu
+from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
+from jmp_policy.demo._gpt_linen import GPT
+
+CONFIG = GPTConfig(width=512, depth=4, heads=8, context=256)
+POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
+BATCH = 32
+
+
+def make_gradients(reduce_dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """The function that is compiled, and the shapes of its parameters and its batch."""
+    model = jmp.with_policy(GPT(CONFIG), POLICY)
+
+    def compute_loss(params: Any, windows: jax.Array) -> jax.Array:
+        inputs, targets = split_windows(windows)
+        return cross_entropy(model.apply({"params": params}, inputs), targets)
+
+    windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), np.uint8)
+    tokens = jax.ShapeDtypeStruct((1, CONFIG.context), np.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    return jmp.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=reduce_dtype), params, windows
+
+
+def compile_on(devices: list[Any], reduce_dtype: Any) -> Any:
+    """Compiles the gradients for devices that share the batch, and the parameters too."""
+    fun, params, windows = make_gradients(reduce_dtype)
+    mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def place(leaf: Any) -> NamedSharding:
+        largest = int(np.argmax(leaf.shape))
+        return NamedSharding(mesh, P(*[None] * largest, "fsdp"))
+
+    shardings = jax.tree.map(place, params), NamedSharding(mesh, P("fsdp"))
+    out = NamedSharding(mesh, P()), shardings[0]
+    return jax.jit(fun, in_shardings=shardings, out_shardings=out).lower(params, windows).compile()
+
+
+def count_reduced(compiled: Any) -> dict[str, int]:
+    """How many numbers the devices reduce, by dtype: of all-reduces and reduce-scatters, and of no loop's turns."""
+    counts: dict[str, int] = {}
+    pattern = re.compile(r"= (.*?) (?:all-reduce|all-reduce-start|reduce-scatter)\(")
+    for shapes in pattern.findall(compiled.as_text()):
+        for dtype, sizes in re.findall(r"\b(f32|bf16)\[([\d,]*)\]", shapes):
+            counts[dtype] = counts.get(dtype, 0) + int(np.prod([int(n) for n in sizes.split(",") if n]))
+    return counts
+
+
+def list_targets() -> dict[str, list[Any]]:
+    """The devices to compile for."""
+    targets = {"a CPU": jax.devices("cpu")[:1]}
+    try:
+        tpu()  # which sets what its compiler would ask for, or says that there is none
+    except ModuleNotFoundError as error:
+        print(error)
+        return targets
+    for name, count in {"a TPU v5e": 1, "eight TPU v5e": 8}.items():
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+        targets[name] = list(devices)[:count]
+    return targets
+
+
+def main() -> None:
+    """Prints the table."""
+    print("| for | operations | bytes | temporaries | reduced without | reduced with |")
+    print("|---|---|---|---|---|---|")
+    for name, devices in list_targets().items():
+        plain, wide = (compile_on(devices, dtype) for dtype in (None, POLICY.reduce_dtype))
+        before, after = figures(plain), figures(wide)
+        names = ("flops", "bytes_accessed", "temporaries")
+        ratios = [f"{getattr(after, name) / getattr(before, name):.3f}" for name in names]
+        print("|", " | ".join([name, *ratios, *(str(count_reduced(c)) for c in (plain, wide))]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

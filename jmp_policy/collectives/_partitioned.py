@@ -1,0 +1,239 @@
+"""The collectives of a program as XLA's partitioner leaves it, for each of its devices."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ._collective import KINDS, REDUCING, Collective, Place, count_elements
+from ._flow import Flow, Node, make_operation
+from ._groups import Shape, find_group
+from ._hlo import Array, Computation, Instruction, Module, Reference
+from ._loops import count_turns
+from ._traced import PRIMITIVES, Found, Places, find_direction
+
+_OPCODES = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+_REDUCTIONS = {"add": "sum", "maximum": "max", "minimum": "min", "multiply": "product", "and": "and", "or": "or"}
+_CALLS = ("to_apply", "calls", "true_computation", "false_computation")
+_SILENT = ("tuple", "get-tuple-element", "parameter", "while", "call", "conditional", "fusion")
+"""What only hands values on."""
+
+
+def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: Places) -> Found:
+    """Reads the collectives off a partitioned program.
+
+    Args:
+      module: the program.
+      meshes: the meshes that it may run on, which name the axes.
+      devices: how many devices it runs on.
+      places: what reads name stacks and source lines.
+    """
+    reader = _Reader(module, meshes, devices, places)
+    rows: list[Collective] = []
+    loops: dict[str, None] = {}
+    for site in _list_sites(module, module.computations[module.entry], 1, ()):
+        rows += reader.describe(site)
+        for computation, loop in site.loops:
+            loops.setdefault(reader.find_line(computation, loop))
+    return Found([row for row in rows if row.devices > 1], list(loops))
+
+
+class _Site(NamedTuple):
+    """A collective.
+
+    Attributes:
+      computation: where it stands.
+      instruction: the collective.
+      turns: how often it runs.
+      loops: the loops around it of which nobody knows how often they turn.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    turns: int
+    loops: tuple[tuple[Computation, Instruction], ...]
+
+
+def _list_sites(module: Module, computation: Computation, turns: int, loops: tuple) -> Iterator[_Site]:
+    for instruction in computation.instructions.values():
+        if instruction.opcode in _OPCODES:
+            yield _Site(computation, instruction, turns, loops)
+        elif instruction.opcode == "while":
+            count = count_turns(module, computation, instruction)
+            inside = loops if count is not None else (*loops, (computation, instruction))
+            for body in _list_called(module, instruction, ("condition", "body")):
+                yield from _list_sites(module, body, turns * (1 if count is None else count), inside)
+        elif instruction.opcode in ("call", "fusion", "conditional", "async-start"):
+            for body in _list_called(module, instruction, _CALLS):
+                yield from _list_sites(module, body, turns, loops)
+
+
+def _list_called(module: Module, instruction: Instruction, attributes: Sequence[str]) -> list[Computation]:
+    branches = re.search(r"branch_computations=\{(.*?)\}", instruction.attributes)
+    names = re.findall(r"%([\w.\-]+)", branches[1]) if branches else map(instruction.find_called, attributes)
+    return [module.computations[name] for name in names if name in module.computations]
+
+
+class _Reader:
+    """Tells what is known of each collective of a module."""
+
+    def __init__(self, module: Module, meshes: Sequence[Shape], devices: int, places: Places):
+        self._module, self._meshes, self._devices, self._places = module, meshes, devices, places
+        self._readers = {computation.name: _list_readers(computation) for computation in module.computations.values()}
+        self._flow = self._follow()
+
+    def describe(self, site: _Site) -> list[Collective]:
+        """A row for each array that a collective sends."""
+        instruction = site.instruction
+        kind, reduction = _OPCODES[instruction.opcode], self._find_reduction(instruction)
+        group = find_group(instruction.attributes, self._meshes, self._devices)
+        named = self._find_named(site.computation, instruction)
+        primitive = named.op_name.rpartition("/")[2]
+        stands, line = self._find_place(named), self.find_line(site.computation, instruction)
+        node = _node(site.computation, Reference(instruction.name, 0 if instruction.is_tuple else None))
+        operand = _node(site.computation, instruction.operands[0])
+        direction = find_direction(stands.direction, kind, reduction, operand, self._flow)
+        sums = kind in REDUCING and reduction == "sum" and direction == "backward"
+        return [
+            Collective(
+                kind, reduction, array.dtype, group.axes, group.devices, array.shape, direction,
+                is_gradient=sums and not self._flow.is_summed_on(node),
+                inserted=primitive not in PRIMITIVES,
+                source=line,
+                path=stands.path,
+                count=site.turns,
+                bytes=site.turns * count_elements(array.shape) * array.bits // 8,
+            )
+            for array in _list_sent(instruction, kind, group.devices)
+        ]  # fmt: skip
+
+    def find_line(self, computation: Computation, instruction: Instruction) -> str:
+        """The user's line that an instruction comes from, or what reads it, where XLA says no more."""
+        named = self._find_named(computation, instruction)
+        return self._places.choose_line(self._module.frames.get(named.frame, ()))
+
+    def _find_named(self, computation: Computation, instruction: Instruction) -> Instruction:
+        """The instruction, or the nearest one that reads it and has a name stack."""
+        seen, waiting = {instruction.name}, [instruction]
+        for candidate in waiting:
+            if candidate.op_name:
+                return candidate
+            readers = self._readers[computation.name].get(candidate.name, [])
+            waiting += [reader for reader in readers if reader.name not in seen]
+            seen.update(reader.name for reader in readers)
+        return instruction
+
+    def _find_place(self, named: Instruction) -> Place:
+        return self._places.find_place(read_stack(named.op_name))
+
+    def _find_reduction(self, instruction: Instruction) -> str:
+        function = self._module.computations.get(instruction.find_called("to_apply"))
+        if instruction.opcode not in REDUCING or function is None:
+            return ""
+        # In a shard_map with axes left to XLA, the result of the function is a copy of the sum.
+        opcodes = [instruction.opcode for instruction in function.instructions.values()]
+        return next((_REDUCTIONS[opcode] for opcode in opcodes if opcode in _REDUCTIONS), opcodes[-1])
+
+    def _follow(self) -> Flow:
+        flow = Flow()
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions.values():
+                self._follow_instruction(flow, computation, instruction)
+        return flow
+
+    def _follow_instruction(self, flow: Flow, here: Computation, made: Instruction) -> None:
+        result, operands = Reference(made.name), made.operands
+        if made.opcode == "tuple":
+            for i, operand in enumerate(operands):
+                flow.join(_node(here, Reference(made.name, i)), _node(here, operand))
+        elif made.opcode == "get-tuple-element":
+            flow.join(_node(here, result), _node(here, Reference(operands[0].name, int(made.find_called("index")))))
+        elif made.opcode == "while":
+            test, body = (self._module.computations[made.find_called(name)] for name in ("condition", "body"))
+            for inner in (test, body):
+                self._join(flow, here, operands[0], inner, inner.parameters[0], made)
+                self._join(flow, body, Reference(body.root), inner, inner.parameters[0], made)
+            self._join(flow, body, Reference(body.root), here, made.name, made)
+        elif made.opcode in ("call", "fusion", "conditional"):
+            bodies = _list_called(self._module, made, _CALLS)
+            branches = made.opcode == "conditional"
+            for n, body in enumerate(bodies):
+                given = [operands[n + 1]] if branches else operands
+                for i, operand in enumerate(given):
+                    if i in body.parameters:
+                        parameter = body.parameters[i]
+                        self._join(flow, here, operand, body, parameter, body.instructions[parameter])
+                self._join(flow, body, Reference(body.root), here, made.name, made)
+        elif made.opcode != "parameter":
+            direction = self._find_place(made).direction if made.op_name else None
+            parts = range(len(made.arrays)) if made.is_tuple else (None,)
+            results = [_node(here, Reference(made.name, part)) for part in parts]
+            sizes = (_measure_first(here, made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 0)
+            operation = make_operation(made.opcode, direction, *sizes)
+            flow.add(operation, results, [_node(here, operand) for operand in operands])
+
+    def _join(
+        self, flow: Flow, source: Computation, value: Reference, target: Computation, name: str, typed: Instruction
+    ) -> None:
+        """Joins a value to the same value elsewhere, part by part."""
+        for part in range(len(typed.arrays)) if typed.is_tuple else (None,):
+            index = value.part if part is None else part
+            flow.join(_node(target, Reference(name, part)), _node(source, Reference(value.name, index)))
+
+
+def _measure_first(computation: Computation, instruction: Instruction) -> int:
+    """How many numbers the first operand of an instruction has."""
+    if not instruction.operands:
+        return 0
+    name, part = instruction.operands[0]
+    arrays = computation.instructions[name].arrays
+    return _measure(arrays if part is None else arrays[part : part + 1])
+
+
+def _measure(arrays: Iterable[Array]) -> int:
+    return sum(count_elements(array.shape) for array in arrays)
+
+
+def _node(computation: Computation, reference: Reference) -> Node:
+    return computation.name, *reference
+
+
+def _list_readers(computation: Computation) -> dict[str, list[Instruction]]:
+    readers: dict[str, list[Instruction]] = {}
+    for instruction in computation.instructions.values():
+        for operand in instruction.operands:
+            readers.setdefault(operand.name, []).append(instruction)
+    return readers
+
+
+def _list_sent(instruction: Instruction, kind: str, devices: int) -> list[Array]:
+    """What each device gets of a gather, and puts into any other collective."""
+    arrays = instruction.arrays
+    if kind == "all-to-all" and instruction.is_tuple:  # as many parts of one array as there are devices
+        return [arrays[0]._replace(shape=(len(arrays), *arrays[0].shape))]
+    if kind == "collective-permute":
+        return arrays[:1]
+    if kind != "reduce-scatter":
+        return arrays
+    found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
+    along = int(found[1]) if found else 0
+    return [
+        array._replace(shape=tuple(size * devices if i == along else size for i, size in enumerate(array.shape)))
+        for array in arrays
+    ]
+
+
+def read_stack(op_name: str) -> str:
+    """The name stack in what XLA calls an operation: without jitted functions, loops and the primitive.
+
+    >>> read_stack("jit(step)/jit(main)/transpose(jvp(Net))/while/body/closed_call/dense/dot_general")
+    'transpose(jvp(Net))/dense'
+    """
+    names = op_name.partition(";")[0].split("/")[:-1]
+    stack = "/".join(name for name in names if not name.startswith("jit("))
+    return re.sub(_STRUCTURE, "", f"/{stack}/").strip("/")
+
+
+_STRUCTURE = re.compile(
+    r"(?<=/)(?:while/(?:body|cond)/|cond/branch_\d+_fun/|(?:closed_call|eval_jaxpr|core_call|shard_map|shmap_body|pjit|"
+    r"remat2?|custom_jvp_call|custom_vjp_call)/)+"
+)

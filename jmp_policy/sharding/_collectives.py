@@ -1,0 +1,166 @@
+"""Sums, means and gathers over devices in the dtypes of a policy."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._float8_state import name_state
+from .._mapped_axes import AxisName, list_axes, vary
+from .._messages import describe
+from .._signatures import PolicySpec
+from .._trees import Uncast, is_floating
+from ._axes import check_axes, check_divides
+from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype
+from ._gather_leaf import Gathering, gather_leaf, take_maximum
+
+T = TypeVar("T")
+
+
+def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
+    """Sums over devices in the reduce dtype of a policy.
+
+    `jax.lax.psum` of each real floating array, cast to `policy.reduce_dtype` before and to its own dtype after; of
+    other numbers as they are. Float8 state is not summed: devices agree on its maximum. PRNG keys, `float0`, loss
+    scales and quantized storage pass by identity.
+
+    Args:
+      tree: a tree of arrays, such as gradients.
+      axis_name: a mapped axis, or several, of `jax.shard_map` or `jax.vmap`.
+      policy: what `get_policy` reads. A policy without a reduce dtype casts nothing.
+
+    Returns:
+      A tree of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: an axis is not mapped here; `policy` is a map of several reduce dtypes.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> policy = jmp.get_policy("params=float32,compute=bfloat16,reduce=float32")
+    >>> grads = {"w": jnp.bfloat16([256, 1, 1, 1])}  # one number of each of four devices
+    >>> total = jax.vmap(lambda grads: jmp.sharding.psum(grads, "devices", policy), axis_name="devices")(grads)
+    >>> total["w"].tolist(), total["w"].dtype  # 259 rounds to 260; in bfloat16 256 + 1 is 256
+    ([260.0, 260.0, 260.0, 260.0], dtype(bfloat16))
+    """
+    return _reduce(tree, axis_name, policy, lambda x: lax.psum(vary(x, axis_name), axis_name))
+
+
+def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
+    """Averages over devices in the reduce dtype of a policy; otherwise as `psum`.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> policy, grads = jmp.get_policy("p=f32,c=bf16,r=f32"), {"w": jnp.bfloat16([1, 3])}
+    >>> mean = jax.vmap(lambda grads: jmp.sharding.pmean(grads, "devices", policy), axis_name="devices")(grads)
+    >>> mean["w"].tolist()
+    [2.0, 2.0]
+    """
+    return _reduce(tree, axis_name, policy, lambda x: lax.pmean(vary(x, axis_name), axis_name))
+
+
+def psum_scatter(
+    tree: T, axis_name: AxisName, policy: PolicySpec, *, scatter_dimension: int = 0, tiled: bool = False
+) -> T:
+    """Sums over devices in the reduce dtype of a policy, and leaves each device its part.
+
+    `jax.lax.psum_scatter`, with the casts of `psum`. Float8 state, which every device needs, is not scattered: each
+    gets its maximum.
+
+    Args:
+      tree: a tree of arrays.
+      axis_name: a mapped axis, or several.
+      policy: what `get_policy` reads.
+      scatter_dimension: the dimension of every array that is split.
+      tiled: whether the dimension stays, shorter by the number of devices; without it, it must be that number, and
+        goes.
+
+    Raises:
+      ValueError: an axis is not mapped here; a dimension does not divide; `policy` is a map of several reduce dtypes.
+      TypeError: a leaf is no array of numbers: a PRNG key, or quantized storage.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> policy, grads = jmp.get_policy("p=f32,c=bf16,r=f32"), jnp.bfloat16([[256, 1], [1, 2]])
+    >>> jax.vmap(lambda x: jmp.sharding.psum_scatter(x, "devices", policy), axis_name="devices")(grads).tolist()
+    [256.0, 3.0]
+    """
+    axes = list_axes(axis_name)
+    check_axes(axes, "axis_name")
+
+    def scatter(x: Any) -> Any:
+        _check_numbers(x, "psum_scatter")
+        check_divides(axes, x.shape, scatter_dimension, tiled)
+        return lax.psum_scatter(vary(x, axis_name), axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
+
+    return _reduce(tree, axis_name, policy, scatter, skips=False)
+
+
+def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 0, tiled: bool = False) -> T:
+    """Gathers the parts of all devices in the compute dtype of a policy.
+
+    `jax.lax.all_gather` of each real floating array that is wider than `policy.compute_dtype`, cast to that before and
+    to its own dtype after, which is exact; of others as they are. In its backward pass the cotangent is summed in the
+    reduce dtype, and each device gets its part. Float8 state, which every device has, passes by identity.
+
+    Args:
+      tree: a tree of arrays.
+      axis_name: a mapped axis, or several.
+      policy: what `get_policy` reads. A policy without a compute dtype casts nothing.
+      axis: where the parts stand in each result.
+      tiled: whether they are joined along a dimension that there is; without it, they get one of their own.
+
+    Raises:
+      ValueError: an axis is not mapped here; `policy` is a map of several compute or reduce dtypes.
+      TypeError: a leaf is no array of numbers: a PRNG key, or quantized storage.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> policy, params = jmp.get_policy("p=f32,c=bf16,r=f32"), {"w": jnp.float32([1.001, 2])}
+    >>> whole = jax.vmap(lambda w: jmp.sharding.all_gather(w, "devices", policy), axis_name="devices")(params)
+    >>> whole["w"].tolist(), whole["w"].dtype
+    ([[1.0, 2.0], [1.0, 2.0]], dtype('float32'))
+    """
+    axes = list_axes(axis_name)
+    check_axes(axes, "axis_name")
+    compute_dtype, reduce_dtype = read_compute_dtype(policy), read_reduce_dtype(policy)
+
+    def gather(x: Any) -> Any:
+        _check_numbers(x, "all_gather")
+        return gather_leaf(jnp.asarray(x), Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled))
+
+    return _map_leaves(gather, lambda state: state, tree)
+
+
+def _reduce(tree: T, axis_name: AxisName, policy: PolicySpec, reduce: Callable[[Any], Any], *, skips: bool = True) -> T:
+    check_axes(list_axes(axis_name), "axis_name")
+    dtype = read_reduce_dtype(policy)
+
+    def reduce_leaf(x: Any) -> Any:
+        if skips and not _is_numeric(x):
+            return x
+        is_cast = dtype is not None and is_floating(x)
+        return cast_leaf(reduce(cast_leaf(x, dtype)), x.dtype) if is_cast else reduce(x)
+
+    return _map_leaves(reduce_leaf, lambda state: take_maximum(state, axis_name), tree)
+
+
+def _map_leaves(map_rest: Callable[[Any], Any], map_state: Callable[[Any], Any], tree: T) -> T:
+    """Maps float8 state by one function, and all other leaves by another; `Uncast` is one leaf."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Uncast))
+    names = name_state(structure.unflatten(range(len(leaves))))
+    mapped = [map_state(leaf) if name else map_rest(leaf) for name, leaf in zip(names, leaves, strict=True)]
+    return structure.unflatten(mapped)
+
+
+def _check_numbers(x: Any, name: str) -> None:
+    if not _is_numeric(x):
+        raise TypeError(
+            f"{name} takes arrays of numbers, got {describe(x)}. Leave it out of the tree, and replicate it: P()."
+        )
+
+
+def _is_numeric(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, int | float | complex)
+    return not isinstance(x, Uncast) and isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0

@@ -1,0 +1,226 @@
+"""The report of collectives: what it selects, sums and asserts, and what is refused."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
+
+from jmp_policy.collectives._compile import partition
+from jmp_policy.collectives._groups import find_group
+from jmp_policy.collectives._hlo import parse_module
+from jmp_policy.numerics import Collective, Collectives, collectives
+
+DATA = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def make_row(kind="all-reduce", dtype="bfloat16", axes=("data",), *, gradient=True, **fields):
+    reduction = "sum" if kind in ("all-reduce", "reduce-scatter") else ""
+    return Collective(kind, reduction, dtype, axes, 4, (4, 2), **{
+        "direction": "backward" if gradient else "forward", "is_gradient": gradient, "inserted": True,
+        "source": "train.py:12 (loss)", "path": "head", "count": 2, "bytes": 32,
+    } | fields)  # fmt: skip
+
+
+REPORT = Collectives(
+    (
+        make_row(),
+        make_row(dtype="float32", bytes=64),
+        make_row(axes=("data", "model"), gradient=False, bytes=8),
+        make_row("all-gather", gradient=False, count=1, bytes=16),
+        make_row("all-gather", "int32", gradient=False, count=1, bytes=4),
+    ),
+    8,
+    ("data", "model"),
+    compiled=True,
+)
+
+
+def test_rows_are_selected():
+    assert REPORT.select().rows == REPORT.rows
+    assert REPORT.select(kind="all-gather", dtype="bf16").rows == REPORT.rows[3:4]
+    assert REPORT.select(dtype="int32").rows == REPORT.rows[4:]
+    assert REPORT.select(axis="model").rows == REPORT.rows[2:3]
+    assert REPORT.select(direction="backward").rows == REPORT.select(gradients=True).rows == REPORT.rows[:2]
+
+
+def test_sums_are_of_what_is_selected():
+    assert (REPORT.total_count(), REPORT.total_bytes(), REPORT.total_moved_bytes()) == (8, 124, 171)
+    assert REPORT.total_bytes(dtype="bfloat16", kind="all-reduce") == 40
+    assert REPORT.total_moved_bytes(kind="all-gather") == 12 + 3
+
+
+def test_a_reduction_in_another_dtype_is_an_error_with_its_line():
+    message = (
+        "2 of 4 reductions of gradients are not in float32:\n"
+        "  train.py:12 (loss): backward all-reduce in head of bfloat16[4,2] over data, 2 times"
+    )
+    with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
+        REPORT.assert_reduced_in("float32")
+    REPORT.assert_reduced_in("bfloat16", of="activations")
+    with pytest.raises(AssertionError, match=r"^4 of 6 reductions are not in float32:"):
+        REPORT.assert_reduced_in("float32", of="all")
+
+
+def test_nothing_to_assert_on_is_an_error():
+    with pytest.raises(AssertionError, match=r"^There are no reductions of gradients over model, in float32 or any"):
+        REPORT.assert_reduced_in("float32", axis="model")
+    with pytest.raises(AssertionError, match=r"^There are no all-gathers, in bfloat16 or any other floating dtype\.$"):
+        REPORT.select(kind="all-reduce").assert_gathered_in("bf16")
+
+
+def test_gathers_of_integers_are_not_asserted_on():
+    REPORT.assert_gathered_in("bfloat16", axis="data")
+    with pytest.raises(AssertionError, match=r"^1 of 1 all-gathers over data are not in float32:"):
+        REPORT.assert_gathered_in("float32", axis="data")
+
+
+def test_a_collective_that_must_not_be_is_an_error():
+    REPORT.assert_no(kind="all-to-all")
+    with pytest.raises(AssertionError, match=r"^1 collectives:\n  train\.py:12 \(loss\): forward all-gather in head"):
+        REPORT.assert_no(kind="all-gather", dtype="int32")
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ({"kind": "allreduce"}, "Unknown kind 'allreduce'. Did you mean 'all-reduce'? For example: report.select("),
+        ({"direction": "back"}, "Unknown direction 'back'. "),
+        ({"axis": "fsdp"}, "No mesh of the program has an axis 'fsdp'. Its axes are 'data', 'model'."),
+        ({"dtype": "bflaot16"}, "Unknown dtype 'bflaot16'"),
+    ],
+)
+def test_a_bad_selection_is_an_error(selection, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        REPORT.select(**selection)
+
+
+def test_an_axis_of_a_program_without_a_mesh_is_an_error():
+    with pytest.raises(ValueError, match=r"an axis 'data'\. It runs on one device, without a mesh"):
+        collectives(jnp.sin)(1.0).select(axis="data")
+
+
+def test_an_unknown_kind_of_reductions_is_an_error():
+    with pytest.raises(ValueError, match=r"^Unknown of 'gradient'. Did you mean 'gradients'\? For example: report\.as"):
+        REPORT.assert_reduced_in("float32", of="gradient")
+
+
+def test_the_report_is_plain_data():
+    plain = REPORT.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert (plain["count"], plain["bytes"], plain["rows"][2]["axes"]) == (8, 124, ["data", "model"])
+
+
+def test_a_table_shows_the_rows_of_most_bytes():
+    rows = tuple(make_row(source=f"train.py:{line} (loss)", bytes=line) for line in range(1, 101))
+    text = str(Collectives(rows, 4, ("data",), compiled=True))
+    assert "60 rows of fewer bytes are left out: `.rows` has them." in text
+    assert "train.py:61" in text
+    assert "train.py:60" not in text
+
+
+def test_only_functions_have_collectives():
+    with pytest.raises(TypeError, match=r"^collectives takes a function, got 3\. For example: collectives\(train_step"):
+        collectives(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_compiled_is_a_truth_value():
+    with pytest.raises(TypeError, match=r"^compiled is True, False or None, got 'yes'\. For example: compiled=False"):
+        collectives(jnp.sin, compiled="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mesh_without_devices_is_an_error_where_xla_has_to_insert_the_collectives():
+    mesh = AbstractMesh((512, 8), ("data", "model"))
+    x = jax.ShapeDtypeStruct((512, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    described = r"the AbstractMesh of data=512, model=8 \(4096 devices; \d+ are here\)"
+    with pytest.raises(ValueError, match=f"^The program says no collectives itself, .* which {described} does not hav"):
+        collectives(jnp.sum)(x)
+    with pytest.raises(ValueError, match=f"^compiled=True needs devices, but {described} has none"):
+        collectives(jnp.sum, compiled=True)(x)
+    assert collectives(jnp.sum, compiled=False)(x).rows == ()
+
+
+def test_a_compiler_that_writes_nothing_down_is_an_error():
+    class Silent:
+        def compile(self, compiler_options):
+            assert "xla_dump_to" in compiler_options
+
+    with pytest.raises(RuntimeError, match=r"^The compiler wrote down no program .* collectives\(fun, compiled="):
+        partition(Silent(), "none")  # pyright: ignore[reportArgumentType]
+
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(SIZES, st.data())
+def test_axes_are_found_from_groups_of_devices(sizes, data):
+    names = [f"axis{i}" for i in range(len(sizes))]
+    chosen = data.draw(st.sets(st.sampled_from([i for i, size in enumerate(sizes) if size > 1] or [0])))
+    others = [i for i in range(len(sizes)) if i not in chosen]
+    numbers = np.arange(np.prod(sizes)).reshape(sizes)
+    count = int(np.prod([sizes[i] for i in chosen]))
+    groups = numbers.transpose(others + sorted(chosen)).reshape(-1, count)
+    lists = ",".join("{" + ",".join(map(str, group)) + "}" for group in data.draw(st.permutations(groups.tolist())))
+    axes = tuple(names[i] for i in sorted(chosen) if sizes[i] > 1)
+    mesh = dict(zip(names, sizes, strict=True))
+    assert find_group(f"replica_groups={{{lists}}}", [mesh], numbers.size) == (axes, count)
+    # The two short forms of XLA: numbers that are transposed, and a mesh of its own.
+    order = others + sorted(chosen)
+    iota = f"[{numbers.size // count},{count}]<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))})"
+    assert find_group(f"replica_groups={iota}", [mesh], numbers.size) == (axes, count)
+    own = ",".join(f"'{name}'={size}" for name, size in mesh.items())
+    along = ",".join(f"'{names[i]}'" for i in sorted(chosen))
+    assert find_group(f"replica_groups=mesh[{own}] {{{along}}}, x={{}}", [mesh], numbers.size) == (axes, count)
+
+
+def test_groups_that_lie_along_no_axis_have_none():
+    assert find_group("replica_groups={{0,3},{1,2}}", [{"data": 2, "model": 2}], 4) == ((), 2)
+    assert find_group("replica_groups={}", [{"data": 2, "model": 2}], 4) == (("data", "model"), 4)
+    assert find_group("replica_groups=mesh['a'=4] {'a':(1)2}", [{"data": 2, "model": 2}], 4) == (("data",), 2)
+    assert find_group("source_target_pairs={{0,9}}", [{"data": 2}], 10) == ((), 2)
+
+
+HLO = """HloModule jit_f
+
+FileNames
+1 "/home/me/train.py"
+2 "/usr/lib/python3/site-packages/library.py"
+
+FunctionNames
+1 "main"
+2 "helper"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=9 end_line=9 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1NONE}
+2 {file_location_id=2 parent_frame_id=PARENT}
+
+ENTRY %main.1_spmd (x: (f32[2,3], /*index=1*/f8e4m3fn[4])) -> pred[] {
+  %x = (f32[2,3]{1,0:T(8,128)}, /*index=1*/f8e4m3fn[4]{0}) parameter(0)
+  %y = u8[3]{0} custom-call(%x#1, %x), custom_call_target="a(b", metadata={op_name="jit(f)/a/y" stack_frame_id=2}
+  ROOT %z = pred[] constant(false)
+}
+"""
+
+
+@pytest.mark.parametrize(("none", "parent"), [("", "1"), (" parent_frame_id=1", "2")])
+def test_a_program_is_read_with_its_lines(none, parent):
+    module = parse_module(HLO.replace("NONE", none).replace("PARENT", parent))
+    body = module.computations[module.entry]
+    assert [(array.dtype, array.bits, array.shape) for array in body.instructions["x"].arrays] == [
+        ("float32", 32, (2, 3)),
+        ("float8_e4m3fn", 8, (4,)),
+    ]
+    y = body.instructions["y"]
+    assert (y.operands, y.op_name, y.arrays[0].dtype) == ((("x", 1), ("x", None)), "jit(f)/a/y", "uint8")
+    assert [frame.line_num for frame in module.frames[y.frame]] == [9, 7]
+    assert (body.root, body.parameters, body.instructions["z"].arrays[0].dtype) == ("z", {0: "x"}, "bool")

@@ -1,0 +1,105 @@
+"""The GPTs of the demo on meshes: gradients are reduced in the dtype of the policy, activations in compute dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import make_mesh
+from partitioned import list_reductions
+
+import jmp_policy as jmp
+from jmp_policy.demo import _gpt_linen, _gpt_nnx
+from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
+
+SIZES = GPTConfig(width=32, depth=1, heads=4, context=16)
+POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
+BATCH = 8
+MESHES = {
+    "data": {"data": 4},
+    "fsdp": {"fsdp": 4},
+    "data and fsdp": {"data": 2, "fsdp": 2},
+    "tensor": {"tensor": 4},
+    "fsdp and tensor": {"fsdp": 2, "tensor": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """As Flax's own code asks for."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@functools.cache
+def make_linen():
+    model = jmp.with_policy(_gpt_linen.GPT(SIZES), POLICY)
+    params = model.init(jax.random.key(0), jnp.zeros((1, SIZES.context), jnp.int32))["params"]
+
+    def compute_loss(params, windows):
+        inputs, targets = split_windows(windows)
+        return cross_entropy(model.apply({"params": params}, inputs), targets)
+
+    return params, lambda dtype: jmp.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=dtype)
+
+
+@functools.cache
+def make_nnx():
+    graphdef, params = nnx.split(jmp.with_policy(_gpt_nnx.GPT(SIZES, rngs=nnx.Rngs(0)), POLICY))
+
+    def compute_loss(model, windows):
+        inputs, targets = split_windows(windows)
+        return cross_entropy(model(inputs), targets)
+
+    def differentiate(dtype):
+        grad_fn = jmp.nnx.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=dtype)
+        return lambda params, windows: grad_fn(nnx.merge(graphdef, params), windows)
+
+    return params, differentiate
+
+
+def choose_sharding(mesh, leaf):
+    """The largest dimensions of a parameter are split over the axes that are not for data alone."""
+    spec = [None] * leaf.ndim
+    sizes = sorted(range(leaf.ndim), key=lambda i: -leaf.shape[i])
+    for axis, dimension in zip([name for name in mesh.axis_names if name != "data"], sizes, strict=False):
+        spec[dimension] = axis
+    return NamedSharding(mesh, P(*spec))
+
+
+def list_half_reductions(make, axes, dtype):
+    """The reductions in half: those that are of gradients, and all."""
+    params, differentiate = make()
+    mesh = make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    shardings = jax.tree.map(functools.partial(choose_sharding, mesh), params)
+    split = NamedSharding(mesh, P([name for name in axes if name != "tensor"] or None))
+    found = list_reductions(
+        differentiate(dtype), params, jnp.zeros((BATCH, SIZES.context + 1), jnp.uint8),
+        in_shardings=(shardings, split), out_shardings=(NamedSharding(mesh, P()), shardings),
+    )  # fmt: skip
+    half = [r for r in found if r.is_half]
+    assert any(not r.is_half for r in found)
+    return [r for r in half if r.is_backward and not is_activation(r.shape)], half
+
+
+def is_activation(shape):
+    """Whether a reduction is of an activation: `(batch, length, width)`, parts of which may be on each device."""
+    return len(shape) >= 3 and BATCH % shape[0] == 0 and shape[1] == SIZES.context
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_linen, make_nnx], ids=["linen", "nnx"])
+@pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
+def test_no_gradient_is_reduced_in_half(make, axes):
+    of_gradients, half = list_half_reductions(make, axes, POLICY.reduce_dtype)
+    assert of_gradients == []
+    assert bool(half) == (axes != {"data": 4})  # activations, wherever an axis cuts through them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_linen, make_nnx], ids=["linen", "nnx"])
+def test_without_it_most_gradients_are(make):
+    of_gradients, _ = list_half_reductions(make, MESHES["data and fsdp"], None)
+    assert len(of_gradients) > 5

@@ -1,0 +1,96 @@
+"""Which dtype gradients are reduced in over devices, as XLA's partitioner writes it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from losses import LOSSES, dense, make_arguments, stored_in_half
+from meshes import make_mesh
+from partitioned import list_reductions
+
+import jmp_policy as jmp
+
+MESH = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+EVERYWHERE, SPLIT = NamedSharding(MESH, P()), NamedSharding(MESH, P("data"))
+PLAIN = jmp.NoOpLossScale()
+
+
+def list_backward(value_and_grad, params, batch):
+    """The reductions of the backward pass, of parameters that each device has, and a batch that they share."""
+    shardings = jax.tree.map(lambda _: EVERYWHERE, params), SPLIT
+    options = {"in_shardings": shardings, "out_shardings": EVERYWHERE}
+    return [r for r in list_reductions(value_and_grad, params, batch, **options) if r.is_backward]
+
+
+def all_losses(params, batch):
+    losses = []
+    for i, loss in enumerate(LOSSES):
+        with jax.named_scope(loss.__name__):
+            losses.append(loss(params[i], batch))
+    return sum(losses)
+
+
+def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
+    params, batch = [make_arguments(loss)[0] for loss in LOSSES], make_arguments(dense)[1]
+    found = list_backward(jmp.value_and_grad(all_losses, loss_scale=PLAIN, reduce_dtype="float32"), params, batch)
+    for loss in LOSSES:
+        own = [r for r in found if f"{loss.__name__})" in r.op_name]
+        assert {r.dtype for r in own} == {"f32"}, (loss.__name__, own)
+
+
+def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards_is_ignored():
+    """The negative control: if one of these is ever reduced in float32, the library may do with less."""
+
+    def cast(ct):
+        return ct.astype(jnp.float32).astype(ct.dtype)
+
+    def constrain(ct):
+        return lax.with_sharding_constraint(ct.astype(jnp.float32), EVERYWHERE).astype(ct.dtype)
+
+    def hold(ct):
+        return lax.optimization_barrier(ct.astype(jnp.float32)).astype(ct.dtype)
+
+    for change in (lambda ct: ct, cast, constrain, hold):
+        narrow = jax.custom_vjp(lambda w: w.astype(jnp.bfloat16))
+        narrow.defvjp(lambda w: (narrow(w), None), lambda _, ct, change=change: (change(ct).astype(jnp.float32),))
+        loss = lambda p, x, narrow=narrow: dense({"w": narrow(p["w"]), "b": narrow(p["b"])}, x)
+        params, batch = make_arguments(dense)
+        assert {r.dtype for r in list_backward(jax.value_and_grad(loss), params, batch)} == {"bf16"}
+        widened = jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
+        assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
+
+
+@pytest.mark.parametrize("scale", [PLAIN, jmp.StaticLossScale(8.0)], ids=lambda scale: type(scale).__name__)
+def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(scale):
+    params, batch = make_arguments(stored_in_half)
+    widened = jmp.value_and_grad(stored_in_half, loss_scale=scale, reduce_dtype="float32")
+    assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
+    dtype = jnp.bfloat16 if scale is PLAIN else jnp.float32  # as without
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.jit(widened)(params, batch)[1])} == {jnp.dtype(dtype)}
+
+
+def test_what_reduces_inside_of_shard_map_is_widened_too():
+    params, batch = make_arguments(dense)
+
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+    def mapped(params, batch):
+        return lax.pmean(dense(params, batch), "data")
+
+    plain = jax.make_jaxpr(jax.grad(mapped))(params, batch)
+    widened = jax.make_jaxpr(jmp.grad(mapped, loss_scale=PLAIN, reduce_dtype="float32"))(params, batch)
+    dtypes = [{aval.dtype.name for aval in list_psums(program.jaxpr)} for program in (plain, widened)]
+    assert dtypes == [{"bfloat16", "float32"}, {"float32"}]
+
+
+def list_psums(program):
+    """What collectives of a `shard_map` add up."""
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive.name.startswith("psum"):
+            found += [var.aval for var in eqn.outvars]
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            found += list_psums(inner)
+    return found

@@ -1,0 +1,278 @@
+"""Gradients with `reduce_dtype`: numbers, dtypes, what they compose with, and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+from losses import LOSSES, dense, make_arguments, one_example, stored_in_half
+
+import jmp_policy as jmp
+
+PLAIN = jmp.NoOpLossScale()
+SEED = np.random.SeedSequence().entropy % 2**32
+
+
+def widen(loss, scale=PLAIN, **options):
+    return jmp.value_and_grad(loss, loss_scale=scale, reduce_dtype="float32", **options)
+
+
+@pytest.fixture(params=LOSSES, ids=lambda loss: loss.__name__)
+def any_loss(request):
+    return request.param
+
+
+def test_nothing_is_changed_but_the_sums_of_gradients(any_loss):
+    params, x = make_arguments(any_loss)
+    plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
+    widened = jax.make_jaxpr(widen(any_loss))(params, x)
+    assert widened.out_avals == plain.out_avals
+    assert str(widened) != str(plain)
+
+
+def test_without_it_the_program_is_that_of_jax(any_loss):
+    params, x = make_arguments(any_loss)
+    plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
+    assert str(jax.make_jaxpr(jmp.value_and_grad(any_loss, loss_scale=PLAIN))(params, x)) == str(plain)
+
+
+def linear(p, x, direction):
+    """A loss whose gradients are sums of numbers that bfloat16 holds."""
+    out = x @ p["w"].astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16)
+    return jnp.sum(out.astype(jnp.float32) * direction) + jnp.sum(
+        (p["table"].astype(jnp.bfloat16)[jnp.arange(len(x)) % 3]).astype(jnp.float32) * direction
+    )
+
+
+def test_sums_are_those_of_float32():
+    """Each is off by no more than float32 sums are: the number of terms times the unit roundoff, of the magnitudes."""
+    rng = np.random.default_rng(SEED)
+    count = 1000
+    x, direction = (jnp.asarray(rng.standard_normal((count, 5)), jnp.bfloat16) for _ in range(2))
+    params = {"w": jnp.ones((5, 5)), "b": jnp.ones(5), "table": jnp.ones((3, 5))}
+    wide = [np.asarray(value).astype(np.float64) for value in (x, direction)]
+    magnitudes = [np.abs(value) for value in wide]
+
+    def sum_up(x, direction):
+        table = np.stack([direction[row::3].sum(0) for row in range(3)])
+        return {"w": x.T @ direction, "b": direction.sum(0), "table": table}
+
+    exact, bound = sum_up(*wide), sum_up(*magnitudes)
+    _, grads = jax.jit(widen(linear))(params, x, direction.astype(jnp.float32))
+    _, narrow = jax.jit(jax.value_and_grad(linear))(params, x, direction.astype(jnp.float32))
+    for name, grad in grads.items():
+        error = np.abs(np.asarray(grad, np.float64) - exact[name])
+        assert (error <= count * 2.0**-24 * bound[name]).all(), SEED
+        assert error.max() < np.abs(np.asarray(narrow[name], np.float64) - exact[name]).max()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, p, x: f(p, x),
+        lambda f, p, x: jax.vmap(f, (None, 0))(p, x.reshape(2, 4, 4)),
+        lambda f, p, x: lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(p, x)[1]), None), p, x[None])[0],
+        lambda f, p, x: jax.checkpoint(f)(p, x),
+        lambda f, p, x: jax.grad(lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(f(p, x)[1])))(p),
+        lambda f, p, x: jax.jvp(lambda p: f(p, x), (p,), (p,)),
+    ],
+    ids=["eagerly", "vmap", "scan", "checkpoint", "differentiated again", "jvp"],
+)
+def test_it_is_a_function_like_any_other(transform):
+    params, x = make_arguments(dense)
+    run = jax.jit(transform, static_argnums=0)
+    found, expected = run(widen(dense), params, x), run(jax.value_and_grad(dense), params, x)
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05), found, expected)
+
+
+def test_auxiliary_data_and_positions_come_through():
+    def loss(batch, scale, params, *, name):
+        return dense(params, batch) * scale, {"name": name, "batch": batch, "count": jnp.int32(3), "none": None}
+
+    params, x = make_arguments(dense)
+    grad_fn = widen(loss, argnums=(2, 1), has_aux=True, scale=jmp.StaticLossScale(4.0))
+    (value, aux), (grads, of_scale) = grad_fn(x, 2.0, params, name="run")
+    plain = jax.value_and_grad(loss, (2, 1), has_aux=True)
+    (expected, _), (wanted, wanted_of_scale) = plain(x, 2.0, params, name="run")
+    assert (aux["name"], aux["none"], int(aux["count"])) == ("run", None, 3)
+    np.testing.assert_array_equal(aux["batch"], x)
+    np.testing.assert_allclose([value, of_scale], [expected, wanted_of_scale], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05), grads, wanted)
+    only, _ = jmp.grad(loss, 2, True, loss_scale=PLAIN, reduce_dtype="float32")(x, 2.0, params, name="run")
+    assert jax.tree.structure(only) == jax.tree.structure(params)
+
+
+def test_gradients_of_integers_come_through():
+    loss = lambda p, x: dense({"w": p["w"], "b": p["b"]}, x) * p["steps"].astype(jnp.float32)
+    params, x = make_arguments(dense)
+    _, grads = widen(loss, allow_int=True)(params | {"steps": jnp.int32(2)}, x)
+    assert grads["steps"].dtype == jax.dtypes.float0
+
+
+def test_the_loss_scale_is_that_of_the_state_at_the_call():
+    params, x = make_arguments(stored_in_half)
+    losses = [widen(stored_in_half, scale)(params, x) for scale in (PLAIN, jmp.DynamicLossScale(2.0**12))]
+    assert losses[0][0] == losses[1][0]
+    for plain, scaled in zip(*(jax.tree.leaves(grads) for _, grads in losses), strict=True):
+        assert (plain.dtype, scaled.dtype) == (jnp.bfloat16, jnp.float32)
+        np.testing.assert_allclose(scaled.astype(plain.dtype).astype(np.float32), plain.astype(np.float32), rtol=2**-7)
+
+
+def count_widened_products(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args)).count("platform_index")
+
+
+def test_layers_of_linen_are_followed_under_a_policy_and_autocast():
+    model = nn.Sequential([nn.Embed(8, 4), nn.LayerNorm(), nn.Dense(4), nn.relu, nn.Dense(3)])
+    tokens = jnp.arange(6).reshape(2, 3)
+    variables = model.init(jax.random.key(0), tokens)
+    policied = jmp.with_policy(model, "mixed_bfloat16")
+
+    def loss(variables, tokens, model):
+        with jax.numpy_dtype_promotion("standard"):  # Flax's own code asks for it
+            return jnp.sum(model.apply(variables, tokens).astype(jnp.float32) ** 2)
+
+    for fun in (
+        functools.partial(loss, model=policied),
+        jmp.autocast(functools.partial(loss, model=model), "params=float32,compute=bfloat16,output=none"),
+    ):
+        assert count_widened_products(widen(fun), variables, tokens) == 2  # the matmuls that make weight gradients
+        found, expected = (jax.jit(f)(variables, tokens) for f in (widen(fun), jax.value_and_grad(fun)))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.3), found, expected)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        with jax.numpy_dtype_promotion("standard"):  # Flax's own code asks for it
+            return self.dropout(self.norm(self.dense(x)))
+
+
+@pytest.mark.parametrize("scale", [PLAIN, jmp.DynamicLossScale(2.0**8)], ids=lambda scale: type(scale).__name__)
+def test_modules_of_nnx_keep_what_they_write(scale):
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    loss = lambda model, x: jnp.sum(model(x).astype(jnp.float32) ** 2)
+    results = []
+    for reduce_dtype in (None, "float32"):
+        model = jmp.with_policy(Net(nnx.Rngs(0)), "mixed_bfloat16")
+        options = {"loss_scale": scale, "reduce_dtype": reduce_dtype}
+        step = nnx.jit(lambda model, x, options=options: jmp.nnx.value_and_grad(loss, **options)(model, x))
+        value, grads = step(model, x)
+        state = nnx.state(model, nnx.Any(nnx.BatchStat, nnx.RngState))
+        results.append((value, nnx.to_pure_dict(grads), nnx.to_pure_dict(state)))
+    (value, grads, state), (reduced, sums, state_after) = results
+    np.testing.assert_allclose(value, reduced, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(sums)
+    assert jax.tree.map(jnp.result_type, grads) == jax.tree.map(jnp.result_type, sums)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.3), grads, sums)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(jax.random.key_data(a) if is_key(a) else a,
+                                                            jax.random.key_data(b) if is_key(b) else b),
+                 state, state_after)  # fmt: skip
+    assert float(jnp.abs(state_after["norm"]["mean"]).max()) > 0
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_nnx_gradients_are_followed_to_their_sums():
+    model = jmp.with_policy(Net(nnx.Rngs(0)), "mixed_bfloat16")
+    graphdef, state = nnx.split(model)
+    loss = lambda model, x: jnp.sum(model(x).astype(jnp.float32) ** 2)
+
+    def compute(state, x):
+        grad_fn = jmp.nnx.grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
+        return nnx.to_pure_dict(grad_fn(nnx.merge(graphdef, state), x))
+
+    assert count_widened_products(compute, state, jnp.ones((8, 4))) == 1
+
+
+def test_float8_state_is_left_alone():
+    model = jmp.with_policy(nn.Dense(16), "float8(min_size=0)_from_mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    variables = model.init(jax.random.key(0), x)
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2)
+    _, expected = jax.jit(jmp.value_and_grad(loss, loss_scale=PLAIN))(variables, x)
+    _, found = jax.jit(widen(loss))(variables, x)
+    state = "_overwrite_with_gradient"
+    jax.tree.map(np.testing.assert_array_equal, found[state], expected[state])
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=0.1, atol=1e-3)
+    jax.tree.map(assert_close, found["params"], expected["params"])
+
+
+def test_minimize_hands_it_on():
+    params, x = make_arguments(dense)
+    tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.StaticLossScale(8.0))
+    step = jmp.optim.minimize(dense, tx, reduce_dtype="float32")
+    after, _, value = step(params, tx.init(params), x)
+    expected, grads = widen(dense, jmp.StaticLossScale(8.0))(params, x)
+    assert value == expected
+    jax.tree.map(np.testing.assert_array_equal, after, jax.tree.map(jnp.subtract, params, grads))
+
+
+@jax.custom_vjp
+def secretive(w, x):
+    return x @ w
+
+
+# What no table has: it may hide a sum, as a kernel does.
+secretive.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, ct: (jnp.tanh(saved[1].T @ ct), ct @ saved[0].T))
+
+
+def hidden(p, x):
+    return dense({"w": jnp.eye(4), "b": p["layer"]["b"]}, secretive(p["layer"]["w"].astype(jnp.bfloat16), x))
+
+
+HIDDEN = r"'layer/w': tanh in bfloat16, at .*test_reduce_dtype\.py:\d+ \(hidden\)"
+
+
+def test_a_gradient_that_cannot_be_followed_is_an_error_that_names_it():
+    params, x = make_arguments(dense)
+    with pytest.raises(ValueError, match=r"^These gradients cannot be followed to the sums (?s:.*)" + HIDDEN) as caught:
+        widen(hidden)({"layer": params}, x)
+    assert "layer/b" not in str(caught.value)
+    assert "strict=False" in str(caught.value)
+
+
+def test_or_a_warning_at_the_users_line_and_the_others_are_widened():
+    params, x = make_arguments(dense)
+    with pytest.warns(UserWarning, match=HIDDEN) as caught:
+        _, grads = widen(hidden, strict=False)({"layer": params}, x)
+    assert caught[0].filename == __file__
+    _, expected = widen(dense)({"w": jnp.eye(4), "b": params["b"]}, secretive(params["w"].astype(jnp.bfloat16), x))
+    np.testing.assert_array_equal(grads["layer"]["b"], expected["b"])
+
+
+def test_a_narrower_reduction_is_refused_whatever_strict_says():
+    params, x = make_arguments(one_example)
+    wide = lambda p, x: jnp.mean((x.astype(jnp.float32) @ p["w"]) ** 2)
+    message = (
+        r"^reduce_dtype='bfloat16' is narrower than what these gradients are summed in:\n  'w': dot_general in float32,"
+        r" at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*For example: reduce_dty"
+    )
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=message):
+            jmp.grad(wide, loss_scale=PLAIN, reduce_dtype="bfloat16", strict=strict)({"w": params["w"]}, x)
+    jmp.grad(stored_in_half, loss_scale=PLAIN, reduce_dtype="bfloat16")(*make_arguments(stored_in_half))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        ("f33", r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean 'f32'\? For example: reduce_dtype='float32'\.$"),
+        ("float64", r"^reduce_dtype='float64' needs jax\.config\.update\('jax_enable_x64', True\): .*'float32'\.$"),
+    ],
+)
+def test_a_dtype_that_cannot_be_had_is_an_error(dtype, message):
+    for make in (jmp.value_and_grad, jmp.nnx.grad):
+        with pytest.raises(ValueError, match=message):
+            make(dense, loss_scale=PLAIN, reduce_dtype=dtype)(*make_arguments(dense))

@@ -1,0 +1,103 @@
+"""Under `jit` on sharded arrays, a step decides as on one device: what is skipped, scaled, rounded and remembered."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
+from sharded_models import make_auto_mesh, place
+
+import jmp_policy as jmp
+
+SPECS = {
+    "fsdp": ({"fsdp": 4}, {"w": P("fsdp"), "v": P(None, "fsdp"), "b": P()}),
+    "data x fsdp": ({"data": 2, "fsdp": 2}, {"w": P(("data", "fsdp")), "v": P(None, "fsdp"), "b": P("fsdp")}),
+    "fsdp x tensor": ({"fsdp": 2, "tensor": 2}, {"w": P("fsdp", "tensor"), "v": P("tensor"), "b": P("tensor")}),
+}
+SHAPES = {"w": (16, 8), "v": (4, 64), "b": (64,)}
+
+
+def draw(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.uniform(0.5, 2.0, shape), dtype) for name, shape in SHAPES.items()}
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_one_infinity_in_one_part_is_one_decision(layout):
+    """Against one device, bit for bit: gradients without sums, so that nothing is rounded in another order."""
+    sizes, specs = SPECS[layout]
+    mesh = make_auto_mesh(**sizes)
+    tx = jmp.optim.loss_scaled(optax.adam(0.1), jmp.DynamicLossScale(2.0**4, period=2))
+    params = draw(0)
+    state_specs = jmp.sharding.state_shardings(tx, params, specs)
+    step = jax.jit(functools.partial(jmp.optim.step, tx))
+    alone, sharded = (params, tx.init(params)), place(mesh, (params, tx.init(params)), (specs, state_specs))
+    for name, where in [(None, 0), ("w", 127), (None, 0), ("v", 3), ("b", 40), (None, 0), (None, 0)]:
+        grads = draw(1)
+        if name is not None:
+            grads[name] = grads[name].reshape(-1).at[where].set(jnp.nan).reshape(SHAPES[name])
+        alone = step(grads, alone[1], alone[0])
+        sharded = step(place(mesh, grads, specs), sharded[1], sharded[0])
+        assert bits(sharded) == bits(alone)
+    assert int(alone[1].skipped_steps) == 3
+    assert float(alone[1].loss_scale.loss_scale) == 2.0**2
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_noise_is_that_of_one_device_whatever_the_mesh(layout):
+    sizes, specs = SPECS[layout]
+    mesh = make_auto_mesh(**sizes)
+    tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(3))
+    params, grads = draw(0, jnp.bfloat16), jax.tree.map(lambda g: g * 1e-3, draw(1))
+    step = jax.jit(functools.partial(jmp.optim.step, tx))
+    expected, _ = step(grads, tx.init(params), params)
+    found, _ = step(place(mesh, grads, specs), tx.init(params), place(mesh, params, specs))
+    assert bits(found) == bits(expected)
+    moved = jax.tree.map(lambda a, b: float(jnp.mean(a != b)), expected, params)
+    assert all(0.02 < share < 0.98 for share in jax.tree.leaves(moved))  # some are rounded up, and some down
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_float8_magnitudes_are_those_of_one_device(axis_type):
+    quantization, dims = "float8(min_size=0)", (((1,), (0,)), ((), ()))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, x, weight = (jax.random.normal(key, (16, 16)) for key in keys)
+
+    def gradient(params, x, weight):
+        def loss_of(params):
+            out = jmp.quant.dot_general(x, params["w"], dims, quantization=quantization, state=params["state"])
+            return jnp.sum(out * weight)
+
+        return jmp.grad(loss_of, loss_scale=jmp.StaticLossScale(2.0**5))(params)["state"]
+
+    params = {"w": w, "state": jmp.quant.float8_state(quantization)}
+    expected = jax.jit(gradient)(params, x, weight)
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(expected))  # the product is in float8
+    mesh = make_mesh((2, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
+    with jax.set_mesh(mesh):
+        sharded = {"w": place(mesh, w, P("fsdp")), "state": params["state"]}
+        found = jax.jit(gradient)(sharded, place(mesh, x, P("data")), place(mesh, weight, P("data")))
+    assert bits(found) == bits(expected)
+
+
+@pytest.mark.cpu("the passes are those of XLA:CPU")
+def test_the_check_of_many_leaves_is_one_collective_once_xla_has_combined_them():
+    """The partitioner makes one for each leaf. For one of all, it would have to be given them in parts of one shape;
+    where they lie says which parts, and under `jit` JAX does not know that."""
+    mesh = make_auto_mesh(fsdp=4)
+    leaves = [jax.ShapeDtypeStruct((4 * i, 8), jnp.float32) for i in range(1, 13)]
+    placed = [leaf.update(sharding=jax.NamedSharding(mesh, P("fsdp"))) for leaf in leaves]
+    text = (
+        jax.jit(jmp.all_finite).lower(placed).compile(compiler_options={"xla_backend_optimization_level": 2}).as_text()
+    )
+    [combined] = re.findall(r" = (.*) all-reduce\(", text)
+    assert len(re.findall(r"pred\[\]|u32\[\]", combined)) == 12
