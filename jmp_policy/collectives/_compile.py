@@ -20,13 +20,17 @@ The pass that widens sums over devices on CPUs comes later. It would end the pro
 XLA: there the function that adds two numbers ends in a copy, which the pass takes for the sum."""
 
 
-def make_unique(fun: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
-    """Gives a function a name that no other has.
+def make_unique(fun: Callable[..., Any], name: str) -> tuple[Callable[..., Any], str]:
+    """Gives a function a name that no other has, and returns both.
 
     JAX's persistent cache knows programs by their names and text. It would hand out what was compiled once, and XLA
     would write nothing down.
+
+    Args:
+      fun: the function.
+      name: how the name begins, for JAX's errors.
     """
-    token = f"collectives_{uuid.uuid4().hex}"
+    token = f"{name if name.isidentifier() else 'function'}_collectives_{uuid.uuid4().hex}"
 
     def call_unique(*args: Any) -> Any:
         return fun(*args)

@@ -167,7 +167,8 @@ class _Reader:
             direction = self._find_place(made).direction if made.op_name else None
             parts = range(len(made.arrays)) if made.is_tuple else (None,)
             results = [_node(here, Reference(made.name, part)) for part in parts]
-            operation = make_operation(made.opcode, direction, _measure_first(here, made), _measure(made.arrays))
+            sizes = (_measure_first(here, made), _measure(made.arrays)) if made.opcode == "reduce" else (0, 0)
+            operation = make_operation(made.opcode, direction, *sizes)
             flow.add(operation, results, [_node(here, operand) for operand in operands])
 
     def _join(

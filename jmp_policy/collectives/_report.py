@@ -159,7 +159,7 @@ class Collectives(Report):
 
     def _list_notes(self) -> list[str]:
         if self.devices == 1:
-            return ["no collectives: one device"]
+            return ["no collectives: one device", _UNSHARDED]
         notes = [f"no collectives on {self.devices} devices"] if not self.rows else [_LEGEND]
         if len(self.rows) > MOST_ROWS:
             notes.append(f"{len(self.rows) - MOST_ROWS} rows of fewer bytes are left out: `.rows` has them.")
@@ -172,6 +172,10 @@ _OF = {"gradients": True, "activations": False, "all": None}
 _LEGEND = (
     "bytes: on one device, gathered arrays and what goes into the others; sent: what it sends in a ring. "
     "gradient: a sum of gradients of parameters."
+)
+_UNSHARDED = (
+    "A mesh comes with the arguments, jax.device_put(x, NamedSharding(mesh, spec)) or "
+    "jax.ShapeDtypeStruct(..., sharding=), with jax.jit(..., in_shardings=), or with jax.shard_map."
 )
 _COMPILED = "Read after XLA's partitioner, before later passes combine, widen or re-form collectives."
 _TRACED = "Read off the program's shard_maps: what XLA inserts by itself is not counted."

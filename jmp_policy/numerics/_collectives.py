@@ -31,7 +31,8 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
     partitioner leaves it, for one device, with what `shard_map` says and with what XLA inserts by itself. Passes that
     come later are not seen: they combine small collectives, XLA for CPUs widens those in half precision, that for GPUs
     and TPUs makes a reduce-scatter of an all-reduce of which each device keeps a part, and TPUs gather little as an
-    all-reduce.
+    all-reduce. For TPUs the partitioner itself may make a ring of a product and its collective: the report has its
+    permutes, and does not know that what is added between them is a gradient.
 
     With `compiled=False`, and on an `AbstractMesh`, the jaxpr is read instead: what `shard_map` says, in seconds for
     thousands of devices that need not be there. What XLA would insert is not counted then, and arrays in a `shard_map`
@@ -75,7 +76,7 @@ def collectives(fun: Callable[..., Any], *, compiled: bool | None = None) -> Cal
     def find_collectives(*args: Any, **kwargs: Any) -> Collectives:
         register = Register()
         flat, arrays, _ = flatten_function(register.watch(_return_arrays(fun)), args, kwargs)
-        unique, token = make_unique(flat)
+        unique, token = make_unique(flat, getattr(fun, "__name__", ""))
         with TRACING(register.token):
             traced = jax.jit(unique).trace(*arrays)
             body = traced.jaxpr.jaxpr

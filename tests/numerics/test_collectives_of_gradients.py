@@ -1,0 +1,254 @@
+"""Which sums over devices are of gradients, in which dtype, and where they are told from those of activations."""
+
+import importlib.util
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from sharded import BOTH_WAYS, DATA, GRID, array, grads_of_mlp, loss_of_mlp, summary
+
+import jmp_policy as jmp
+from jmp_policy.numerics import collectives
+
+LOSS = ("all-reduce", "float32", ("data",), (), "forward", 1)
+
+
+def test_gradients_of_replicated_parameters_are_reduced_in_the_dtype_of_their_products():
+    """XLA for CPUs widens what it reduces in bfloat16, but later."""
+    report = grads_of_mlp(DATA, (), ())
+    assert summary(report) == [
+        LOSS,
+        ("all-reduce", "bfloat16", ("data",), (8, 16), "backward", 1),
+        ("all-reduce", "bfloat16", ("data",), (16, 8), "backward", 1),
+    ]
+    assert [(row.path, row.is_gradient, row.inserted) for row in report.rows] == [
+        ("", False, True),
+        ("down", True, True),
+        ("up", True, True),
+    ]
+    assert report.total_bytes(gradients=True) == 2 * 8 * 16 * 2
+    lines = [int(row.source.partition(".py:")[2].split()[0]) for row in report.rows[1:]]
+    first = loss_of_mlp.__code__.co_firstlineno
+    assert lines == [first + 5, first + 3]
+    assert all(row.source.endswith("(loss_of_mlp)") for row in report.rows)
+
+
+def test_sharded_parameters_are_gathered_for_the_forward_pass():
+    report = grads_of_mlp(DATA, ("data",), ("data",))
+    assert summary(report.select(kind="all-gather")) == [
+        ("all-gather", "bfloat16", ("data",), (8, 16), "forward", 1),
+        ("all-gather", "bfloat16", ("data",), (16, 8), "forward", 1),
+    ]
+    report.assert_gathered_in("bfloat16", axis="data")
+    report.assert_reduced_in("bfloat16", of="gradients")
+
+
+def test_activations_of_a_tensor_axis_are_no_gradients():
+    def loss(params, x):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ params["first"].astype(jnp.bfloat16))
+        return loss_of_mlp(params, x)
+
+    params = {
+        "first": array((8, 8), GRID),
+        "up": array((8, 16), GRID, None, "model"),
+        "down": array((16, 8), GRID, "model"),
+    }
+    shardings = jax.tree.map(lambda param: param.sharding, params)
+    step = jax.jit(jax.grad(loss), out_shardings=shardings)
+    report = collectives(step)(params, array((32, 8), GRID, "data", dtype=jnp.bfloat16))
+    # Megatron's pair: what the second product makes, and the cotangent of what the first one reads.
+    assert summary(report.select(axis="model")) == [
+        ("all-reduce", "bfloat16", ("model",), (16, 8), "forward", 1),
+        ("all-reduce", "bfloat16", ("model",), (16, 8), "backward", 1),
+    ]
+    assert sorted((row.path, row.axes) for row in report.rows if row.is_gradient) == [
+        ("down", ("data",)),
+        ("first", ("data",)),
+        ("up", ("data",)),
+    ]
+
+
+@BOTH_WAYS
+def test_gradients_of_tables_are_gradients(compiled):
+    """Of one that is read by token and of one that is read by position, whose rows are read once each."""
+
+    def step(tables, tokens):
+        def loss(tables):
+            return jnp.sum(jnp.tanh(tables["tokens"][tokens] + tables["positions"][jnp.arange(4)]))
+
+        return jax.grad(loss)(tables)
+
+    tables = {"tokens": array((16, 8), DATA), "positions": array((4, 8), DATA)}
+    sharded = jax.shard_map(step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P())
+    report = collectives(sharded, compiled=compiled)(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape[-2:], row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+    replicated = jax.tree.map(lambda table: table.sharding, tables)
+    report = collectives(jax.jit(step, out_shardings=replicated))(tables, array((8, 4), DATA, "data", dtype=jnp.int32))
+    assert {(row.shape, row.is_gradient) for row in report.rows} == {((16, 8), True), ((4, 8), True)}
+
+
+def fsdp_grads(w, x):
+    """One parameter for 3 layers: a quarter of each on each device."""
+
+    def loss(w):
+        def layer(x, part):
+            whole = lax.all_gather(part.astype(jnp.bfloat16), "data", tiled=True)
+            return jnp.tanh(x @ whole), None
+
+        x_out, _ = lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), w)
+        return jnp.mean(x_out.astype(jnp.float32) ** 2)
+
+    loss, grads = jax.value_and_grad(loss)(w)
+    return lax.pmean(loss, "data"), grads
+
+
+@BOTH_WAYS
+def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
+    specs = {"in_specs": (P(None, "data"), P("data")), "out_specs": (P(), P(None, "data"))}
+    step = jax.jit(jax.shard_map(fsdp_grads, mesh=DATA, check_vma=False, **specs))
+    report = collectives(step, compiled=compiled)(array((3, 8, 8), DATA, None, "data"), array((8, 8), DATA, "data"))
+    rows = {row.direction + " " + row.kind: row for row in report.rows}
+    assert {name: (row.dtype, row.shape, row.count, row.bytes) for name, row in rows.items()} == {
+        "forward all-gather": ("bfloat16", (8, 8), 3, 384),
+        "recomputed all-gather": ("bfloat16", (8, 8), 3, 384),
+        "backward reduce-scatter": ("bfloat16", (8, 8), 3, 384),
+        "forward all-reduce": ("float32", (), 1, 4),
+    }
+    assert [name for name, row in rows.items() if row.is_gradient] == ["backward reduce-scatter"]
+
+
+@BOTH_WAYS
+def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
+    """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""
+
+    def step(weights, x):
+        def loss(weights):
+            def layer(x, both):
+                up, down = both
+                return x + lax.psum(jnp.tanh(x @ up) @ down, "model"), None
+
+            return jnp.sum(lax.scan(layer, x, weights)[0])
+
+        return jax.grad(loss)(weights)
+
+    specs = P(None, None, "model"), P(None, "model")
+    sharded = jax.shard_map(step, mesh=GRID, in_specs=(specs, P("data")), out_specs=specs)
+    weights = array((3, 4, 8), GRID, *specs[0]), array((3, 8, 4), GRID, *specs[1])
+    report = collectives(sharded, compiled=compiled)(weights, array((4, 4), GRID, "data"))
+    found = sorted((row.axes, row.direction, row.is_gradient, row.shape, row.count) for row in report.rows)
+    assert found == [
+        (("data",), "backward", True, (4, 4), 6),
+        (("model",), "backward", False, (2, 4), 3),
+        (("model",), "forward", False, (2, 4), 3),
+    ]
+
+
+@BOTH_WAYS
+def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compiled):
+    """Also in a loop over steps, whose next step reads what this one leaves."""
+
+    def train(w, xs):
+        def step(w, x):
+            loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)
+            norm = lax.psum(jnp.sum(grad**2), "data")
+            return w - lax.pmean(grad * 0.5, "data") / norm, lax.pmean(loss, "data")
+
+        return lax.scan(step, w, xs)
+
+    train = jax.shard_map(train, mesh=DATA, in_specs=(P(), P(None, "data")), out_specs=(P(), P()), check_vma=False)
+    report = collectives(train, compiled=compiled)(array((4, 4), DATA), array((6, 8, 4), DATA, None, "data"))
+    found = sorted((row.shape, row.direction, row.is_gradient, row.count) for row in report.rows)
+    assert found == [((), "forward", False, 6)] * 2 + [((4, 4), "backward", True, 6)]
+
+
+def test_axes_that_a_shard_map_leaves_to_xla_are_read_after_partitioning():
+    def step(w, x):
+        def loss(w):
+            whole = lax.all_gather(w.astype(jnp.bfloat16), "data", tiled=True)
+            return jnp.sum(jnp.tanh(x @ whole).astype(jnp.float32))
+
+        return jax.grad(loss)(w)
+
+    step = jax.shard_map(
+        step, mesh=GRID, in_specs=(P("data"), P("data")), out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )
+    w, x = array((8, 16), GRID, "data", "model"), array((4, 8), GRID, "data", dtype=jnp.bfloat16)
+    report = collectives(step)(w, x)
+    by_hand = report.select(axis="data")
+    assert [(row.kind, row.reduction, row.dtype, row.inserted) for row in by_hand.rows] == [
+        ("all-gather", "", "bfloat16", False),
+        ("reduce-scatter", "sum", "bfloat16", False),
+    ]
+    assert [row.is_gradient for row in by_hand.rows] == [False, True]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
+
+
+def test_a_train_step_with_donated_arguments_of_a_linen_model():
+    model = jmp.with_policy(Net(), "mixed_bfloat16")
+    tx = optax.sgd(1e-3, momentum=0.9)  # adam's powers of a count are no strict promotion
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((8, 8)))["params"]
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda params: jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    replicated = NamedSharding(DATA, P())
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        (params, jax.eval_shape(tx.init, params)),
+    )
+    donating = jax.jit(step, donate_argnums=(0, 1), out_shardings=replicated)
+    report = collectives(donating)(*state, array((8, 8), DATA, "data"))
+    found = sorted((row.path, row.dtype, row.shape) for row in report.rows if row.is_gradient)
+    assert found == [
+        ("body", "bfloat16", (8,)),
+        ("body", "bfloat16", (8, 8)),
+        ("head", "bfloat16", (4,)),
+        ("head", "bfloat16", (4, 8)),
+    ]
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.body(x)
+
+
+def test_an_nnx_model():
+    graph, state = nnx.split(jmp.with_policy(Module(nnx.Rngs(0)), "mixed_bfloat16"))
+    model = nnx.merge(graph, jax.device_put(state, NamedSharding(DATA, P())))
+    step = nnx.jit(lambda model, x: nnx.grad(lambda model: jnp.mean(model(x).astype(jnp.float32) ** 2))(model))
+    report = collectives(step)(model, jax.device_put(np.ones((8, 8), np.float32), NamedSharding(DATA, P("data"))))
+    assert {(row.path, row.dtype, row.is_gradient) for row in report.rows} == {("body", "bfloat16", True)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, of the extra `compiled`, is missing")
+def test_a_program_is_read_as_it_is_partitioned_for_tpus(monkeypatch):
+    for name, value in TPU.items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    report = grads_of_mlp(Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,)), (), ())
+    assert report.compiled
+    report.assert_reduced_in("bfloat16", axis="data")
+    assert report.total_bytes(gradients=True) == 2 * 8 * 16 * 2
+
+
+TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+       "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
+"""What libtpu otherwise asks of the metadata server of a TPU machine, or of a lock that one process may hold."""
