@@ -18,6 +18,10 @@ class UserError(ValueError):
     """
 
 
+class ToldElsewhere(UserError):
+    """Ends a process because of an error of another process of the run, which prints it."""
+
+
 def check_device() -> None:
     """Checks that JAX has a device.
 
@@ -58,11 +62,14 @@ def _int_from(text: str, least: int) -> int:
     return int(text)
 
 
-def make_console() -> "Console":
+def make_console(*, quiet: bool = False) -> "Console":
     """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too.
 
     In a notebook it prints to the output of the cell, too, where rich would make a page of each line.
+
+    Args:
+      quiet: whether it prints nothing, as in the other processes of a run.
     """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False, quiet=quiet)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from .._dtypes import did_you_mean
 from ._audit import add_audit
-from ._command import UserError, check_device
+from ._command import ToldElsewhere, UserError, check_device
 from ._compare import add_compare
 from ._doctor import add_doctor
 from ._numerics import add_numerics
@@ -51,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     try:
-        check_device()
+        arguments.prepare()
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _DEMO_PACKAGES:
             raise
         return _fail(f"{error.name} is not installed: pip install 'jmp-policy[demo]'")
+    except ToldElsewhere:
+        return 2
     except UserError as error:
         return _fail(str(error))
     except FloatingPointError as error:
@@ -70,6 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if command is not None and command not in COMMANDS:
         parser.error(f"there is no command {command!r}. {did_you_mean(command, COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
+    arguments.argv = argv
     if unknown:
         _refuse_arguments(arguments.parser, unknown)
     if command is None:
@@ -81,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _make_parser() -> "_Parser":
     parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
     parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of what is installed")
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, prepare=check_device)
     commands = parser.add_subparsers(metavar="COMMAND")
     for add_command in COMMANDS.values():
         add_command(commands)

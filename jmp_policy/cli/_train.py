@@ -5,7 +5,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._command import make_console, positive_int, seed
+from ._command import check_device, make_console, positive_int, seed
+from ._processes import add_process_options, end_after_errors, join_processes, should_start_processes, start_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ def add_train(commands: "Commands") -> None:
         "train",
         help="train a byte-level GPT in mixed precision on real text",
         description="Train a byte-level GPT in mixed precision, by default on the sources of the Python standard "
-        "library. Ctrl-C saves first; --resume continues bit-exactly.",
+        "library. Ctrl-C and SIGTERM save first; --resume continues bit-exactly.",
     )
     parser.add_argument("--api", choices=("nnx", "linen"), help="the Flax API of the model (default: nnx)")
     parser.add_argument("--data", nargs="+", default=(), metavar="PATH", help="text files and folders to train on")
@@ -40,24 +41,37 @@ def add_train(commands: "Commands") -> None:
         "them: numerics.jsonl, and a report and plots at the end. Training stays the same (default: never)",
     )
     parser.add_argument("--resume", action="store_true", help="continue the run in --out, or the last one in runs/")
-    parser.set_defaults(run=_train)
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="train on several devices, such as data=2,fsdp=2,tensor=2: along data only the batch is split, along fsdp "
+        "parameters, too, along tensor heads and wide layers. A run may be resumed on another mesh (default: one "
+        "device, or data over all of several processes). On a CPU, JAX_NUM_CPU_DEVICES says how many there are",
+    )
+    add_process_options(parser)
+    parser.set_defaults(run=_train, prepare=lambda: None)  # processes meet before JAX looks for devices
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """Trains, and prints how it ended."""
+    """Trains, and prints how it ended; or starts the processes that do."""
+    if should_start_processes(arguments):
+        return start_processes(arguments)
+    is_first = join_processes(arguments)
+    check_device()
     from ..demo import TrainOptions, train
 
-    names = ("api", "policy", "steps", "seed", "out", "resume", "numerics")
+    names = ("api", "policy", "steps", "seed", "out", "resume", "numerics", "mesh")
     options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})
-    console = make_console()
-    result = train(options, console)
+    console = make_console(quiet=not is_first)
+    with end_after_errors():
+        result = train(options, console)
     _print_summary(result.summary, console)
     if result.finished:
         _print_losses(result, console)
         return 0
     resume = f"jmp-policy train --resume --out {result.folder}"
     console.print(f"stopped and saved at step {result.step}; continue with: {resume}")
-    return 130
+    return 130 if result.interrupted else 0  # SIGTERM is how machines are taken back: nothing has failed
 
 
 def _print_summary(summary: "RunSummary", console: "Console") -> None:

@@ -24,8 +24,9 @@ from ._gpt import (
     split_windows as split_windows,
 )
 from ._gpt_linen import GPT as _GPT
+from ._open_run import TrainOptions as TrainOptions
 from ._summary import RunSummary as RunSummary, ScaleHistory as ScaleHistory, StepFacts as StepFacts
-from ._train import TrainOptions as TrainOptions, TrainResult as TrainResult, train as train
+from ._train import TrainResult as TrainResult, train as train
 from ._trainer import (
     Trainer as Trainer,
     make_trainer as make_trainer,

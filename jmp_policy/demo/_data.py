@@ -95,7 +95,12 @@ def sample_batch(data: np.ndarray, *, seed: int, step: int, batch_size: int, con
     >>> demo.sample_batch(np.arange(10, dtype=np.uint8), seed=0, step=3, batch_size=2, context=3).shape
     (2, 4)
     """
-    starts = np.random.default_rng((seed, step)).integers(0, len(data) - context, batch_size)
+    return sample_rows(data, slice(None), seed=seed, step=step, batch_size=batch_size, context=context)
+
+
+def sample_rows(data: np.ndarray, rows: slice, *, seed: int, step: int, batch_size: int, context: int) -> np.ndarray:
+    """Draws some of the windows that `sample_batch` draws, such as those of the devices of one process."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(data) - context, batch_size)[rows]
     return data[starts[:, None] + np.arange(context + 1)]
 
 

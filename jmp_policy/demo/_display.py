@@ -53,17 +53,26 @@ class StopRequest:
     """Turns the first Ctrl-C (or SIGTERM) inside a `with` block into a flag to look at; a second one interrupts.
 
     Outside the main thread, where Python allows no signal handlers, the flag stays down.
+
+    Attributes:
+      requested: the flag.
+      interrupted: whether it was Ctrl-C that raised it.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self):
-        self.requested = False
+        self.requested = self.interrupted = False
         self._previous = {}
+
+    def is_due(self, step: int) -> bool:
+        """Whether to stop after this step."""
+        del step
+        return self.requested
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._request) for number in self._SIGNALS}
+            self._previous = {number: signal.signal(number, self._request) for number in self.SIGNALS}
         return self
 
     def __exit__(
@@ -72,8 +81,9 @@ class StopRequest:
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
         self.requested = True
+        self.interrupted = number == signal.SIGINT
         self._restore()
 
     def _restore(self) -> None:

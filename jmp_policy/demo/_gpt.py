@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jmp_policy as jmp
@@ -54,6 +55,12 @@ class TrainerConfig:
     seed: int = 0
     learning_rate: float = 5e-3
     loss_scale: jmp.LossScale | None = None
+
+    @property
+    def reduce_dtype(self) -> np.dtype | None:
+        """In which dtype gradients are summed over devices, if the policy says so."""
+        policy = self.policy.default if isinstance(self.policy, jmp.PolicyMap) else self.policy
+        return None if policy is None else policy.reduce_dtype
 
 
 def causal_attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:

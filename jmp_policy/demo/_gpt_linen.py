@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+import numpy as np
+from flax import linen as nn, struct
 
 import jmp_policy as jmp
 
@@ -20,6 +21,7 @@ from ._gpt import (
     make_optimizer,
     split_windows,
 )
+from ._sharding import shard_channels, shard_rows, shard_state
 
 
 class SelfAttention(nn.Module):
@@ -33,7 +35,7 @@ class SelfAttention(nn.Module):
         batch, length, width = x.shape
         heads = self.config.heads
         qkv = nn.Dense(3 * width, use_bias=False, name="qkv")(x).reshape(batch, length, heads, 3 * width // heads)
-        attended = causal_attention(*jnp.split(qkv, 3, axis=-1))
+        attended = causal_attention(*jnp.split(shard_rows(qkv, None, "tensor"), 3, axis=-1))
         return nn.Dense(width, use_bias=False, name="project")(attended.reshape(batch, length, width))
 
 
@@ -46,9 +48,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, length, width)` to the same shape."""
         width = self.config.width
-        x = x + SelfAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x))
+        x = shard_rows(x + SelfAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x)))
         expanded = nn.Dense(4 * width, name="expand")(nn.LayerNorm(name="mlp_norm")(x))
-        return x + nn.Dense(width, name="contract")(nn.gelu(expanded))
+        return shard_rows(x + nn.Dense(width, name="contract")(nn.gelu(expanded)))
 
 
 class GPT(nn.Module):
@@ -63,10 +65,16 @@ class GPT(nn.Module):
         initializer = nn.initializers.normal(0.02)
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=initializer, name="embed")
         positions = nn.Embed(config.context, config.width, embedding_init=initializer, name="positions")
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))
+        x = shard_rows(shard_channels(embed(tokens) + positions(jnp.arange(tokens.shape[1]))))
         for index in range(config.depth):
             x = Block(config, name=f"blocks_{index}")(x)
         return embed.attend(nn.LayerNorm(name="norm")(x))
+
+
+class TrainState(jmp.linen.TrainState):
+    """The state of a training, which knows how its gradients are summed over devices."""
+
+    reduce_dtype: np.dtype | None = struct.field(pytree_node=False, default=None)
 
 
 class LinenTrainer:
@@ -76,7 +84,8 @@ class LinenTrainer:
         model = jmp.with_policy(GPT(config.model), config.policy)
         tokens = jnp.zeros((1, config.model.context), jnp.int32)
         variables = jax.jit(model.init)(jax.random.key(config.seed), tokens)  # with the state of float8 layers, if any
-        state = jmp.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(config))
+        tx, reduce_dtype = make_optimizer(config), config.reduce_dtype
+        state = TrainState.create(apply_fn=model.apply, params=variables, tx=tx, reduce_dtype=reduce_dtype)
         # Flax begins to count with a Python integer; the array of the next step would have the step compiled again.
         self.state = state.replace(step=jnp.zeros((), jnp.int32))
 
@@ -119,21 +128,19 @@ def _loss_fn(variables: PyTree, apply_fn: Callable[..., jax.Array], windows: jax
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _train_step(
-    state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike
-) -> tuple["jmp.linen.TrainState", jax.Array]:
+def _train_step(state: TrainState, windows: jax.typing.ArrayLike) -> tuple[TrainState, jax.Array]:
     loss, grads = _compute_grads(state, windows)
-    return state.apply_gradients(grads=grads), loss
+    return shard_state(state.apply_gradients(grads=grads)), loss
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _observe(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike, where: str) -> Stats:
+def _observe(state: TrainState, windows: jax.typing.ArrayLike, where: str) -> Stats:
     _, stats = collect(lambda *args: _compute_grads(*args)[1], where=where, of=OBSERVED)(state, windows)
     return stats
 
 
 @jax.jit
-def _find_origin(state: "jmp.linen.TrainState", scale: jmp.LossScale, windows: jax.typing.ArrayLike) -> Provenance:
+def _find_origin(state: TrainState, scale: jmp.LossScale, windows: jax.typing.ArrayLike) -> Provenance:
     def compute_grads(params: PyTree, windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
         return jmp.value_and_grad(_loss_fn, loss_scale=scale)(params, state.apply_fn, windows)
 
@@ -141,5 +148,6 @@ def _find_origin(state: "jmp.linen.TrainState", scale: jmp.LossScale, windows: j
     return provenance
 
 
-def _compute_grads(state: "jmp.linen.TrainState", windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
-    return jmp.value_and_grad(_loss_fn, loss_scale=state)(state.params, state.apply_fn, windows)
+def _compute_grads(state: TrainState, windows: jax.typing.ArrayLike) -> tuple[jax.Array, PyTree]:
+    grad_fn = jmp.value_and_grad(_loss_fn, loss_scale=state, reduce_dtype=state.reduce_dtype)
+    return grad_fn(state.params, state.apply_fn, windows)

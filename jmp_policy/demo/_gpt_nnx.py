@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jmp_policy as jmp
@@ -19,6 +20,7 @@ from ._gpt import (
     make_optimizer,
     split_windows,
 )
+from ._sharding import shard_channels, shard_rows, shard_state
 
 
 class SelfAttention(nnx.Module):
@@ -33,7 +35,7 @@ class SelfAttention(nnx.Module):
         """Maps `(batch, length, width)` to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(x).reshape(batch, length, self.heads, 3 * width // self.heads)
-        attended = causal_attention(*jnp.split(qkv, 3, axis=-1))
+        attended = causal_attention(*jnp.split(shard_rows(qkv, None, "tensor"), 3, axis=-1))
         return self.project(attended.reshape(batch, length, width))
 
 
@@ -49,8 +51,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, length, width)` to the same shape."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.contract(nnx.gelu(self.expand(self.mlp_norm(x))))
+        x = shard_rows(x + self.attention(self.attention_norm(x)))
+        return shard_rows(x + self.contract(nnx.gelu(self.expand(self.mlp_norm(x)))))
 
 
 class GPT(nnx.Module):
@@ -65,10 +67,16 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps integers `(batch, length)` to logits `(batch, length, vocabulary)` of the next token."""
-        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = shard_rows(shard_channels(self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))))
         for block in self.blocks:
             x = block(x)
         return self.embed.attend(self.norm(x))
+
+
+class Optimizer(jmp.nnx.Optimizer):
+    """The optimizer of a training, which knows how gradients are summed over devices."""
+
+    reduce_dtype: np.dtype | None = None
 
 
 class NnxTrainer:
@@ -77,7 +85,8 @@ class NnxTrainer:
     def __init__(self, config: TrainerConfig):
         model_class = jmp.with_policy(GPT, config.policy)
         self.model = model_class(config.model, rngs=nnx.Rngs(config.seed))
-        self.optimizer = jmp.nnx.Optimizer(self.model, make_optimizer(config), wrt=nnx.Param)
+        self.optimizer = Optimizer(self.model, make_optimizer(config), wrt=nnx.Param)
+        self.optimizer.reduce_dtype = config.reduce_dtype
 
     def step(self, windows: jax.typing.ArrayLike) -> jax.Array:
         """Trains on one batch; returns its loss."""
@@ -148,14 +157,16 @@ def _compute_logits(
 
 
 @nnx.jit
-def _train_step(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike) -> jax.Array:
+def _train_step(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike) -> jax.Array:
     loss, grads = _compute_grads(model, optimizer, windows)
     optimizer.update(model, grads)
+    for part in (model, optimizer):
+        nnx.update(part, shard_state(nnx.state(part)))
     return loss
 
 
 @functools.partial(nnx.jit, static_argnums=3)
-def _observe(model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike, where: str) -> Stats:
+def _observe(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike, where: str) -> Stats:
     _, stats = collect(lambda *args: _compute_grads(*args)[1], where=where, of=OBSERVED)(model, optimizer, windows)
     return stats
 
@@ -166,7 +177,6 @@ def _find_origin(model: GPT, scale: jmp.LossScale, windows: jax.typing.ArrayLike
     return provenance
 
 
-def _compute_grads(
-    model: GPT, optimizer: "jmp.nnx.Optimizer", windows: jax.typing.ArrayLike
-) -> tuple[jax.Array, nnx.State]:
-    return jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer)(model, windows)
+def _compute_grads(model: GPT, optimizer: Optimizer, windows: jax.typing.ArrayLike) -> tuple[jax.Array, nnx.State]:
+    grad_fn = jmp.nnx.value_and_grad(_loss_fn, loss_scale=optimizer, reduce_dtype=optimizer.reduce_dtype)
+    return grad_fn(model, windows)

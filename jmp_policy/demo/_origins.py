@@ -8,7 +8,7 @@ same parameters, batch and loss scale, and a run without such steps compiles not
 import math
 from typing import Any
 
-import numpy as np
+import jax
 
 import jmp_policy as jmp
 
@@ -32,7 +32,9 @@ class SkipInspector:
         self._before = read_scaling_figures(trainer)
         self._said = ""
 
-    def look(self, step: int, windows: np.ndarray, loss: float, figures: dict[str, Any], display: TrainDisplay) -> None:
+    def look(
+        self, step: int, windows: jax.typing.ArrayLike, loss: float, figures: dict[str, Any], display: TrainDisplay
+    ) -> None:
         """Looks at a step that was taken or skipped.
 
         Args:

@@ -13,6 +13,7 @@ import jmp_policy as jmp
 
 from ..cli._command import UserError
 from ._gpt import GPTConfig
+from ._mesh import MeshShape
 
 RUNS = Path("runs")
 
@@ -37,6 +38,7 @@ class RunConfig:
         when the run is resumed.
       policy_map: what `--policy auto` made of the policy.
       first_scale: the loss scale that it begins with.
+      mesh: the devices that it runs on; one, without a mesh, if `None`. It may change when the run is resumed.
     """
 
     api: str
@@ -52,6 +54,7 @@ class RunConfig:
     numerics: int | None = None
     policy_map: jmp.PolicyMap | None = None
     first_scale: float | None = None
+    mesh: MeshShape | None = None
 
     def make_loss_scale(self) -> jmp.LossScale:
         """The loss scale of the first step; equal settings give the same object, and so one compiled step."""
@@ -70,7 +73,8 @@ class RunConfig:
         policy = jmp.Policy.from_config(config["policy"])
         model, saved_map = GPTConfig(**config["model"]), config.get("policy_map")
         policy_map = None if saved_map is None else jmp.PolicyMap.from_config(saved_map)
-        read = {"policy": policy, "policy_map": policy_map, "model": model, "data": tuple(config["data"])}
+        mesh = None if config.get("mesh") is None else MeshShape(**config["mesh"])
+        read = {"policy": policy, "policy_map": policy_map, "model": model, "data": tuple(config["data"]), "mesh": mesh}
         return cls(**config | read)
 
 
@@ -84,13 +88,17 @@ def _make_loss_scale(policy: jmp.Policy, period: int | None, first: float | None
 
 
 class RunFolder:
-    """A folder that holds one run."""
+    """A folder that holds one run.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.metrics = MetricsLog(path / "metrics.jsonl")
-        self.numerics = MetricsLog(path / "numerics.jsonl")
-        self.origins = MetricsLog(path / "origins.jsonl")
+    Attributes:
+      is_writer: whether this process writes to it; of several the first does. The others write checkpoints alone.
+    """
+
+    def __init__(self, path: Path, *, is_writer: bool = True):
+        self.path, self.is_writer = path, is_writer
+        self.metrics = MetricsLog(path / "metrics.jsonl", is_writer=is_writer)
+        self.numerics = MetricsLog(path / "numerics.jsonl", is_writer=is_writer)
+        self.origins = MetricsLog(path / "origins.jsonl", is_writer=is_writer)
         self.summary = path / "summary.json"
         self.plot = path / "loss.png"
         self.checkpoints = path / "checkpoints"
@@ -151,6 +159,8 @@ class RunFolder:
         self._write_json(self.summary, summary)
 
     def _write_json(self, file: Path, record: dict[str, Any]) -> None:
+        if not self.is_writer:
+            return
         temporary = file.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -163,14 +173,16 @@ class MetricsLog:
     """A file with one JSON object a line, each with the number of its `step`.
 
     Every line is written out at once. A process killed in the middle leaves at most one broken line, which
-    `truncate` drops.
+    `truncate` drops. Where another process writes it, this one only reads.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, *, is_writer: bool = True):
+        self.path, self.is_writer = path, is_writer
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one record; a number that is not finite becomes null."""
+        if not self.is_writer:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({key: json_value(value) for key, value in record.items()}) + "\n")
 
@@ -193,7 +205,7 @@ class MetricsLog:
 
     def truncate(self, step: int) -> None:
         """Drops the records of later steps: a run resumed at `step` writes them again. No file stays none."""
-        if not self.path.exists():
+        if not self.is_writer or not self.path.exists():
             return
         kept = [record for record in self.read() if record["step"] <= step]
         temporary = self.path.with_suffix(".tmp")

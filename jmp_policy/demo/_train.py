@@ -1,4 +1,4 @@
-"""Training the byte-level GPT: from the user's wishes to a run, begun or resumed."""
+"""Training the byte-level GPT: the loop of a run, and what it leaves in its folder."""
 
 import dataclasses
 import math
@@ -12,32 +12,21 @@ from rich.console import Console
 import jmp_policy as jmp
 
 from ..cli._command import UserError
-from ..doctor import diagnose
-from ._auto_policy import AUTO, decide_policy
 from ._checkpoints import Checkpoints
-from ._data import (
-    Corpus,
-    bigram_bits_per_byte,
-    check_size,
-    load_corpus,
-    sample_batch,
-    unigram_bits_per_byte,
-    validation_batches,
-)
-from ._display import StopRequest, TrainDisplay
-from ._gpt import GPTConfig, TrainerConfig
+from ._data import Corpus, bigram_bits_per_byte, sample_batch, sample_rows, unigram_bits_per_byte, validation_batches
+from ._display import TrainDisplay
+from ._gpt import TrainerConfig
+from ._mesh_trainer import MeshTrainer
 from ._numerics import is_measured, write_numerics
+from ._open_run import TrainOptions, open_run
 from ._origins import SkipInspector
 from ._plot import plot_run
+from ._processes import agree, make_stop_request
 from ._run_folder import RunConfig, RunFolder
+from ._sharding import make_batch, place_batches
 from ._summary import RunSummary, ScaleHistory, examine_step, follow_loss_scale, spell_scale
 from ._trainer import NATS_PER_BIT, Trainer, make_trainer, measure_bits_per_byte, read_scaling_figures
 
-DEFAULT_STEPS = 1500
-# The library's 2,000, as in jmp and PyTorch, is for runs of many thousand steps: this one would end before the scale
-# moves. Short runs take a shorter period; fairseq divides its own by the number of devices, for the same reason. The
-# price is a skipped step in a hundred, once the scale is as high as the gradients allow.
-GROWTH_PERIOD = 100
 EVALUATE_EVERY = 250
 CHECKPOINT_EVERY = 100
 EVALUATION_BATCHES = 64
@@ -47,50 +36,19 @@ _FLOAT32 = jmp.Policy("float32", "float32", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainOptions:
-    """What the user asked for; `None` (or nothing) where they did not say.
-
-    A new run then takes the default, and a resumed one what it was begun with.
-
-    Attributes:
-      api: the Flax API, `"nnx"` (the default) or `"linen"`.
-      policy: a policy as `get_policy` reads it; by default what `diagnose` recommends, if that is half precision, and
-        `mixed_float16` if not. `"auto"` is that too, with float32 where some steps in it say that half would lose.
-      data: text files and folders; by default the Python standard library.
-      steps: where to stop.
-      seed: the seed of parameters and batches, 0 by default.
-      out: the folder of the run; by default the next of `runs/001`, `runs/002`, ..., the last one to resume.
-      resume: whether to continue a run.
-      model: the sizes of the model.
-      batch_size: windows in a batch.
-      numerics: every how many steps to measure tensors, the first step too; by default none.
-    """
-
-    api: str | None = None
-    policy: str | None = None
-    data: tuple[str, ...] = ()
-    steps: int | None = None
-    seed: int | None = None
-    out: Path | None = None
-    resume: bool = False
-    model: GPTConfig | None = None
-    batch_size: int | None = None
-    numerics: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainResult:
     """How a run ended; losses are bits per byte of the same validation windows.
 
     Attributes:
       folder: the folder of the run.
       step: the step it came to.
-      finished: whether that was the last one; false after Ctrl-C.
+      finished: whether that was the last one; false after Ctrl-C and SIGTERM.
       validation: the loss of the model; nan unless the run finished.
       unigram: the loss of the byte frequencies.
       bigram: the loss of the frequencies of pairs.
       summary: what the policy did.
       files: what the folder holds of it, by name.
+      interrupted: whether Ctrl-C stopped it.
     """
 
     folder: Path
@@ -101,20 +59,23 @@ class TrainResult:
     bigram: float
     summary: RunSummary
     files: tuple[str, ...] = RUN_FILES
+    interrupted: bool = False
 
 
 def train(options: TrainOptions, console: Console) -> TrainResult:
-    """Begins a run or resumes one, and trains until its last step or Ctrl-C.
+    """Begins a run or resumes one, and trains until its last step, Ctrl-C or SIGTERM.
+
+    Every process of a run calls it, and all return the same but for the figures that only the first one reads.
 
     Raises:
       UserError: the options do not fit together, or with the data, the device or the folder.
       FloatingPointError: training is stuck, since every step overflows.
     """
-    folder, config, corpus = _resume(options) if options.resume else _begin(options, console)
+    folder, config, corpus = open_run(options, console)
     run = TrainingRun(folder, config, corpus)
     run.describe(console)
     with Checkpoints(folder.checkpoints) as checkpoints:
-        step = _restore(run, checkpoints)
+        step = agree(lambda: _restore(run, checkpoints))
         try:
             step = run.loop(step, checkpoints, console)
         except FloatingPointError:
@@ -122,11 +83,9 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
             raise
     run.plot()
     finished = step == config.steps
-    validation = folder.metrics.curve("validation_loss")[1][-1] if finished else math.nan
-    summary = run.summarize(step)
-    return TrainResult(
-        folder.path, step, finished, validation, **run.baselines, summary=summary, files=_list_files(folder)
-    )
+    validation = folder.metrics.curve("validation_loss")[1][-1] if finished and folder.is_writer else math.nan
+    figures = {**run.baselines, "summary": run.summarize(step), "files": _list_files(folder)}
+    return TrainResult(folder.path, step, finished, validation, **figures, interrupted=run.interrupted)
 
 
 def _list_files(folder: RunFolder) -> tuple[str, ...]:
@@ -142,16 +101,21 @@ class TrainingRun:
 
     Attributes:
       baselines: bits per byte of what counting achieves on the validation windows, by name.
+      interrupted: whether Ctrl-C has stopped it.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig, corpus: Corpus):
-        self.folder, self.config, self.corpus = folder, config, corpus
-        self.trainer = self._make_trainer(config.policy_map or config.policy, config.make_loss_scale())
+        self.folder, self.config, self.corpus, self.interrupted = folder, config, corpus, False
+        self._traced = self._make_trainer(config.policy_map or config.policy, config.make_loss_scale())
+        self._mesh = None if config.mesh is None else config.mesh.make_mesh()
+        self.trainer = self._traced if self._mesh is None else MeshTrainer(self._traced, self._mesh)
         self._sizes = {"batch_size": config.batch_size, "context": config.model.context}
-        self._windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
+        windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
+        self._shape = windows.shape[1:]
+        self._validation = windows if self._mesh is None else place_batches(windows, self._mesh)
         self.baselines = {
-            "unigram": unigram_bits_per_byte(corpus.train, self._windows),
-            "bigram": bigram_bits_per_byte(corpus.train, self._windows),
+            "unigram": unigram_bits_per_byte(corpus.train, windows),
+            "bigram": bigram_bits_per_byte(corpus.train, windows),
         }
 
     def describe(self, console: Console) -> None:
@@ -163,6 +127,8 @@ class TrainingRun:
         console.print(f"policy  {config.policy}")
         if config.policy_map is not None:
             console.print(f"map     {config.policy_map}")
+        if config.mesh is not None:
+            console.print(f"mesh    {config.mesh}; processes: {jax.process_count()}")
         console.print(f"scale   {_describe_loss_scale(config.make_loss_scale())}")
         console.print(f"data    {size:,} bytes of {corpus.source}")
         console.print(f"out     {self.folder.path}")
@@ -181,20 +147,25 @@ class TrainingRun:
         return step or 0
 
     def loop(self, step: int, checkpoints: Checkpoints, console: Console) -> int:
-        """Trains from a step on, to the last one or to Ctrl-C; returns the step that it came to and has saved."""
+        """Trains from a step on, until the last one or a request to stop; returns the step that it has saved."""
         last, inspector = self.config.steps, SkipInspector(self.trainer, self.folder.origins)
-        with StopRequest() as stop, TrainDisplay(console, steps=last, done=step) as display:
-            while step < last and not stop.requested:
+        is_due = False
+        with make_stop_request() as stop, TrainDisplay(console, steps=last, done=step) as display:
+            while step < last and not is_due:
                 self._train_step(step, display, inspector)
                 step += 1
                 if step % EVALUATE_EVERY == 0 or step == last:
                     self._evaluate(step, display, inspector)
-                if step % CHECKPOINT_EVERY == 0 or step == last or stop.requested:
+                is_due = stop.is_due(step)
+                if step % CHECKPOINT_EVERY == 0 or step == last or is_due:
                     checkpoints.save(step, self.trainer.state)
+            self.interrupted = is_due and stop.interrupted
         return step
 
     def plot(self) -> None:
         """Draws the losses of all steps so far, the loss scale, and what was measured of tensors."""
+        if not self.folder.is_writer:
+            return
         metrics, scale = self.folder.metrics, self._follow_loss_scale()
         steps, scales = metrics.curve("loss_scale")
         plot_run(
@@ -211,7 +182,7 @@ class TrainingRun:
     def summarize(self, step: int) -> RunSummary:
         """Says what the policy did up to a step, and writes it to `summary.json`."""
         windows = sample_batch(self.corpus.train, seed=self.config.seed, step=0, **self._sizes)
-        facts = examine_step(self.trainer, self._make_trainer(_FLOAT32, jmp.NoOpLossScale()), windows)
+        facts = examine_step(self._traced, self._make_trainer(_FLOAT32, jmp.NoOpLossScale()), windows)
         summary = RunSummary(self.config.policy.name, step, facts, self._follow_loss_scale())
         self.folder.write_summary(summary.to_json())
         return summary
@@ -225,8 +196,15 @@ class TrainingRun:
         trainer = TrainerConfig(policy, config.model, config.seed, config.learning_rate, loss_scale)
         return make_trainer(config.api, trainer)
 
+    def _draw(self, step: int) -> jax.typing.ArrayLike:
+        """The batch of a step; on a mesh, each process draws the rows of its own devices."""
+        if self._mesh is None:
+            return sample_batch(self.corpus.train, seed=self.config.seed, step=step, **self._sizes)
+        wishes = {"seed": self.config.seed, "step": step, **self._sizes}
+        return make_batch(lambda rows: sample_rows(self.corpus.train, rows, **wishes), self._shape, self._mesh)
+
     def _train_step(self, step: int, display: TrainDisplay, inspector: SkipInspector) -> None:
-        windows = sample_batch(self.corpus.train, seed=self.config.seed, step=step, **self._sizes)
+        windows = self._draw(step)
         if is_measured(step + 1, self.config.numerics):
             self.folder.numerics.append({"step": step + 1, **self.trainer.observe(windows).to_dict()})
         start = time.perf_counter()
@@ -244,63 +222,9 @@ class TrainingRun:
             if inspector.last is None:
                 raise
             raise FloatingPointError(f"{error} {inspector.last.describe()}") from None
-        loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._windows)
+        loss = measure_bits_per_byte(self.trainer.loss_fn, self.trainer.params, self._validation)
         self.folder.metrics.append({"step": step, "validation_loss": loss})
         display.note(f"step {step}: validation loss {loss:.3f} bits per byte")
-
-
-def _begin(options: TrainOptions, console: Console) -> tuple[RunFolder, RunConfig, Corpus]:
-    policy = None if options.policy is None or options.policy == AUTO else _parse_policy(options.policy)
-    model = options.model or GPTConfig()
-    corpus = load_corpus(options.data)
-    check_size(corpus, model.context)
-    config = RunConfig(
-        api=options.api or "nnx",
-        policy=policy or _choose_policy(console),
-        seed=options.seed or 0,
-        data=options.data,
-        data_sha256=corpus.sha256,
-        model=model,
-        batch_size=options.batch_size or 16,
-        learning_rate=TrainerConfig.learning_rate,
-        steps=options.steps or DEFAULT_STEPS,
-        growth_period=GROWTH_PERIOD,
-        numerics=options.numerics,
-    )
-    folder = RunFolder.create(options.out, config)
-    if options.policy == AUTO:
-        config = decide_policy(config, corpus, console)
-        folder.write_config(config)
-    return folder, config, corpus
-
-
-def _resume(options: TrainOptions) -> tuple[RunFolder, RunConfig, Corpus]:
-    folder = RunFolder.find(options.out)
-    saved = folder.read_config()
-    asked = {
-        "api": options.api,
-        "policy": None if options.policy is None or options.policy == AUTO else _parse_policy(options.policy),
-        "seed": options.seed,
-        "model": options.model,
-        "batch_size": options.batch_size,
-    }
-    for name, value in asked.items():
-        _check_same(folder, name, getattr(saved, name), value)
-    corpus = load_corpus(options.data or saved.data)
-    if corpus.sha256 != saved.data_sha256:
-        raise UserError(f"{folder.path} was trained on other bytes than those of {corpus.source}: resume it with those")
-    may_change = {"steps": options.steps or saved.steps, "numerics": options.numerics or saved.numerics}
-    return folder, dataclasses.replace(saved, **may_change), corpus
-
-
-def _check_same(folder: RunFolder, name: str, saved: object, asked: object) -> None:
-    if asked is None or asked == saved:
-        return
-    was, is_not = (value.name if isinstance(value, jmp.Policy) else value for value in (saved, asked))
-    raise UserError(
-        f"{folder.path} was trained with {name} {was}, not {is_not}: resume it with its own, or begin another run "
-        "with another --out"
-    )
 
 
 def _restore(run: TrainingRun, checkpoints: Checkpoints) -> int:
@@ -313,30 +237,6 @@ def _restore(run: TrainingRun, checkpoints: Checkpoints) -> int:
     if run.folder.read_config() != run.config:
         run.folder.write_config(run.config)
     return step
-
-
-def _parse_policy(spec: str) -> jmp.Policy:
-    try:
-        policy = jmp.get_policy(spec)
-    except ValueError as error:
-        raise UserError(f"--policy: {error}") from error
-    assert isinstance(policy, jmp.Policy)  # a string never stands for a map
-    return policy
-
-
-def _choose_policy(console: Console) -> jmp.Policy:
-    """What the doctor recommends; mixed_float16 where that is float32, since half precision is what a run shows."""
-    diagnosis = diagnose(half_only=True)
-    recommendation = diagnosis.recommendation
-    if recommendation.policy != "float32":
-        console.print(f"The doctor recommends {recommendation.policy}: {recommendation.reason}.")
-        return _parse_policy(recommendation.policy)
-    speedup = diagnosis.steps["float16"].speedup.value
-    console.print(
-        f"float32 would be as fast or faster here: a pass in float16 runs at {speedup:.2f}x its speed. "
-        "--policy float32 trains so; jmp-policy doctor says why."
-    )
-    return _parse_policy("mixed_float16")
 
 
 def _describe_loss_scale(scale: jmp.LossScale) -> str:

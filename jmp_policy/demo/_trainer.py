@@ -1,6 +1,6 @@
 """What a training run asks of a model, whichever Flax API it is written in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -80,8 +80,8 @@ def read_scaling_figures(trainer: Trainer) -> dict[str, Any]:
     return {name: figures[name] for name in ("loss_scale", "skipped_steps")}
 
 
-def measure_bits_per_byte(loss_fn: LossFn, params: PyTree, batches: np.ndarray) -> float:
-    """The loss in bits per byte, over uint8 batches of windows `(batches, batch, context + 1)`.
+def measure_bits_per_byte(loss_fn: LossFn, params: PyTree, batches: Iterable[jax.typing.ArrayLike]) -> float:
+    """The loss in bits per byte, over uint8 batches of windows `(batch, context + 1)`.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from jmp_policy import demo

@@ -135,9 +135,10 @@ def test_a_worse_model_is_not_praised(trained, capsys):
     assert "The model does not beat the bigram baseline." in capsys.readouterr().out
 
 
-def test_a_stopped_run_says_how_to_continue(trained, capsys):
-    trained(demo.TrainResult(Path("out"), 7, False, math.nan, 4.8, 3.5, SUMMARY))
-    assert main(["train"]) == 130
+@pytest.mark.parametrize(("interrupted", "status"), [(True, 130), (False, 0)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stopped_run_says_how_to_continue(trained, capsys, interrupted, status):
+    trained(demo.TrainResult(Path("out"), 7, False, math.nan, 4.8, 3.5, SUMMARY, interrupted=interrupted))
+    assert main(["train"]) == status
     shown = capsys.readouterr().out
     assert "saved at step 7; continue with: jmp-policy train --resume --out out" in shown
     assert "100.0% in float16" in shown

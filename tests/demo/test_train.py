@@ -15,9 +15,11 @@ from jmp_policy.demo import (
     GPTConfig,
     Recommendation,
     UserError,
+    _open_run as open_module,
     _train as train_module,
     train,
 )
+from jmp_policy.demo._mesh import MeshShape
 from jmp_policy.demo._run_folder import RunConfig, RunFolder
 from jmp_policy.demo._trainer import make_trainer
 from jmp_policy.doctor import Speedup, StepTime
@@ -95,13 +97,13 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
 
 @pytest.mark.usefixtures("table")
 def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
-    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 2)
+    monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
     straight, text = run(folder, policy="mixed_float16")
     assert "scale   2^15 at first, doubled by 2 finite steps in a row, halved by an overflow" in text
     scale = straight.summary.scale
     assert (scale.first, scale.last, scale.growths, scale.backoffs) == (2.0**15, 2.0**18, 3, 0)
     run(folder, policy="mixed_float16", steps=3, out=folder / "resumed")
-    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 5)  # a run keeps what it was begun with
+    monkeypatch.setattr(open_module, "GROWTH_PERIOD", 5)  # a run keeps what it was begun with
     resumed, _ = run(folder, policy=None, resume=True, out=folder / "resumed")
     assert resumed.summary == straight.summary
     assert (folder / "resumed" / "summary.json").read_bytes() == (folder / "run" / "summary.json").read_bytes()
@@ -109,7 +111,7 @@ def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_
 
 @pytest.mark.usefixtures("table")
 def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
-    monkeypatch.setattr(train_module, "GROWTH_PERIOD", 2)
+    monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
     run(folder, policy="mixed_float16", steps=1)
     file = folder / "run" / "config.json"
     config = json.loads(file.read_text())
@@ -241,8 +243,9 @@ def test_a_broken_configuration_is_an_error(folder):
 
 
 def test_a_configuration_survives_json(tmp_path):
-    policy = train_module._parse_policy("params=float32,compute=float16,output=float32")
+    policy = open_module._parse_policy("params=float32,compute=float16,output=float32")
     config = RunConfig("nnx", policy, 3, ("a", "b"), "00ff", GPTConfig(width=8), 4, 1e-3, 10, growth_period=7)
+    config = dataclasses.replace(config, mesh=MeshShape(data=2, tensor=2))
     RunFolder(tmp_path).write_config(config)
     assert RunFolder(tmp_path).read_config() == config
 
@@ -262,7 +265,7 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
 @pytest.mark.usefixtures("table")
 def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     recommendation = Recommendation("mixed_bfloat16", "it was made up")
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
+    monkeypatch.setattr(open_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
     _, text = run(folder, policy=None, steps=1)
     assert "The doctor recommends mixed_bfloat16: it was made up." in text
     assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"
@@ -272,7 +275,7 @@ def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
 def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_to_be_no_faster(folder, monkeypatch):
     steps = {"float16": StepTime(1.0, Speedup(0.83, 0.8, 0.9))}
     diagnosis = SimpleNamespace(recommendation=Recommendation("float32", "it was made up"), steps=steps)
-    monkeypatch.setattr(train_module, "diagnose", lambda **_: diagnosis)
+    monkeypatch.setattr(open_module, "diagnose", lambda **_: diagnosis)
     _, text = run(folder, policy=None, steps=1)
     assert "float32 would be as fast or faster here: a pass in float16 runs at 0.83x its speed." in text
     assert "--policy float32 trains so" in text

@@ -25,7 +25,7 @@ def write_text(path: Path) -> Path:
 def options(folder: Path, **wishes) -> TrainOptions:
     """Options of a tiny run on the text in `folder`."""
     defaults = {"policy": "float32", "data": (str(folder / "text.txt"),), "steps": 6, "out": folder / "run"}
-    return TrainOptions(model=MODEL, batch_size=2, **defaults | wishes)
+    return TrainOptions(model=MODEL, **{"batch_size": 2} | defaults | wishes)
 
 
 def silent_console() -> Console:

@@ -98,6 +98,7 @@ def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_
     """The table is tied: two uses, one gather, one reduction. All are summed over data, and the loss."""
     params, loss = make(name)
     fun = differentiate(loss, make_auto_mesh(data=2, fsdp=2), split_last(params), ("data", "fsdp"))
+    jmp.numerics.collectives(fun, compiled=False)(params, BATCH).assert_reduced_in("float32", of="gradients")
     moved = Counter((kind, dtype) for kind, dtype, _ in list_moved(fun, params, BATCH))
     assert moved == {
         ("all_gather", "bf16"): SPLIT[name],

@@ -81,6 +81,7 @@ def test_float8_magnitudes_are_those_of_one_device(axis_type):
 
     params = {"w": w, "state": jmp.quant.float8_state(quantization)}
     expected = jax.jit(gradient)(params, x, weight)
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(expected))  # the product is in float8
     mesh = make_mesh((2, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
         sharded = {"w": place(mesh, w, P("fsdp")), "state": params["state"]}

@@ -180,9 +180,9 @@ def test_float8_state_is_the_same_as_on_one_device():
     """The largest magnitudes of all rows, bit for bit; weights are quantized from float32, and gathered in it."""
     quantization, names = "float8(min_size=0)", ("data", "fsdp")
     state = jmp.quant.float8_state(quantization)
-    params = {"w": jax.random.normal(jax.random.key(0), (8, 8)), "_overwrite_with_gradient": state}
-    specs = jax.tree.map(lambda p: P("fsdp", None) if p.shape == (8, 8) else P(), params)
-    x, weight = jax.random.normal(jax.random.key(1), (8, 8)), jax.random.normal(jax.random.key(2), (8, 8))
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 16)), "_overwrite_with_gradient": state}
+    specs = jax.tree.map(lambda p: P("fsdp", None) if p.shape == (16, 16) else P(), params)
+    x, weight = (jax.random.normal(jax.random.key(seed), (64, 16)) for seed in (1, 2))  # 16 rows for each device
     tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(), axis_name=names)
 
     def loss_of(params, x, weight):
@@ -212,6 +212,7 @@ def test_float8_state_is_the_same_as_on_one_device():
             found = jax.jit(on_mesh)(*found, x, weight)
             expected = jax.jit(functools.partial(step, axis_name=None))(*expected, x, weight)
             kept, right = (tree[0]["_overwrite_with_gradient"] for tree in (found, expected))
+            assert all(np.any(np.asarray(history)) for name, history in right.items() if "history" in name)
             assert bits({k: v for k, v in kept.items() if "kernel" not in k}) == bits(
                 {k: v for k, v in right.items() if "kernel" not in k}
             )
