@@ -2,7 +2,7 @@
 
 Run from the root of the repository:
 
-    python -m benchmarks.tune [--plantings N] [--chains N] [--only NAME]
+    python -m benchmarks.tune [--plantings N] [--chains N] [--first-chain N] [--only NAME]
 
 Three tables: the search alone, where the culprits are known; chains of layers that run in float16, in which some layers
 were made to break; and models, with the map that was found beside float32, all half, and a map by hand.
@@ -14,7 +14,7 @@ import functools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -78,9 +78,9 @@ def _draw_culprits(rng: random.Random, ranking: str, size: int, number: int) -> 
     return set(rng.sample(range(size), number) if ranking == RANKINGS[2] else range(size - number, size))
 
 
-def tune_chains(count: int) -> Iterator[tuple[str, Planting]]:
+def tune_chains(seeds: Iterable[int]) -> Iterator[tuple[str, Planting]]:
     """Tunes chains of 12 to 96 layers in float16, of which 1 to 4 overflow, or cancel, or some of both."""
-    for seed in range(count):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         size, number = int(rng.integers(12, 97)), int(rng.integers(1, 5))
         where = sorted(rng.choice(size, number, replace=False).tolist())
@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plantings", type=int, default=100, metavar="N", help="how many searches for each ranking")
     parser.add_argument("--chains", type=int, default=100, metavar="N", help="how many chains in float16")
+    parser.add_argument("--first-chain", type=int, default=0, metavar="N", help="the seed of the first of them")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="some models, for example 'transformer'")
     parser.add_argument("--budget", type=int, metavar="N", help="how many trials for each model")
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"], metavar="DTYPE")
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(_SEARCH_HEADER, rows) + "\n", flush=True)
     if given.chains:
         chains: dict[str, list[Planting]] = {}
-        for kind, planting in tune_chains(given.chains):
+        for kind, planting in tune_chains(range(given.first_chain, given.first_chain + given.chains)):
             print(kind, planting, flush=True)
             chains.setdefault(kind, []).append(planting)
         everything = [planting for some in chains.values() for planting in some]

@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-import json
 import sys
 from typing import TYPE_CHECKING
 
-from ._command import make_console
+from ._outputs import print_report
 from ._user_code import load_call
 
 if TYPE_CHECKING:
@@ -47,13 +46,7 @@ def _run_audit(arguments: argparse.Namespace) -> int:
     """Audits, and prints the report."""
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
         report = _audit_function(arguments.function, arguments.args)
-    if arguments.json:
-        from ..doctor import find_machine
-
-        document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
-        print(json.dumps(document, indent=2))
-    else:
-        make_console().print(str(report))
+    print_report(report, arguments)
     return 1 if arguments.strict and report.findings else 0
 
 

@@ -2,13 +2,12 @@
 
 import argparse
 import contextlib
-import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ._command import UserError, make_console
-from ._user_code import load_call
+from ._command import UserError
+from ._outputs import add_files, check_files, print_report, write_files
+from ._user_code import check_numbers, load_call
 
 if TYPE_CHECKING:
     from ..numerics import Stats
@@ -49,30 +48,17 @@ def add_numerics(commands: "Commands") -> None:
     for name, (metavar, text) in options.items():
         parser.add_argument(f"--{name}", nargs="+", metavar=metavar, help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too, with all rows, that sorts")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the exponents, too: a .png, .svg or .pdf")
+    add_files(parser, page=", with all rows, that sorts", picture="the exponents")
     parser.set_defaults(run=_run_numerics)
 
 
 def _run_numerics(arguments: argparse.Namespace) -> int:
     """Measures, and prints and writes the report."""
-    for name in ("html", "plot"):
-        check_file(f"--{name}", getattr(arguments, name), is_picture=name == "plot")
+    check_files(arguments)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
         stats = _measure_function(arguments)
-    if arguments.html:
-        from ..report import draw_document
-
-        arguments.html.write_text(draw_document(stats, f"numerics of {arguments.function}"), encoding="utf-8")
-    if arguments.plot:
-        stats.plot().savefig(arguments.plot, dpi=150)
-    if arguments.json:
-        from ..doctor import find_machine
-
-        document = {**find_machine().to_dict(), "function": arguments.function, **stats.to_dict()}
-        print(json.dumps(document, indent=2))
-    else:
-        make_console().print(str(stats))
+    write_files(stats, arguments, f"numerics of {arguments.function}")
+    print_report(stats, arguments)
     return 0
 
 
@@ -100,44 +86,3 @@ def _measure_function(arguments: argparse.Namespace) -> "Stats":
         if not str(error).startswith("where has"):  # what matches nothing is known when the function has been traced
             raise
         raise UserError(str(error)) from None
-
-
-def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> None:
-    """Checks that arguments have numbers.
-
-    Args:
-      args: the arguments.
-      maker: the function that made them, as the user wrote it.
-      example: how an argument is made.
-
-    Raises:
-      UserError: one is only the shape of an array.
-    """
-    import jax
-
-    for leaf in jax.tree.leaves(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {example}")
-
-
-def check_file(option: str, file: Path | None, *, is_picture: bool) -> None:
-    """Checks that a file can be written, before the function runs.
-
-    Args:
-      option: what the user wrote it after.
-      file: the file; `None` if none is wanted.
-      is_picture: whether its ending says which kind of picture it is.
-
-    Raises:
-      UserError: its folder is not there, or it is a plot of an unknown kind.
-    """
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise UserError(f"{option} {file}: there is no folder {file.parent}")
-    if is_picture:
-        from matplotlib.backend_bases import FigureCanvasBase
-
-        kinds = FigureCanvasBase.get_supported_filetypes()
-        if file.suffix.removeprefix(".") not in kinds:
-            raise UserError(f"--plot {file} is no picture that matplotlib writes: name it {file.stem}.png")

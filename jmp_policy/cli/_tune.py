@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._command import UserError, make_console, positive_int, seed
-from ._numerics import check_file, check_numbers
-from ._user_code import load_call, load_function, make_arguments
+from ._command import UserError, positive_int, seed
+from ._outputs import add_files, check_files, check_folder, print_report, write_files
+from ._user_code import check_numbers, load_call, load_function, make_arguments
 
 if TYPE_CHECKING:
     from .. import Tuning
@@ -57,30 +56,18 @@ def add_tune(commands: "Commands") -> None:
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what makes a loss of a module's outputs")
     parser.add_argument("--trials", type=Path, metavar="FILE", help="keep the trials here, and go on from those there")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the trials, too: a .png, .svg or .pdf")
+    add_files(parser, page="", picture="the trials")
     parser.set_defaults(run=_run_tune)
 
 
 def _run_tune(arguments: argparse.Namespace) -> int:
     """Tunes, and prints and writes the report; 1 if no map within the tolerance was found."""
-    for name in ("html", "plot", "trials"):
-        check_file(f"--{name}", getattr(arguments, name), is_picture=name == "plot")
+    check_files(arguments)
+    check_folder("--trials", arguments.trials)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
         tuning = _tune_function(arguments)
-    if arguments.html:
-        from ..report import draw_document
-
-        arguments.html.write_text(draw_document(tuning, f"tune of {arguments.function}"), encoding="utf-8")
-    if arguments.plot:
-        tuning.plot().savefig(arguments.plot, dpi=150)
-    if arguments.json:
-        from ..doctor import find_machine
-
-        document = {**find_machine().to_dict(), "function": arguments.function, **tuning.to_dict()}
-        print(json.dumps(document, indent=2))
-    else:
-        make_console().print(str(tuning))
+    write_files(tuning, arguments, f"tune of {arguments.function}")
+    print_report(tuning, arguments)
     return 0 if tuning.is_met else 1
 
 

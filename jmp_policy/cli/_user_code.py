@@ -113,6 +113,24 @@ def check_arguments(fun: Callable[..., Any], args: Sequence[Any], name: str, mak
         raise UserError(f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name, words)}")
 
 
+def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> None:
+    """Checks that arguments have numbers.
+
+    Args:
+      args: the arguments.
+      maker: the function that made them, as the user wrote it.
+      example: how an argument is made.
+
+    Raises:
+      UserError: one is only the shape of an array.
+    """
+    import jax
+
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {example}")
+
+
 def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
     """Says which arguments a function takes, if it is not these, or else nothing."""
     signature = _find_signature(fun)

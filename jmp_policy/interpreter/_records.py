@@ -17,7 +17,6 @@ second make a training step wait for the host.
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ._module_paths import RECORD
-from ._program import Atom, Program, body_of, name_stack, replace_variables
+from ._program import Atom, Program, body_of, join_devices, name_stack, replace_variables
 from ._recorder import Line, Order, Recorder
 from ._walk import Step, list_live
 
@@ -240,11 +239,11 @@ class _Copy:
         params = eqn.params
         inner = _Copy(self._recorder, context, self._templates).copy(params["jaxpr"], devices=True)
         axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
+        sharding = NamedSharding(params["mesh"], PartitionSpec(axes))
         extra = _count_extra(inner, eqn)
-        changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (PartitionSpec(axes),) * extra}
-        devices = math.prod(params["mesh"].shape[axis] for axis in axes)
+        changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (sharding.spec,) * extra}
         lines = self._list_moved(inner, eqn, params["jaxpr"])
-        self._append(eqn, inner, changed, lines, devices=devices, order="devices")
+        self._append(eqn, inner, changed, lines, sharding=sharding, order="devices")
 
     def _append(
         self,
@@ -254,7 +253,7 @@ class _Copy:
         lines: Sequence[Line],
         *,
         axis: int | None = None,
-        devices: int | None = None,
+        sharding: NamedSharding | None = None,
         order: Order | None = None,
     ) -> None:
         """Writes an equation whose body returns a record.
@@ -265,14 +264,14 @@ class _Copy:
           changed: the parameters that change.
           lines: what its rows are of.
           axis: the length of the leading axis that the equation adds to what its body returns, if it does.
-          devices: how many times as long the leading axis becomes, if it does.
+          sharding: how the leading axis, of one on each device, is split over them, if it is.
           order: what the leading axis is, if the record is folded over it.
         """
         if not lines:
             self._equations.append(eqn)
             return
         made = body_of(inner.program).outvars[len(eqn.outvars) :]
-        record: list[Atom] = [Var(_change_shape(atom.aval, axis, devices)) for atom in made]
+        record: list[Atom] = [Var(_change_shape(atom.aval, axis, sharding)) for atom in made]
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
         self._gather()
@@ -356,13 +355,11 @@ def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> C
     return jax.jit(record)
 
 
-def _change_shape(aval: Any, axis: int | None, devices: int | None) -> Any:
-    """An abstract value with another leading axis, or with a longer one."""
+def _change_shape(aval: Any, axis: int | None, sharding: NamedSharding | None) -> Any:
+    """An abstract value with another leading axis, or with one that is split over devices."""
     if axis is not None:
         return aval.update(shape=(axis, *aval.shape))
-    if devices is not None:
-        return aval.update(shape=(devices * aval.shape[0], *aval.shape[1:]))
-    return aval
+    return aval if sharding is None else join_devices(aval, sharding)
 
 
 def _count_extra(inner: Recorded, eqn: JaxprEqn) -> int:

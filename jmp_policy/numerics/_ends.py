@@ -1,12 +1,14 @@
 """The arguments and results of a function: their names in its trees, and what among them is no array."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .._trees import PyTree, is_array
+from .._adapter import is_flax_object
+from .._trees import Args, Kwargs, PyTree, is_array
 
 KeyPath = tuple[Any, ...]
 _ARRAY = object()
@@ -48,7 +50,14 @@ class Results:
 
 
 def find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function; some that are written in C have none."""
+    """The signature of a function; some that are written in C have none.
+
+    Of a transformation of nnx, such as `nnx.value_and_grad`, it is that of the function that was given to it: what nnx
+    returns takes any arguments, and does not say which.
+    """
+    inner = inspect.unwrap(fun)
+    if (getattr(inner, "__module__", None) or "").startswith("flax.nnx.") and inspect.isfunction(inner):
+        fun = inspect.getclosurevars(inner).nonlocals.get("f", fun)
     try:
         return inspect.signature(fun)
     except (TypeError, ValueError):
@@ -73,16 +82,29 @@ def name_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is
     return [_join(*_find_parameter(signature, path)) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
 
 
-def spell_arguments(signature: inspect.Signature | None, arguments: PyTree, *, is_lifted: bool) -> list[str]:
-    """How Python would spell arrays among arguments, as `batch['x']`; what is given is as for `name_arguments`.
+def spell_arguments(
+    signature: inspect.Signature | None, arguments: PyTree, given: tuple[Args, Kwargs], *, is_lifted: bool
+) -> list[str]:
+    """How Python would spell arrays among arguments, as `batch['x']` or `model.head.kernel`.
+
+    Args:
+      signature: of the function, where it has one.
+      arguments: the positional arguments and those by name.
+      given: the same as they were given, with objects of nnx.
+      is_lifted: whether `arguments` is one tree of arrays that stands for both, as for objects of nnx.
 
     >>> def loss(params, *batches, scale): ...
     >>> arrays = jax.tree.map(jax.numpy.asarray, (({"w": 1}, 2.0, [3]), {"scale": 4}))
-    >>> spell_arguments(inspect.signature(loss), arrays, is_lifted=False)
+    >>> spell_arguments(inspect.signature(loss), arrays, arrays, is_lifted=False)
     ["params['w']", 'batches[0]', 'batches[1][0]', 'scale']
     """
-    found = [_find_parameter(signature, path) for path in _list_array_paths(arguments, is_lifted=is_lifted)]
-    return [name + jax.tree_util.keystr(_drop_value(rest)) for name, rest in found]
+    spelled = []
+    for path in _list_array_paths(arguments, is_lifted=is_lifted):
+        name, rest = _find_parameter(signature, path)
+        number, inside = rest[: len(rest) - len(path[2:])], _drop_value(path[2:])
+        owner = functools.reduce(_step_into, path[:2], given)
+        spelled.append(name + jax.tree_util.keystr(number) + _spell(owner, inside))
+    return spelled
 
 
 def name_results(paths: Sequence[KeyPath], *, is_lifted: bool) -> list[str | None]:
@@ -118,6 +140,31 @@ def _find_parameter(signature: inspect.Signature | None, path: KeyPath) -> tuple
         if i == position:
             return parameter.name, rest
     return "argument", (jax.tree_util.SequenceKey(position), *rest)
+
+
+def _spell(owner: Any, path: KeyPath) -> str:
+    """How Python would spell what a path leads to in `owner`, after its name."""
+    if not path:
+        return ""
+    key, value = path[0], _take_key(path[0])
+    is_attribute = is_flax_object(owner) and isinstance(value, str)
+    here = f".{value}" if is_attribute else jax.tree_util.keystr((key,))
+    return here + _spell(_step_into(owner, key), path[1:])
+
+
+def _step_into(owner: Any, key: Any) -> Any:
+    """What a key leads to; `None` where that is not known."""
+    value = _take_key(key)
+    if is_flax_object(owner) and isinstance(value, str):
+        return getattr(owner, value, None)
+    try:
+        return owner[value]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _take_key(key: Any) -> Any:
+    return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), None)
 
 
 def _find_own(path: KeyPath) -> KeyPath | None:

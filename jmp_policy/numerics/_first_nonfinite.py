@@ -35,7 +35,7 @@ from ..origins._graph import build_graph
 from ..origins._provenance import Provenance
 from ..origins._words import Words
 from ._choice import find_direction
-from ._ends import Results, find_signature, spell_arguments
+from ._ends import Results, find_signature, name_results, spell_arguments
 from ._request import check_function
 from ._source import find_line, find_origin, split_line
 
@@ -90,7 +90,7 @@ def first_nonfinite(
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
         opened, args, kwargs = open_partials(fun, args, kwargs)
-        run = _Run(register, find_signature(opened))
+        run = _Run(register, find_signature(opened), (args, kwargs))
         watched = register.watch(opened if of is None else run.note_results(opened, of))
         pure = lambda fun, *given: run.trace_and_run(fun, *given, is_lifted=fun is not watched)
         out = run_lifted(pure, watched, args, kwargs)
@@ -107,9 +107,9 @@ class _Run:
       provenance: what was found, after `trace_and_run`.
     """
 
-    def __init__(self, register: Register, signature: inspect.Signature | None):
+    def __init__(self, register: Register, signature: inspect.Signature | None, given: tuple[Args, Kwargs]):
         self.provenance: Provenance | None = None
-        self._register, self._signature = register, signature
+        self._register, self._signature, self._given = register, signature, given
         self._noted: list[Any] | None = None
         self._marks: list[bool] = []
 
@@ -129,8 +129,10 @@ class _Run:
         ends = Results()
         with TRACING(self._register.token), explain_tracing("first_nonfinite", ""):
             traced = trace(self._mark_noted(ends.take_arrays(fun)), args, kwargs)
+        if is_lifted:
+            self._unmark_unwritten(traced.program.jaxpr, name_results(ends.list_paths(), is_lifted=True))
         paths = ModulePaths(self._register.list_modules())
-        names = spell_arguments(self._signature, (args, kwargs), is_lifted=is_lifted)
+        names = spell_arguments(self._signature, (args, kwargs), self._given, is_lifted=is_lifted)
         program, constants = _detach_constants(traced.program)
         leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
         made = call(program, *leaves)
@@ -141,6 +143,21 @@ class _Run:
         else:
             self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
+
+    def _unmark_unwritten(self, body: Jaxpr, names: Sequence[str | None]) -> None:
+        """Does not look at what comes back as it came in, with objects of nnx that a function did not write to.
+
+        A mask in the batch may hold infinities, and the batch comes back where a function makes objects, as gradients.
+
+        Args:
+          body: the program.
+          names: of its results, `None` for one that the function did not return.
+        """
+        entering = set(map(id, body.invars))
+        is_looked_at = (
+            name is not None or id(var) not in entering for name, var in zip(names, body.outvars, strict=True)
+        )
+        self._marks = [mark and looked_at for mark, looked_at in zip(self._marks, is_looked_at, strict=True)]
 
     def _mark_noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         def take_and_mark(*args: Any, **kwargs: Any) -> list[Any]:

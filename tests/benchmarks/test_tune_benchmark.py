@@ -18,7 +18,7 @@ def test_all_culprits_are_found_whatever_the_ranking(ranking):
 
 def test_chains_in_float16_are_tuned_in_few_trials():
     with jax.numpy_dtype_promotion("standard"):
-        for _, planting in tune_chains(3):
+        for _, planting in tune_chains(range(3)):
             assert planting.missed == 0
             assert planting.extra <= 1
             assert planting.trials <= planting.bound

@@ -1,13 +1,15 @@
 """`jmp-policy audit`: the function is imported from the current folder, and what is wrong with its name is one line."""
 
 import json
-import sys
 
 import jax
 import pytest
 
 from jmp_policy.cli import main
 
+pytestmark = pytest.mark.usefixtures("folder")
+
+NAME = "audited_module"
 MODULE = """
 import jax, jax.numpy as jnp
 
@@ -51,17 +53,6 @@ def outer(x): return silent(x)
 def line_of(code: str, function: str) -> str:
     """Where a piece of the module stands."""
     return f"audited_module.py:{MODULE[: MODULE.index(code)].count(chr(10)) + 1} ({function})"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder with a module, which is the current one."""
-    (tmp_path / "audited_module.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in ("audited_module", "broken"):
-        sys.modules.pop(name, None)
 
 
 def test_report_is_printed(capsys):

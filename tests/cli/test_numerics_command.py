@@ -1,12 +1,13 @@
 """`jmp-policy numerics`: the function runs once, and what is wrong with what it was given is one line."""
 
 import json
-import sys
 
 import jax
 import pytest
 
 from jmp_policy.cli import main
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -38,16 +39,6 @@ def nothing():
 """
 NAME = "measured_module"
 PRODUCT = ["numerics", f"{NAME}:product", "--args", f"{NAME}:arguments"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder with a module, which is the current one."""
-    (tmp_path / f"{NAME}.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop(NAME, None)
 
 
 def check_error(capsys, message):

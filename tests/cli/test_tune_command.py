@@ -1,13 +1,14 @@
 """`jmp-policy tune`: the map is printed, and what is wrong with what it was given is one line."""
 
 import json
-import sys
 
 import jax
 import pytest
 
 import jmp_policy as jmp
 from jmp_policy.cli import main
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -42,16 +43,6 @@ def shapes():
 """
 NAME = "tuned_module"
 NET = ["tune", f"{NAME}:net", "--args", f"{NAME}:arguments"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder with a module, which is the current one."""
-    (tmp_path / f"{NAME}.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop(NAME, None)
 
 
 def test_the_map_is_printed_as_code(capsys):

@@ -9,6 +9,7 @@ A comment names what the line makes, the operation, the pass if it is not the fo
 """
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -37,22 +38,34 @@ class Fault:
     """A function of arguments at which a result is not finite.
 
     Attributes:
-      fun: the function.
-      args: its arguments.
+      make: makes the function and its arguments, when they are asked for: models are drawn for it.
       file: where its source is.
       origin: the operation that made it so; `None` if it came in with an argument.
       cause: the operation that made the infinities of which `origin` made a nan, or the path of an argument.
       argument: the path of the argument that it came in with, and what that held.
       path: of modules and scopes; `None` if that is not asked for.
+      cause_path: the same of the cause.
     """
 
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
+    make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     file: str
     origin: Expected | None
     cause: Expected | str | None
     argument: tuple[str, str] | None = None
     path: str | None = None
+    cause_path: str | None = None
+
+    @functools.cached_property
+    def made(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.make()
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        return self.made[0]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.made[1]
 
 
 FAULTS: dict[str, Fault] = {}
@@ -78,16 +91,43 @@ def fault(
     """
 
     def take_in(fun: Callable[..., Any]) -> Callable[..., Any]:
-        lines, first = inspect.getsourcelines(fun)
-        said = read_comments(lines, first)
-        assert argument or "origin" in said, fun
-        name = fun.__name__.replace("_", " ")
-        file = inspect.getfile(fun)
-        assert name not in FAULTS or FAULTS[name].file == file, name  # pytest imports it twice, for doctests
-        FAULTS[name] = Fault(of(fun), args, file, said.get("origin"), said.get("cause", cause), argument, path)
+        _remember(fun, lambda: (of(fun), args), cause, argument, path)
         return fun
 
     return take_in
+
+
+def fault_in_model(
+    *,
+    argument: tuple[str, str] | None = None,
+    cause: str | None = None,
+    path: str | None = None,
+    cause_path: str | None = None,
+) -> Callable[..., Any]:
+    """Takes in a function without arguments that defines a model, and makes a function of it and its arguments.
+
+    Args:
+      argument: as of `fault`, and so are the others.
+      cause: if its infinities come in with an argument, its path.
+      path: of modules and scopes.
+      cause_path: the same of the cause.
+    """
+
+    def take_in(make: Callable[..., Any]) -> Callable[..., Any]:
+        _remember(make, make, cause, argument, path, cause_path)
+        return make
+
+    return take_in
+
+
+def _remember(fun: Callable[..., Any], make: Callable[..., Any], cause: str | None, *rest: Any) -> None:
+    lines, first = inspect.getsourcelines(fun)
+    said = read_comments(lines, first)
+    name = fun.__name__.replace("_", " ")
+    file = inspect.getfile(fun)
+    assert name not in FAULTS or FAULTS[name].file == file, name  # pytest imports it twice, for doctests
+    FAULTS[name] = Fault(make, file, said.get("origin"), said.get("cause", cause), *rest)
+    assert FAULTS[name].argument or "origin" in said, fun
 
 
 def read_comments(lines: list[str], first: int = 1) -> dict[str, Expected]:

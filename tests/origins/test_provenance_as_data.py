@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
@@ -189,6 +189,16 @@ def test_inside_of_a_shard_map_devices_search_together():
     assert not sharded(jnp.abs(x))[1].found
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_map_on_any_kind_of_mesh_is_searched(kind):
+    fun = jax.shard_map(lambda x: lax.psum(jnp.log(x), "data"), in_specs=P("data"), out_specs=P())
+    mesh = make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.array([1.0, 2.0, -3.0, 4.0]), NamedSharding(mesh, P("data")))
+        _, origin = jax.jit(first_nonfinite(fun))(x)
+    assert (origin.kind, origin.primitive, origin.operands) == ("nan", "log", ((-3.0, 4.0),))
+
+
 def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_epsilon():
     _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(0.25 - 0.5 * x)))(jnp.array([-1.5, 2.5]))
     assert (origin.primitive, origin.operands) == ("log", ((-1.0, 1.0),))
@@ -207,3 +217,37 @@ def test_a_program_without_numbers_that_could_be_infinite_finds_nothing(fun):
 def test_a_result_that_is_a_number_in_the_program_is_a_constant():
     _, origin = jax.jit(first_nonfinite(lambda x: (x, jnp.float32(jnp.nan))))(jnp.ones(2))
     assert (origin.argument, origin.kind) == ("a constant", "nan")
+
+
+def test_parameters_of_nnx_are_spelled_as_python_does():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.gains = nnx.List([nnx.Param(jnp.ones(2)), nnx.Param(jnp.array([1.0, jnp.nan]))])
+
+    def loss(model, batch, *more):
+        return jnp.sum(batch["x"] * model.gains[0][...] * model.gains[1][...] * (more[1]["y"] if more else 1))
+
+    good, bad = {"x": jnp.ones(2)}, {"x": jnp.array([1.0, jnp.inf])}
+    find = first_nonfinite(nnx.value_and_grad(loss))
+    model = Model()
+    assert find(model, good)[1].argument == "model.gains[1]"
+    model.gains[1][...] = jnp.ones(2)
+    assert find(model, bad)[1].argument == "batch['x']"
+    _, origin = first_nonfinite(loss)(model, good, 1.0, {"y": jnp.float32(jnp.nan)})
+    assert origin.argument == "more[1]['y']"
+
+
+def test_infinities_of_a_batch_that_get_into_no_result_are_not_blamed_beside_objects_of_nnx():
+    def loss(model, mask):
+        return jnp.sum(nnx.softmax(model.weight[...] + mask))
+
+    mask = jnp.array([0.0, -jnp.inf, 0.0])
+    model = nnx.Module()
+    model.weight = nnx.Param(jnp.ones(3))
+    assert not first_nonfinite(nnx.value_and_grad(loss))(model, mask)[1].found
+    assert first_nonfinite(lambda model, mask: (model, mask))(model, mask)[1].argument == "mask"
+
+    def write(model, mask):
+        model.weight[...] = mask / 2
+
+    assert first_nonfinite(write)(model, mask)[1].argument == "mask"

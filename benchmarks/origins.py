@@ -1,0 +1,95 @@
+"""Who names the line that made a number infinite or nan, and what `numerics.first_nonfinite` costs while none is.
+
+Run from the root of the repository:
+
+    python -m benchmarks.origins peers [--torch-python PATH]
+    python -m benchmarks.origins costs [cpu|tpu|gpu] [--quick]
+
+`peers` plants ten faults in JAX and their twins in PyTorch, and reads by one rule what is reported of them; the rule is
+in `_origins_reports.py`. PyTorch and transformers may be in an environment of their own. `costs` compiles the gradient
+of the demo's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks import _origins_jax
+from benchmarks._markdown import table
+from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_steps, measure
+from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, TORCH_CONTESTANTS
+from benchmarks._targets import TARGETS, Target
+from jmp_policy.demo._gpt import GPTConfig
+
+NOT_INSTALLED = "not installed"
+ASKED = Cost(bytes=1.02, temporaries=1.25, peak=float("nan"), compile_time=4, trace_time=2.5)
+"""What a good step may cost at most, over the same without a search."""
+
+
+def judge_peers(torch_python: str) -> dict[str, dict[str, str]]:
+    """What each contestant says of each fault; those in PyTorch are run by that Python."""
+    verdicts = {contestant: _origins_jax.judge_all(contestant) for contestant in _origins_jax.CONTESTANTS}
+    missing = dict.fromkeys(ARGUMENTS, NOT_INSTALLED)
+    return {**verdicts, **dict.fromkeys(TORCH_CONTESTANTS, missing), **judge_in_torch(torch_python)}
+
+
+def judge_in_torch(python: str) -> dict[str, dict[str, str]]:
+    """The verdicts on those contestants in PyTorch that this Python has."""
+    made = subprocess.run([python, "-m", "benchmarks._origins_torch"], capture_output=True, text=True)
+    if made.returncode and "No module named 'torch'" in made.stderr:
+        return {}
+    if made.returncode:
+        raise RuntimeError(f"{python} -m benchmarks._origins_torch failed:\n{made.stderr}")
+    return json.loads(made.stdout)
+
+
+def make_peers_table(verdicts: dict[str, dict[str, str]]) -> str:
+    """A line for each fault, and one that counts."""
+    lines = [[name, *(said[name] for said in verdicts.values())] for name in ARGUMENTS]
+    return table(["fault", *verdicts], [*lines, ["named", *map(_count, verdicts.values())]])
+
+
+def make_costs_table(target: Target, config: GPTConfig, repeats: int) -> str:
+    """A line for each policy. On a CPU it runs a good step, too."""
+    lines = []
+    for name, policy in POLICIES.items():
+        fun, args = gradient(config, policy)
+        ratios = measure(make_steps(fun, args), target, repeats)
+        params = jax.tree.map(lambda shape: 0.02 * jax.random.normal(jax.random.key(0), shape.shape), args[:2])
+        bits = str(check_bits(fun, (*params, *args[2:]))) if target.name == "CPU" else "not run"
+        lines.append([name, *(f"{ratio:.2f}" for ratio in ratios), bits])
+    asked = ["asked", *("" if limit != limit else f"{limit:.2f}" for limit in ASKED), "0"]
+    return table(["policy", *(name.replace("_", " ") for name in Cost._fields), "other bytes"], [*lines, asked])
+
+
+def _count(said: dict[str, str]) -> str:
+    if NOT_INSTALLED in said.values():
+        return NOT_INSTALLED
+    return f"{sum(verdict in NAMES_IT for verdict in said.values())} of {len(said)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    peers = commands.add_parser("peers", help="who names the line")
+    peers.add_argument("--torch-python", metavar="PATH", default=sys.executable, help="a Python that has PyTorch")
+    costs = commands.add_parser("costs", help="what a good step costs")
+    costs.add_argument("target", nargs="?", choices=TARGETS, default="cpu", help="what to compile for")
+    costs.add_argument("--quick", action="store_true", help="a small model, traced once")
+    given = parser.parse_args(argv)
+    with jax.numpy_dtype_promotion("standard"):
+        if given.command == "peers":
+            print(f"jax {jax.__version__}\n\n{make_peers_table(judge_peers(given.torch_python))}")
+            return
+        target = TARGETS[given.target]()
+        config = GPTConfig(width=32, depth=1, heads=2, context=16) if given.quick else GPTConfig()
+        print(f"jax {jax.__version__}, {target.name}\n\n{make_costs_table(target, config, 1 if given.quick else 5)}")
+
+
+if __name__ == "__main__":
+    main()
