@@ -101,7 +101,8 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
 
     `jax.lax.all_gather` of each real floating array that is wider than `policy.compute_dtype`, cast to that before and
     to its own dtype after, which is exact; of others as they are. In its backward pass the cotangent is summed in the
-    reduce dtype, and each device gets its part. Float8 state, which every device has, passes by identity.
+    reduce dtype, and each device gets its part; `jax.jvp` cannot pass. Float8 state, which every device has, passes by
+    identity.
 
     Args:
       tree: a tree of arrays.

@@ -63,6 +63,8 @@ def gather_params(
     In a `jax.lax.scan` over layers, call it in the body, on one layer, whose specs have no axis of layers: each layer
     is then gathered when it is used, and again in the backward pass if the body is under `jax.checkpoint`.
 
+    Its derivative is written by hand: `jax.jvp` cannot pass through it.
+
     On a mesh of `AxisType.Explicit`, without `jax.shard_map`, it does the same by `reshard`; there `params` and `specs`
     are of whole arrays. JAX lets arrays whose gradients are not yet reduced be multiplied, indexed and moved, but not
     added: those of one dimension, as biases and norms, are gathered as said and reduced by JAX, in the dtype in which
