@@ -32,7 +32,8 @@ def make_gradients(reduce_dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
 
     def compute_loss(params: Any, windows: jax.Array) -> jax.Array:
         inputs, targets = split_windows(windows)
-        return cross_entropy(model.apply({"params": params}, inputs), targets)
+        logits: Any = model.apply({"params": params}, inputs)
+        return cross_entropy(logits, targets)
 
     windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), np.uint8)
     tokens = jax.ShapeDtypeStruct((1, CONFIG.context), np.int32)

@@ -200,7 +200,7 @@ class _Walk:
     def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place | None:
         """What is wide in the programs that an equation runs; around a loop until the carry needs what it gives."""
         bodies = [body for body in bodies_of(eqn) if body.leaving]
-        wanted = dict(zip(eqn.outvars, needs, strict=True))
+        wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
         wanted = {var: need for var, need in wanted.items() if need > Need.SUMMED or self._is_read_for_this(var)}
         if not bodies or not any(wanted.values()):
             return None
