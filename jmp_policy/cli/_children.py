@@ -162,5 +162,6 @@ def describe_loss(said: str) -> str:
         )
     gone = _GONE.search(said)
     if gone is None and "leader task" not in said:
-        return f"another process of the run does not answer any more. {_ADVICE}"
+        reason = (said.strip().splitlines() or ["no reason given"])[0]
+        return f"another process of the run does not answer any more ({reason}). {_ADVICE}"
     return f"process {gone[1] if gone else 0} of the run does not answer any more. {_ADVICE}"

@@ -86,6 +86,7 @@ def join_processes(arguments: argparse.Namespace) -> bool:
     if _CHILD not in os.environ:
         return True
     import jax
+    from jax.experimental import multihost_utils
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     waits = {
@@ -98,6 +99,8 @@ def join_processes(arguments: argparse.Namespace) -> bool:
         jax.distributed.initialize(**waits)
     else:
         jax.distributed.initialize(*place, **waits)
+    # On CPUs they have 30 seconds to meet for the first time: before one of them is busy.
+    multihost_utils.sync_global_devices("joined")
     return jax.process_index() == 0
 
 

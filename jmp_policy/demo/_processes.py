@@ -3,6 +3,8 @@
 The first process prints, and writes all but the checkpoints. A run of one process goes through none of this.
 """
 
+import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..cli._command import ToldElsewhere
 from ._display import StopRequest
@@ -52,6 +55,27 @@ def share(text: str) -> str:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
     padded = data if is_first() else np.zeros(size, np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).decode()
+
+
+def meet_along_axes(mesh: Mesh) -> None:
+    """Has the processes of a mesh meet along each of its axes, and along each few of them.
+
+    On CPUs, those that send each other something for the first time have 30 seconds to meet. The first step would be
+    that time, and one process may compile it for so much longer than another.
+    """
+    if jax.process_count() == 1:
+        return
+    here = PartitionSpec(*mesh.axis_names)
+    ones = jax.make_array_from_callback(
+        mesh.devices.shape, NamedSharding(mesh, here), lambda index: np.ones(mesh.devices.shape, np.float32)[index]
+    )
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for some in itertools.combinations(axes, count):
+            there = PartitionSpec(*(None if axis in some else axis for axis in mesh.axis_names))
+            total = functools.partial(jax.lax.psum, axis_name=some)
+            multihost_utils.sync_global_devices(f"along {some}")
+            jax.block_until_ready(jax.jit(jax.shard_map(total, mesh=mesh, in_specs=here, out_specs=there))(ones))
 
 
 class SharedStopRequest(StopRequest):

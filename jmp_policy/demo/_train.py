@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from ._numerics import is_measured, write_numerics
 from ._open_run import TrainOptions, open_run
 from ._origins import SkipInspector
 from ._plot import plot_run
-from ._processes import agree, make_stop_request
+from ._processes import agree, make_stop_request, meet_along_axes
 from ._run_folder import RunConfig, RunFolder
 from ._sharding import make_batch, place_batches
 from ._summary import RunSummary, ScaleHistory, examine_step, follow_loss_scale, spell_scale
@@ -81,11 +82,16 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
         except FloatingPointError:
             run.plot()  # which shows since when training is stuck
             raise
+    figures = agree(lambda: _conclude(run, step))
+    return TrainResult(folder.path, step, step == config.steps, **figures, interrupted=run.interrupted)
+
+
+def _conclude(run: "TrainingRun", step: int) -> dict[str, Any]:
+    """Plots a run up to a step, and returns what is to be said of it."""
     run.plot()
-    finished = step == config.steps
+    finished, folder = step == run.config.steps, run.folder
     validation = folder.metrics.curve("validation_loss")[1][-1] if finished and folder.is_writer else math.nan
-    figures = {**run.baselines, "summary": run.summarize(step), "files": _list_files(folder)}
-    return TrainResult(folder.path, step, finished, validation, **figures, interrupted=run.interrupted)
+    return {"validation": validation, **run.baselines, "summary": run.summarize(step), "files": _list_files(folder)}
 
 
 def _list_files(folder: RunFolder) -> tuple[str, ...]:
@@ -108,7 +114,10 @@ class TrainingRun:
         self.folder, self.config, self.corpus, self.interrupted = folder, config, corpus, False
         self._traced = self._make_trainer(config.policy_map or config.policy, config.make_loss_scale())
         self._mesh = None if config.mesh is None else config.mesh.make_mesh()
-        self.trainer = self._traced if self._mesh is None else MeshTrainer(self._traced, self._mesh)
+        self.trainer = self._traced
+        if self._mesh is not None:
+            meet_along_axes(self._mesh)
+            self.trainer = MeshTrainer(self._traced, self._mesh)
         self._sizes = {"batch_size": config.batch_size, "context": config.model.context}
         windows = validation_batches(corpus.validation, count=EVALUATION_BATCHES, **self._sizes)
         self._shape = windows.shape[1:]

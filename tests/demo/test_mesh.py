@@ -5,13 +5,17 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
+import jmp_policy as jmp
 from jmp_policy.demo import GPTConfig, UserError, sample_batch
 from jmp_policy.demo._data import sample_rows
+from jmp_policy.demo._gpt import TrainerConfig
 from jmp_policy.demo._mesh import MeshShape
 from jmp_policy.demo._sharding import find_spec, make_batch, place_state, shard_channels, shard_rows, shard_state
+from jmp_policy.demo._trainer import make_trainer
 
 
 @pytest.mark.parametrize(
@@ -121,3 +125,33 @@ def test_without_a_mesh_nothing_is_constrained():
     assert shard_channels(x) is x
     tree = {"embed.embedding": x}
     assert shard_state(tree) is tree
+
+
+class Reached(Exception):
+    """Ends a step where its gradients would be taken."""
+
+
+REDUCED = "params=float32,compute=bfloat16,output=bfloat16,reduce=float32"
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [
+        (jmp.get_policy("float32"), None),
+        (jmp.get_policy(REDUCED), np.dtype("float32")),
+        (jmp.PolicyMap({"embed": "float32"}, REDUCED), np.dtype("float32")),
+        (jmp.PolicyMap({"embed": "float32"}), None),
+    ],
+    ids=["float32", "reduce", "map", "map without default"],
+)
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_gradients_are_reduced_as_the_policy_says(api, policy, dtype, monkeypatch):
+    def reach(*args, reduce_dtype, **kwargs):
+        raise Reached(reduce_dtype)
+
+    trainer = make_trainer(api, TrainerConfig(policy, tiny.MODEL, loss_scale=jmp.NoOpLossScale()))
+    monkeypatch.setattr(jmp if api == "linen" else jmp.nnx, "value_and_grad", reach)
+    with pytest.raises(Reached) as reached:
+        trainer.step(np.zeros((2, 17), np.uint8))
+    assert reached.value.args == (dtype,)

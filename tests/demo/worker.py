@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import tiny
+from jax.experimental import multihost_utils
 
 from jmp_policy.demo import _gpt_linen, _train, train
 from jmp_policy.demo._trainer import read_scaling_figures
@@ -27,7 +28,8 @@ def plant_infinity() -> None:
         return np.full_like(windows, PLANT) if is_bad else windows
 
     def overflow(logits, targets):
-        return cross_entropy(jax.numpy.where((targets == PLANT)[..., None], logits / 0, logits), targets)
+        infinite = jax.numpy.where((targets == PLANT)[..., None], jax.numpy.inf, 0.0)
+        return cross_entropy(logits + infinite.astype(logits.dtype), targets)
 
     _train.sample_rows, _gpt_linen.cross_entropy = sample_bad_rows, overflow
 
@@ -61,6 +63,7 @@ def main() -> None:
     if REQUEST["count"] > 1:
         place = REQUEST["coordinator"], REQUEST["count"], REQUEST["index"]
         jax.distributed.initialize(*place, initialization_timeout=120, heartbeat_timeout_seconds=60)
+        multihost_utils.sync_global_devices("joined")
     _train.MeshTrainer = Recorder
     if REQUEST["planted"] is not None:
         plant_infinity()

@@ -1,0 +1,206 @@
+"""Kills trainings at random moments, resumes them, and asks what was lost.
+
+    python -m benchmarks.drill
+
+A run in one or two processes is killed by SIGKILL, or told to stop by SIGTERM: while it starts, between steps, or while
+a checkpoint is being written. Then it is resumed, on its mesh or another. Every resume must go on from the newest
+checkpoint, and what a run ends with on its own mesh must be bit for bit what it ends with when nothing happens.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks._drill_run import CHECKPOINT_EVERY
+from benchmarks._markdown import table
+from jmp_policy.cli._children import Children
+from jmp_policy.cli._processes import find_free_port
+
+STEPS = 60
+MOMENTS = "start", "step", "write"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """A run: in how many processes, and on which meshes in turn."""
+
+    name: str
+    processes: int
+    meshes: tuple[str | None, ...]
+
+
+SCENARIOS = (
+    Scenario("1 process, no mesh", 1, (None,)),
+    Scenario("1 process, its mesh", 1, ("data=2,fsdp=2",)),
+    Scenario("2 processes, their mesh", 2, ("data=2,fsdp=2",)),
+    Scenario("2 processes, other meshes", 2, ("data=2,fsdp=2", "fsdp=2,tensor=2", "data=4")),
+)
+
+
+@dataclasses.dataclass
+class Kill:
+    """What a kill did: which signal, when, and how many steps were done, saved and lost."""
+
+    number: signal.Signals
+    moment: str
+    done: int = 0
+    saved: int = 0
+    status: int = 0
+
+    @property
+    def lost(self) -> int:
+        return self.done - self.saved
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of a scenario."""
+
+    kills: list[Kill]
+    resumes: int
+    is_same: bool | None
+    loss: float
+
+
+def drill(scenario: Scenario, kills: int, folder: Path, seed: int) -> Result:
+    """Kills a run so often, and lets it end."""
+    rng, out, done = random.Random(seed), folder / "killed", []
+    for turn in range(kills):
+        kill = Kill(choose_signal(rng), MOMENTS[turn % len(MOMENTS)])
+        mesh = scenario.meshes[turn % len(scenario.meshes)]
+        before = count_steps(out)
+        kill.status = run(scenario, mesh, out, kill=kill, rng=rng)
+        after, kill.saved = count_steps(out), find_saved_step(out)
+        kill.done = after if after != before else kill.saved  # what an earlier kill has lost is not lost again
+        done.append(kill)
+        print(f"{scenario.name}: {kill.number.name} at {kill.moment}, {kill}", file=sys.stderr, flush=True)
+        check_kill(kill)
+    mesh = scenario.meshes[0]
+    assert run(scenario, mesh, out) == 0, "the last resume failed"
+    straight = folder / "straight"
+    assert run(scenario, mesh, straight) == 0, "the undisturbed run failed"
+    is_same = read_digests(out) == read_digests(straight) if len(scenario.meshes) == 1 else None
+    return Result(done, len(done), is_same, abs(read_loss(out) / read_loss(straight) - 1))
+
+
+def choose_signal(rng: random.Random) -> signal.Signals:
+    return rng.choice((signal.SIGKILL, signal.SIGTERM))
+
+
+def check_kill(kill: Kill) -> None:
+    """Raises an AssertionError if more was lost than may be."""
+    if kill.number == signal.SIGTERM and kill.moment != "start":
+        assert kill.status == 0, f"SIGTERM ended with status {kill.status}"
+        assert kill.lost == 0, f"SIGTERM lost {kill.lost} steps"
+    # A checkpoint is written while training goes on, until the next is due: so long the one before is the newest.
+    assert kill.lost <= 2 * CHECKPOINT_EVERY, f"{kill.lost} steps were lost"
+
+
+def run(
+    scenario: Scenario, mesh: str | None, out: Path, *, kill: Kill | None = None, rng: random.Random | None = None
+) -> int:
+    """Begins a run or goes on with it, until it ends or is killed; returns the exit status."""
+    children = Children(list_commands(scenario, mesh, out), make_environment(scenario, mesh))
+    if kill is not None and rng is not None:
+        threading.Thread(target=strike, args=(scenario, kill, children, out, rng), daemon=True).start()
+    return children.wait()
+
+
+def list_commands(scenario: Scenario, mesh: str | None, out: Path) -> list[list[str]]:
+    command = [sys.executable, "-m", "benchmarks._drill_run", "--out", str(out), "--steps", str(STEPS)]
+    command += ["--data", __file__, str(Path(__file__).parent), "--policy", "mixed_float16"]
+    command += ["--resume"] if (out / "config.json").exists() else []
+    command += [] if mesh is None else ["--mesh", mesh]
+    if scenario.processes == 1:
+        return [command]
+    command += ["--coordinator", f"127.0.0.1:{find_free_port()}", "--processes", str(scenario.processes)]
+    return [[*command, "--process", str(index)] for index in range(scenario.processes)]
+
+
+def make_environment(scenario: Scenario, mesh: str | None) -> dict[str, str]:
+    devices = 1 if mesh is None else 4 // scenario.processes
+    several = {"JMP_POLICY_CHILD": "1"} if scenario.processes > 1 else {}
+    return {**os.environ, **several, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def strike(scenario: Scenario, kill: Kill, children: Children, out: Path, rng: random.Random) -> None:
+    """Sends the signal to one of the processes, when its moment has come."""
+    index, before = rng.randrange(scenario.processes), find_writes(out)
+    if kill.moment == "start":
+        time.sleep(rng.uniform(0.5, 8.0))
+    else:
+        target = min(count_steps(out) + rng.randint(1, 2 * CHECKPOINT_EVERY), STEPS - 1)
+        while count_steps(out) < target and children.are_running:
+            time.sleep(0.005)
+    if kill.moment == "step":
+        time.sleep(rng.uniform(0, 0.1))
+    elif kill.moment == "write":
+        while not find_writes(out) - before and children.are_running:
+            time.sleep(0.001)
+    children.strike(index, kill.number)
+
+
+def find_writes(out: Path) -> set[str]:
+    """The checkpoints that are being written, or were when a process was killed: Orbax renames what is whole."""
+    return {path.name for path in (out / "checkpoints").glob("*tmp*")}
+
+
+def count_steps(out: Path) -> int:
+    """The last step that the metrics have."""
+    file = out / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+
+
+def find_saved_step(out: Path) -> int:
+    """The step of the newest whole checkpoint."""
+    return max((int(path.name) for path in (out / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
+
+
+def read_digests(out: Path) -> list[str]:
+    return [path.read_text() for path in sorted(out.glob("digest-*"))]
+
+
+def read_loss(out: Path) -> float:
+    return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+
+
+def draw_results(results: Sequence[tuple[Scenario, Result]]) -> str:
+    rows = []
+    for scenario, result in results:
+        numbers = [
+            [kill for kill in result.kills if kill.number == number] for number in (signal.SIGKILL, signal.SIGTERM)
+        ]
+        lost = [str(max((kill.lost for kill in kills), default=0)) for kills in numbers]
+        same = {True: "yes", False: "no", None: f"loss within {result.loss:.0e}"}[result.is_same]
+        counts = [str(len(kills)) for kills in numbers]
+        rows.append([scenario.name, *counts, f"{result.resumes} of {len(result.kills)}", *lost, same])
+    header = ["run", "SIGKILL", "SIGTERM", "resumed", "most steps lost, SIGKILL", "SIGTERM", "same bits at the end"]
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Kill trainings at random moments, and resume them.")
+    parser.add_argument("--kills", type=int, default=20, help="in all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    arguments = parser.parse_args()
+    results, begin = [], time.monotonic()
+    for index, scenario in enumerate(SCENARIOS):
+        kills = len(range(index, arguments.kills, len(SCENARIOS)))
+        with tempfile.TemporaryDirectory() as folder:
+            results.append((scenario, drill(scenario, kills, Path(folder), arguments.seed + index)))
+        print(draw_results(results), flush=True)
+    print(f"{arguments.kills} kills in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
