@@ -1,0 +1,134 @@
+"""What training in parts costs at scale: bytes gathered and reduced in a step, state of a device, size of a checkpoint.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.scale            # all models, formats and meshes
+    JAX_PLATFORMS=cpu python -m benchmarks.scale compare    # the programs for eight devices that are not there, and are
+
+Nothing runs, and no device need be there: each step is traced for an `AbstractMesh`, and what it says in `shard_map` is
+counted. For eight devices the same program is lowered for those of a CPU, and the texts must be the same.
+"""
+
+import dataclasses
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from benchmarks._markdown import table
+from benchmarks._scale_model import AXES, GPT, Format, make_step
+from jmp_policy import numerics
+from jmp_policy.report import format_bytes
+
+FORMATS = {
+    "float32": Format("float32"),
+    "bf16, reduced in float32": Format("params=float32,compute=bfloat16,output=float32,reduce=float32"),
+    "bf16, reduced in bf16": Format("params=float32,compute=bfloat16,output=float32,reduce=bfloat16"),
+    "float8": Format("params=float32,compute=bfloat16,output=float32,reduce=float32", "float8"),
+}
+"""By name. Parameters and the moments of AdamW are float32 in all of them."""
+
+MODELS = {"1.3 B": GPT(24, 2048), "6.7 B": GPT(32, 4096), "13 B": GPT(40, 5120), "70 B": GPT(86, 8192),
+          "175 B": GPT(96, 12288), "407 B": GPT(126, 16384)}  # fmt: skip
+
+SCALES = [("1.3 B", (2, 4)), ("1.3 B", (32, 8)), ("6.7 B", (4, 16)), ("13 B", (4, 32)), ("70 B", (8, 64)),
+          ("175 B", (4, 256)), ("407 B", (8, 512))]  # fmt: skip
+"""The models, and on how many devices along the axes data and fsdp."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Bytes of a step.
+
+    Attributes:
+      gathered: of the whole arrays that a device gathers.
+      reduced: of the arrays that a device gives into sums of gradients.
+      sent: what a device sends to its neighbours, if all collectives go around rings.
+      state: of the parameters, moments, scales and counters that a device has.
+      checkpoint: of all state, each number once.
+    """
+
+    gathered: int
+    reduced: int
+    sent: int
+    state: int
+    checkpoint: int
+
+
+def measure(gpt: GPT, format: Format, shape: tuple[int, int]) -> Figures:
+    """Counts the bytes of a model's step on a mesh that is not there."""
+    step, args = make_step(gpt, format, make_abstract_mesh(shape))
+    report = numerics.collectives(step)(*args)
+    state = jax.tree.leaves(args[:2])
+    count_bytes = lambda shape, dtype: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return Figures(
+        report.total_bytes(kind="all-gather"),
+        report.total_bytes(gradients=True),
+        report.total_moved_bytes(),
+        sum(count_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in state),
+        sum(count_bytes(leaf.shape, leaf.dtype) for leaf in state),
+    )
+
+
+def write_program(gpt: GPT, format: Format, mesh: Mesh | AbstractMesh) -> str:
+    """The StableHLO of a model's step on the CPUs of a mesh, whether they are there or not."""
+    step, args = make_step(gpt, format, mesh)
+    return step.trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+
+
+def compare() -> list[str]:
+    """The formats whose program for eight devices is not, letter by letter, that for eight which are not there.
+
+    Of the smallest model. This process must not have used a CPU before.
+    """
+    jax.config.update("jax_num_cpu_devices", 8)
+    model, shape = SCALES[0]
+    types = (AxisType.Auto,) * len(AXES)
+    meshes = jax.make_mesh(shape, AXES, devices=jax.devices("cpu"), axis_types=types), make_abstract_mesh(shape)
+    is_same = lambda format: len({write_program(MODELS[model], format, mesh) for mesh in meshes}) == 1
+    return [name for name, format in FORMATS.items() if not is_same(format)]
+
+
+def make_abstract_mesh(shape: tuple[int, int]) -> AbstractMesh:
+    """A mesh of devices that need not be there."""
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figures]]) -> str:
+    """A row for each figure and format, a column for each model on its mesh; formats that agree share a row."""
+    rows: list[list[str]] = []
+    for field in dataclasses.fields(Figures):
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name in FORMATS:
+            cells = (format_bytes(getattr(figures[name], field.name)) for figures in columns.values())
+            names.setdefault(tuple(cells), []).append(name)
+        rows += [[field.name, "; ".join(shared), *cells] for cells, shared in names.items()]
+    header = [f"{model}, {data} x {fsdp}" for model, (data, fsdp) in columns]
+    return table(["bytes", "format", *header], rows)
+
+
+def main() -> None:
+    """Prints what the largest trace took, whether the programs are the same, and the table."""
+    columns: dict[tuple[str, tuple[int, int]], dict[str, Figures]] = {}
+    for model, shape in reversed(SCALES):  # the largest first: the peak of memory is its own
+        gpt, figures = MODELS[model], {}
+        for name, format in FORMATS.items():
+            began, worked = time.perf_counter(), time.process_time()
+            figures[name] = measure(gpt, format, shape)
+            took = f"{time.perf_counter() - began:.1f} s, {time.process_time() - worked:.1f} s of process time"
+            peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            where = f"{gpt.parameters:,} parameters on {shape[0] * shape[1]:,} devices, {name}"
+            print(f"{where}: {took}, peak of memory so far {peak}", flush=True)
+        columns[model, shape] = figures
+    subprocess.run([sys.executable, "-m", "benchmarks.scale", "compare"], check=True)
+    print(make_table({scale: columns[scale] for scale in SCALES}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["compare"]:
+        different = compare()
+        sys.exit(f"Other programs on eight devices: {', '.join(different)}" if different else None)
+    main()
