@@ -33,7 +33,7 @@ def find_spec(path: jax.tree_util.KeyPath) -> P:
     """How an array of the state is split: a parameter, its gradient, or what the optimizer keeps of it.
 
     >>> find_spec(tuple(map(jax.tree_util.DictKey, ("mu", "blocks_0", "attention", "qkv", "kernel"))))
-    PartitionSpec('fsdp', 'tensor')
+    P('fsdp', 'tensor')
     """
     name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")  # an nnx.Variable's
     return next((spec for pattern, spec in _RULES if pattern.search(name)), P())

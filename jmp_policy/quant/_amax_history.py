@@ -141,12 +141,6 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 
-def make_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    """Marks an array as different along these axes; its derivative becomes a sum, if it was the same along them."""
-    missing = frozenset(axes) - varying_axes(x)
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
 def take_maximum(x: jax.Array, axes: Collection[str]) -> jax.Array:
     """Takes the largest of an array's values over the devices of some axes."""
     return lax.pmax(x, tuple(axes)) if axes else x

@@ -13,12 +13,12 @@ from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._float8_format import MULTIPLE, CurrentScaling, DelayedScaling, Float8
+from .._mapped_axes import vary
 from ._amax_history import (
     DTYPES,
     Memory,
     State,
     join_memories,
-    make_varying,
     read_memory,
     scale_and_record,
     scale_by_history,
@@ -54,8 +54,8 @@ def float8_product(
         return operation.compute(left, right)
     # In `shard_map` a custom derivative varies over devices as its operand does. The cast to a varying weight makes JAX
     # sum the gradients of a weight that devices share.
-    axes = varying_axes(left, right)
-    left, right = make_varying(left, axes), make_varying(right, axes)
+    axes = tuple(varying_axes(left, right))
+    left, right = vary(left, axes), vary(right, axes)
     spec = _ProductSpec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
     return _product(spec, left, right, state)
 

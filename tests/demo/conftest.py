@@ -4,6 +4,8 @@ import jax
 import pytest
 import tiny
 
+from jmp_policy.demo import _train as train_module
+
 
 @pytest.fixture
 def standard_promotion():
@@ -17,3 +19,9 @@ def folder(tmp_path):
     """A folder with a text to train on."""
     tiny.write_text(tmp_path / "text.txt")
     return tmp_path
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Trains a table instead of a GPT: nothing to compile."""
+    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))

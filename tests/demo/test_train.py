@@ -27,23 +27,6 @@ from jmp_policy.doctor import Speedup, StepTime
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def run(folder, **wishes):
-    console = tiny.silent_console()
-    return train(tiny.options(folder, **wishes), console), tiny.text_of(console)
-
-
-def records(path) -> list[dict]:
-    """The metrics of a run, without the times."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
-
-
-@pytest.fixture
-def table(monkeypatch):
-    """Trains a table instead of a GPT: nothing to compile."""
-    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
-
-
 @pytest.fixture
 def stop_after(monkeypatch):
     """Presses Ctrl-C in the middle of a step."""
@@ -63,12 +46,12 @@ def stop_after(monkeypatch):
 
 @pytest.mark.usefixtures("table")
 def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
-    result, text = run(folder)
+    result, text = tiny.run(folder)
     assert result.finished
     assert result.step == 6
     assert result.bigram < result.unigram < 8
     assert 0 < result.validation < 9
-    *steps, last = records(folder / "run")
+    *steps, last = tiny.read_records(folder / "run")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[0].keys() == {"step", "loss", "loss_scale", "skipped_steps"}
     assert last == {"step": 6, "validation_loss": result.validation}
@@ -98,13 +81,13 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
 @pytest.mark.usefixtures("table")
 def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
-    straight, text = run(folder, policy="mixed_float16")
+    straight, text = tiny.run(folder, policy="mixed_float16")
     assert "scale   2^15 at first, doubled by 2 finite steps in a row, halved by an overflow" in text
     scale = straight.summary.scale
     assert (scale.first, scale.last, scale.growths, scale.backoffs) == (2.0**15, 2.0**18, 3, 0)
-    run(folder, policy="mixed_float16", steps=3, out=folder / "resumed")
+    tiny.run(folder, policy="mixed_float16", steps=3, out=folder / "resumed")
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 5)  # a run keeps what it was begun with
-    resumed, _ = run(folder, policy=None, resume=True, out=folder / "resumed")
+    resumed, _ = tiny.run(folder, policy=None, resume=True, out=folder / "resumed")
     assert resumed.summary == straight.summary
     assert (folder / "resumed" / "summary.json").read_bytes() == (folder / "run" / "summary.json").read_bytes()
 
@@ -112,13 +95,13 @@ def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_
 @pytest.mark.usefixtures("table")
 def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
-    run(folder, policy="mixed_float16", steps=1)
+    tiny.run(folder, policy="mixed_float16", steps=1)
     file = folder / "run" / "config.json"
     config = json.loads(file.read_text())
     assert config.pop("growth_period") == 2
     file.write_text(json.dumps(config))
     (folder / "run" / "summary.json").unlink()
-    resumed, text = run(folder, policy=None, steps=6, resume=True)
+    resumed, text = tiny.run(folder, policy=None, steps=6, resume=True)
     assert "doubled by 2,000 finite steps in a row" in text
     assert resumed.summary.scale.highest == 2.0**15
 
@@ -126,7 +109,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
 @pytest.mark.usefixtures("table")
 def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
     stop_after(4)
-    stopped, _ = run(folder)
+    stopped, _ = tiny.run(folder)
     assert (stopped.finished, stopped.step, stopped.summary.step) == (False, 4, 4)
     assert json.loads((folder / "run" / "summary.json").read_text())["step"] == 4
     assert (folder / "run" / "loss.png").exists()
@@ -136,43 +119,43 @@ def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monkeypatch, api):
     wishes = {"api": api, "policy": "mixed_float16"}
-    straight, _ = run(folder, out=folder / "straight", **wishes)
+    straight, _ = tiny.run(folder, out=folder / "straight", **wishes)
     stop_after(4)
-    stopped, _ = run(folder, **wishes)
+    stopped, _ = tiny.run(folder, **wishes)
     assert (stopped.finished, stopped.step) == (False, 4)
     assert math.isnan(stopped.validation)
     monkeypatch.undo()
     # As if the run had got further than its checkpoint, and been killed in the middle of a line.
     with (folder / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
-    resumed, _ = run(folder, resume=True, policy=None, steps=None, data=())
+    resumed, _ = tiny.run(folder, resume=True, policy=None, steps=None, data=())
     assert resumed.validation == straight.validation
-    assert records(folder / "run") == records(folder / "straight")
+    assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
 @pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
-    run(folder, steps=3, out=folder / "longer")
-    longer, _ = run(folder, steps=6, out=folder / "longer", resume=True)
-    straight, _ = run(folder, steps=6)
+    tiny.run(folder, steps=3, out=folder / "longer")
+    longer, _ = tiny.run(folder, steps=6, out=folder / "longer", resume=True)
+    straight, _ = tiny.run(folder, steps=6)
     assert longer.validation == straight.validation
-    again, _ = run(folder, steps=None, out=folder / "longer", resume=True)
+    again, _ = tiny.run(folder, steps=None, out=folder / "longer", resume=True)
     assert dataclasses.replace(again, folder=straight.folder) == straight
     with pytest.raises(UserError, match="is at step 6 already, past --steps 2: give it more"):
-        run(folder, steps=2, out=folder / "longer", resume=True)
+        tiny.run(folder, steps=2, out=folder / "longer", resume=True)
 
 
 @pytest.mark.usefixtures("table")
 def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
-    straight, _ = run(folder)
+    straight, _ = tiny.run(folder)
     shutil.rmtree(folder / "run" / "checkpoints")
-    resumed, _ = run(folder, resume=True)
+    resumed, _ = tiny.run(folder, resume=True)
     assert resumed == straight
 
 
 @pytest.mark.usefixtures("table")
 def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
-    run(folder, steps=1)
+    tiny.run(folder, steps=1)
     before = contents(folder / "run")
     (folder / "other.txt").write_text("other text " * 100)
     for wishes, message in [
@@ -182,7 +165,7 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
         ({"data": (str(folder / "other.txt"),)}, r"was trained on other bytes than those of .*other\.txt"),
     ]:
         with pytest.raises(UserError, match=message):
-            run(folder, resume=True, steps=2, **wishes)
+            tiny.run(folder, resume=True, steps=2, **wishes)
     other_model = dataclasses.replace(tiny.options(folder, resume=True), model=GPTConfig(width=32))
     with pytest.raises(UserError, match=r"was trained with model GPTConfig\(width=16, .*\), not GPTConfig\(width=32, "):
         train(other_model, tiny.silent_console())
@@ -191,11 +174,11 @@ def test_resuming_with_something_else_is_an_error_and_changes_nothing(folder):
 
 def test_a_checkpoint_of_another_model_is_an_error_and_changes_nothing(folder, monkeypatch):
     monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
-    run(folder, steps=1)
+    tiny.run(folder, steps=1)
     monkeypatch.undo()  # now it is a GPT
     before = contents(folder / "run")
     with pytest.raises(UserError, match=r"cannot restore step 1 of .*checkpoints"):
-        run(folder, resume=True, steps=2)
+        tiny.run(folder, resume=True, steps=2)
     assert contents(folder / "run") == before
 
 
@@ -203,7 +186,7 @@ def test_an_occupied_folder_is_refused_and_left_as_it_is(folder):
     (folder / "run").mkdir()
     (folder / "run" / "thesis.txt").write_text("ten years of work")
     with pytest.raises(UserError, match="run is not empty: continue a run with --resume, or choose another --out"):
-        run(folder)
+        tiny.run(folder)
     assert contents(folder / "run") == {"thesis.txt": b"ten years of work"}
 
 
@@ -217,13 +200,13 @@ def test_an_occupied_folder_is_refused_and_left_as_it_is(folder):
 )
 def test_bad_wishes_are_refused_before_anything_is_written(folder, wishes, message):
     with pytest.raises(UserError, match=message):
-        run(folder, **wishes)
+        tiny.run(folder, **wishes)
     assert not (folder / "run").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(folder):
     with pytest.raises(UserError, match=r"cannot write to .*text\.txt/run: not a directory"):
-        run(folder, out=folder / "text.txt" / "run")
+        tiny.run(folder, out=folder / "text.txt" / "run")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
@@ -232,14 +215,14 @@ def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
 
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(UserError, match=r"cannot write to .*run: permission denied"):
-        run(folder)
+        tiny.run(folder)
 
 
 def test_a_broken_configuration_is_an_error(folder):
     (folder / "run").mkdir()
     (folder / "run" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config\.json is not the configuration of a run"):
-        run(folder, resume=True)
+        tiny.run(folder, resume=True)
 
 
 def test_a_configuration_survives_json(tmp_path):
@@ -254,11 +237,11 @@ def test_a_configuration_survives_json(tmp_path):
 def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match="no run to resume in runs/: name its folder with --out"):
-        run(folder, out=None, resume=True)
-    first, _ = run(folder, out=None, steps=1)
-    second, _ = run(folder, out=None, steps=1, seed=1)
+        tiny.run(folder, out=None, resume=True)
+    first, _ = tiny.run(folder, out=None, steps=1)
+    second, _ = tiny.run(folder, out=None, steps=1, seed=1)
     assert [str(result.folder) for result in (first, second)] == ["runs/001", "runs/002"]
-    resumed, _ = run(folder, out=None, steps=2, resume=True)
+    resumed, _ = tiny.run(folder, out=None, steps=2, resume=True)
     assert (str(resumed.folder), resumed.step) == ("runs/002", 2)
 
 
@@ -266,7 +249,7 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
 def test_the_default_policy_is_what_the_doctor_recommends(folder, monkeypatch):
     recommendation = Recommendation("mixed_bfloat16", "it was made up")
     monkeypatch.setattr(open_module, "diagnose", lambda **_: SimpleNamespace(recommendation=recommendation))
-    _, text = run(folder, policy=None, steps=1)
+    _, text = tiny.run(folder, policy=None, steps=1)
     assert "The doctor recommends mixed_bfloat16: it was made up." in text
     assert str(RunFolder(folder / "run").read_config().policy) == "params=float32,compute=bfloat16,output=bfloat16"
 
@@ -276,7 +259,7 @@ def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_t
     steps = {"float16": StepTime(1.0, Speedup(0.83, 0.8, 0.9))}
     diagnosis = SimpleNamespace(recommendation=Recommendation("float32", "it was made up"), steps=steps)
     monkeypatch.setattr(open_module, "diagnose", lambda **_: diagnosis)
-    _, text = run(folder, policy=None, steps=1)
+    _, text = tiny.run(folder, policy=None, steps=1)
     assert "float32 would be as fast or faster here: a pass in float16 runs at 0.83x its speed." in text
     assert "--policy float32 trains so" in text
     assert RunFolder(folder / "run").read_config().policy.name == "mixed_float16"
@@ -286,7 +269,7 @@ def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(fo
     monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
     stuck = r"Training is stuck: the last 12 steps were skipped.*Step 12 was skipped\. .* in the backward pass"
     with pytest.raises(FloatingPointError, match=stuck):
-        run(folder, steps=12, policy="mixed_float16")
+        tiny.run(folder, steps=12, policy="mixed_float16")
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,5 @@
 """Runs on a mesh in one process: the numbers of one device, resumed where they were, on this mesh or another."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import tiny
 from meshes import find_devices
 
 import jmp_policy as jmp
-from jmp_policy.demo import UserError, _train as train_module, train
+from jmp_policy.demo import UserError
 from jmp_policy.demo._gpt import TrainerConfig
 from jmp_policy.demo._mesh import MeshShape
 from jmp_policy.demo._mesh_trainer import MeshTrainer
@@ -23,40 +21,24 @@ pytestmark = [
 WINDOWS = np.random.default_rng(0).integers(97, 101, (8, tiny.MODEL.context + 1)).astype(np.uint8)
 
 
-@pytest.fixture
-def table(monkeypatch):
-    """Trains a table instead of a GPT: little to compile."""
-    monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
-
-
-def run(folder, **wishes):
-    console = tiny.silent_console()
-    return train(tiny.options(folder, **wishes), console), tiny.text_of(console)
-
-
-def records(path) -> list[dict]:
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
-
-
 @pytest.mark.usefixtures("table")
 def test_a_run_goes_on_bit_exactly_on_its_mesh(folder):
-    straight, text = run(folder, mesh="data=2,tensor=2", out=folder / "straight")
+    straight, text = tiny.run(folder, mesh="data=2,tensor=2", out=folder / "straight")
     assert "mesh    data=2,tensor=2; processes: 1" in text
-    run(folder, mesh="data=2,tensor=2", steps=3)
-    resumed, text = run(folder, resume=True, steps=6)
+    tiny.run(folder, mesh="data=2,tensor=2", steps=3)
+    resumed, text = tiny.run(folder, resume=True, steps=6)
     assert "mesh    data=2,tensor=2" in text  # as it was begun
     assert resumed.validation == straight.validation
-    before, after = records(folder / "straight"), records(folder / "run")
+    before, after = tiny.read_records(folder / "straight"), tiny.read_records(folder / "run")
     assert [record for record in after if "loss" in record] == [record for record in before if "loss" in record]
 
 
 @pytest.mark.usefixtures("table")
 def test_a_run_goes_on_on_another_mesh(folder):
-    straight, _ = run(folder, out=folder / "straight")
-    run(folder, steps=3)
-    run(folder, steps=4, resume=True, mesh="data=2,fsdp=1")
-    resumed, text = run(folder, steps=6, resume=True, mesh="fsdp=2,tensor=2")
+    straight, _ = tiny.run(folder, out=folder / "straight")
+    tiny.run(folder, steps=3)
+    tiny.run(folder, steps=4, resume=True, mesh="data=2,fsdp=1")
+    resumed, text = tiny.run(folder, steps=6, resume=True, mesh="fsdp=2,tensor=2")
     assert "mesh    fsdp=2,tensor=2" in text
     assert resumed.validation == pytest.approx(straight.validation, rel=1e-6)
 
@@ -72,12 +54,12 @@ def test_a_run_goes_on_on_another_mesh(folder):
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(folder, mesh, message):
     with pytest.raises(UserError, match=message):
-        run(folder, mesh=mesh)
+        tiny.run(folder, mesh=mesh)
     assert not (folder / "run").exists()
-    run(folder, steps=1)
+    tiny.run(folder, steps=1)
     before = (folder / "run" / "config.json").read_bytes()
     with pytest.raises(UserError, match=message):
-        run(folder, mesh=mesh, resume=True)
+        tiny.run(folder, mesh=mesh, resume=True)
     assert (folder / "run" / "config.json").read_bytes() == before
 
 

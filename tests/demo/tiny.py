@@ -1,6 +1,7 @@
 """Training so small that it takes seconds, compilation included."""
 
 import io
+import json
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import optax
 from rich.console import Console
 
 import jmp_policy as jmp
-from jmp_policy.demo import GPTConfig, TrainOptions
+from jmp_policy.demo import GPTConfig, TrainOptions, TrainResult, train
 from jmp_policy.demo._gpt import TrainerConfig, cross_entropy, split_windows
 
 MODEL = GPTConfig(width=16, depth=1, heads=2, context=16)
@@ -35,6 +36,18 @@ def silent_console() -> Console:
 def text_of(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def run(folder: Path, **wishes) -> tuple[TrainResult, str]:
+    """Runs a tiny training; returns how it ended and what it printed."""
+    console = silent_console()
+    return train(options(folder, **wishes), console), text_of(console)
+
+
+def read_records(path: Path) -> list[dict]:
+    """The metrics of a run, without the times."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
 
 
 class TableTrainer:

@@ -13,18 +13,17 @@ from jax.experimental import multihost_utils
 from jmp_policy.demo import _gpt_linen, _train, train
 from jmp_policy.demo._trainer import read_scaling_figures
 
-REQUEST = json.loads(sys.argv[1])
 PLANT = 255
 """A byte that the text does not hold: where it is a target, the logits are infinite."""
 
 
-def plant_infinity() -> None:
+def plant_infinity(request: dict) -> None:
     """Has the rows of the last process overflow in one step."""
     sample_rows, cross_entropy = _train.sample_rows, _gpt_linen.cross_entropy
 
     def sample_bad_rows(data, rows, **wishes):
         windows = sample_rows(data, rows, **wishes)
-        is_bad = wishes["step"] == REQUEST["planted"] and REQUEST["index"] == REQUEST["count"] - 1
+        is_bad = wishes["step"] == request["planted"] and request["index"] == request["count"] - 1
         return np.full_like(windows, PLANT) if is_bad else windows
 
     def overflow(logits, targets):
@@ -58,16 +57,16 @@ def digest_parts(tree) -> list[tuple[str, str, str]]:
     ]
 
 
-def main() -> None:
-    jax.config.update("jax_num_cpu_devices", REQUEST["devices"])
-    if REQUEST["count"] > 1:
-        place = REQUEST["coordinator"], REQUEST["count"], REQUEST["index"]
+def main(request: dict) -> None:
+    jax.config.update("jax_num_cpu_devices", request["devices"])
+    if request["count"] > 1:
+        place = request["coordinator"], request["count"], request["index"]
         jax.distributed.initialize(*place, initialization_timeout=120, heartbeat_timeout_seconds=60)
         multihost_utils.sync_global_devices("joined")
     _train.MeshTrainer = Recorder
-    if REQUEST["planted"] is not None:
-        plant_infinity()
-    options = tiny.options(Path(REQUEST["folder"]), out=Path(REQUEST["out"]), **REQUEST["wishes"])
+    if request["planted"] is not None:
+        plant_infinity(request)
+    options = tiny.options(Path(request["folder"]), out=Path(request["out"]), **request["wishes"])
     console = tiny.silent_console()
     with jax.numpy_dtype_promotion("standard"):
         result = train(options, console)
@@ -77,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

@@ -53,7 +53,8 @@ def test_a_loop_whose_turns_nobody_knows_counts_once_and_is_named(compiled):
     assert report.total_count() == 1
     assert "test_collectives.py" in loop
     assert "(test_a_loop_whose_turns_nobody_knows_counts_once_and_is_named.<locals>.total)" in loop
-    assert f"{loop}: the body of this loop counts once" in str(report)
+    said = f"{loop}: the body of this loop counts once"
+    assert "".join(said.split()) in "".join(str(report).split())  # wherever the lines of the report end
 
 
 KINDS = {  # of (2, 4) float32 on each of 4 devices: what is counted, and what a ring sends of it
