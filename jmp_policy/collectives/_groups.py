@@ -73,11 +73,13 @@ def _read_mesh_groups(mesh: str, order: str, axes: str) -> list[list[int]]:
 
     >>> _read_mesh_groups("'a'=2,'b'=2", " ", "'a'")
     [[0, 2], [1, 3]]
+    >>> _read_mesh_groups("'a'=2,'b'=2", ", device_ids=([2,2]T(1,0)) ", "'a'")
+    [[0, 1], [2, 3]]
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     numbers = np.arange(math.prod(sizes.values()))
-    if (found := re.search(r"\[([\d,]+)\]<=(\[[\d,]+\])(?:T\(([\d,]+)\))?", order)) is not None:
-        numbers = np.array(_read_iota(f"[{found[1]}]", found[2], found[3])).reshape(-1)
+    if (found := re.search(r"(?:\[[\d,]+\]<=)?(\[[\d,]+\])(?:T\(([\d,]+)\))?", order)) is not None:
+        numbers = np.array(_read_iota(f"[{numbers.size}]", found[1], found[2]))
     elif (found := re.search(r"\(([\d,]+)\)", order)) is not None:
         numbers = np.array(_read_numbers(found[1]))
     chosen, dimensions = [], []

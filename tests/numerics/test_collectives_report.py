@@ -179,6 +179,14 @@ def test_axes_are_found_from_groups_of_devices(sizes, data):
     assert find_group(f"replica_groups=mesh[{own}] {{{along}}}, x={{}}", [mesh], numbers.size) == (axes, count)
 
 
+def test_groups_are_read_off_a_mesh_of_xlas_own_with_its_devices_in_another_order():
+    mesh = {"data": 2, "fsdp": 4}
+    for devices in ("([2,4]T(1,0))", "([8]<=[2,4]T(1,0))", "(0,4,1,5,2,6,3,7)"):
+        groups = f"replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids={devices} "
+        assert find_group(groups + "{'axis_0'}", [mesh], 8) == (("fsdp",), 4)
+        assert find_group(groups + "{'axis_2'}", [mesh], 8) == (("data",), 2)
+
+
 def test_groups_that_lie_along_no_axis_have_none():
     assert find_group("replica_groups={{0,3},{1,2}}", [{"data": 2, "model": 2}], 4) == ((), 2)
     assert find_group("replica_groups={}", [{"data": 2, "model": 2}], 4) == (("data", "model"), 4)
