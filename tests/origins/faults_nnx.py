@@ -44,7 +44,19 @@ def parameter_of_an_nnx_model_that_is_nan():
 
 @fault_in_model(argument=("batch['x']", "inf"))
 def batch_of_an_nnx_model_that_is_infinite():
-    return nnx.grad(loss), (Mlp(nnx.Rngs(0)), {"x": np.where(X > 2, np.inf, 0 * X), "y": X})
+    return loss, (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), {"x": np.where(X > 2, np.inf, 0 * X), "y": X})
+
+
+@fault_in_model(cause="batch['x']", path="down")
+def nan_of_a_batch_that_is_infinite():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.up(x))  # origin: nan dot_general
+
+    return nnx.grad(loss), (Model(nnx.Rngs(0)), {"x": np.where(X > 2, np.inf, 0 * X), "y": X})
 
 
 @fault_in_model(path="mlp/up", cause_path="mlp")
@@ -106,7 +118,7 @@ def layer_of_an_nnx_scan_over_layers():
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.layers = nnx.vmap(Layer, in_axes=0)(rngs.fork(split=4))
+            self.layers = nnx.vmap(Layer, in_axes=0)(rngs.split(4))
 
         def __call__(self, x, gains):
             run = nnx.scan(lambda x, layer, gain: layer(x, gain), in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))

@@ -45,6 +45,13 @@ def is_of_model(name):
     return FAULTS[name].file.endswith(("faults_linen.py", "faults_nnx.py"))
 
 
+@pytest.fixture(autouse=True)
+def promotion(name):
+    """Flax's norms promote their own float32 statistics."""
+    with jax.numpy_dtype_promotion("standard" if is_of_model(name) else "strict"):
+        yield
+
+
 @pytest.mark.parametrize("name", [mark(name) for name in FAULTS])
 def test_the_origin_is_named(name):
     fault = FAULTS[name]
