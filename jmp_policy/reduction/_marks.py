@@ -128,8 +128,8 @@ class _Walk:
         return Marks(places, arguments, tuple(self._obstacles))
 
     def _ask(self, atom: Var | Literal, need: Need) -> None:
-        """Asks for a value to be wide; what depends on no data is summed over none."""
-        if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is Origin.DATA:
+        """Asks for a value to be wide; a constant may be summed over the batch, what parameters make alone may not."""
+        if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is not Origin.PARAMETER:
             self._needs[atom] = max(need, self._need_of(atom))
             self._asked[atom] = self._asked.get(atom, 0) + 1
 
@@ -244,7 +244,8 @@ class _Walk:
     def _check_opaque(self, eqn: JaxprEqn) -> None:
         for var in eqn.outvars:
             dtype = float_dtype(var)
-            if self._need_of(var) is Need.GRADIENT and is_narrower(dtype, self._dtype):
+            is_gradient = self._need_of(var) is Need.GRADIENT and self._origin(var) is Origin.DATA
+            if is_gradient and is_narrower(dtype, self._dtype):
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))
 
 

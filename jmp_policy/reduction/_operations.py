@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Var
+from jax.extend.source_info_util import new_name_stack
 
 from ..interpreter import Body, float_dtype
 
@@ -39,6 +40,7 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) 
 
 def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
     """A program that is one equation, of operands that are cast to a dtype before, if one is given."""
+    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=new_name_stack()))  # the choice has it
     arguments, results = [Var(atom.aval) for atom in eqn.invars], [Var(var.aval) for var in eqn.outvars]
     body, operands = Body(), list[Any](arguments)
     if dtype is not None:

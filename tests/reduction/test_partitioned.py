@@ -72,6 +72,29 @@ def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(
     assert {leaf.dtype for leaf in jax.tree.leaves(jax.jit(widened)(params, batch)[1])} == {jnp.dtype(dtype)}
 
 
+def test_a_sum_over_an_explicit_axis_is_widened_where_it_is_of_a_constant():
+    def loss(b, x):
+        return jnp.sum((x + b.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    arguments = jnp.ones(4), jnp.ones((8, 4), jnp.bfloat16, device=NamedSharding(mesh, P("data")))
+    widened = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
+    for grad, dtype in ((jax.grad(loss), "bfloat16"), (widened, "float32")):
+        with jax.set_mesh(mesh):
+            assert [row.dtype for row in jmp.numerics.collectives(grad)(*arguments).rows] == [dtype]
+
+
+def test_what_is_widened_keeps_its_name():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.mean(jnp.square((x @ w.astype(jnp.bfloat16)).astype(jnp.float32)))
+
+    arguments = jnp.ones((4, 4)), jnp.ones((8, 4), jnp.bfloat16, device=SPLIT)
+    for reduce_dtype in (None, "float32"):
+        grad = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype=reduce_dtype)
+        assert [row.path for row in jmp.numerics.collectives(grad)(*arguments).rows] == ["head"]
+
+
 def test_what_reduces_inside_of_shard_map_is_widened_too():
     params, batch = make_arguments(dense)
 
