@@ -7,7 +7,7 @@ import pytest
 from public_names import is_public
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # workers and child processes share a GPU
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["XLA_FLAGS"] = DETERMINISTIC
         elif config.getoption("markexpr") == "not slow":  # trainings run for long
             os.environ["XLA_FLAGS"] = UNOPTIMIZED
-    jax.config.update("jax_num_cpu_devices", 4)  # for programs on a mesh
+    jax.config.update("jax_num_cpu_devices", 8)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
         return

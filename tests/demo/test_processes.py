@@ -1,6 +1,7 @@
 """Two and four real processes: the losses of one, one decision, the same parameters, and one error."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -61,6 +62,28 @@ def test_an_infinity_in_one_process_skips_the_step_in_all(folder):
 
 
 COMMAND = [sys.executable, "-m", "jmp_policy", "train", "--coordinator"]
+
+
+@pytest.mark.slow
+def test_processes_find_each_other_where_jax_knows_the_cluster(folder):
+    """Slurm says to each process who it is; JAX makes a port of the number of the job."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    command = [*COMMAND, "auto", "--mesh", "data=2", "--data", "text.txt", "--steps", "1", "--policy", "float32"]
+    processes = [
+        subprocess.Popen(
+            [*command, "--out", "run"],
+            cwd=folder,
+            env={**os.environ, **job, "SLURM_PROCID": index, "SLURM_LOCALID": index, "JAX_NUM_CPU_DEVICES": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in "01"
+    ]
+    first, second = (process.communicate()[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "0 of 1" in first  # steps that were skipped
+    assert "validation loss" not in second
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
