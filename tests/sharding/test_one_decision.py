@@ -66,6 +66,38 @@ def test_noise_is_that_of_one_device_whatever_the_mesh(layout):
     assert all(0.02 < share < 0.98 for share in jax.tree.leaves(moved))  # some are rounded up, and some down
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layout", SPECS)
+def test_noise_in_shard_map_is_that_of_one_device_by_specs(layout, check_vma):
+    sizes, specs = SPECS[layout]
+    params, grads = draw(0, jnp.bfloat16), jax.tree.map(lambda g: g * 1e-3, draw(1))
+
+    def take_two_steps(tx, grads, params):
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = jmp.optim.step(tx, grads, state, params)
+        return params
+
+    make = functools.partial(jmp.optim.stochastic_rounding, optax.sgd(1.0), jax.random.key(3))
+    alone = jax.jit(functools.partial(take_two_steps, make()))(grads, params)
+    options = {"mesh": make_auto_mesh(**sizes), "in_specs": (specs, specs), "out_specs": specs, "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(functools.partial(take_two_steps, make(specs=specs)), **options))(grads, params)
+    assert bits(mapped) == bits(alone)
+
+
+def test_specs_of_noise_that_fit_nothing_are_refused():
+    params, key = {"w": jnp.ones(4, jnp.bfloat16)}, jax.random.key(0)
+    for specs, error, message in [
+        ({"w": P("data")}, ValueError, "'data' in the specs of stochastic_rounding is not an axis that is mapped"),
+        ({"v": P()}, ValueError, "specs does not fit the parameters: it has none for ['w'], and has ['v'] beside it."),
+        ({"w": "data"}, TypeError, "specs['w'] must be a PartitionSpec or a NamedSharding, got 'data'."),
+        ({"w": P(None, None)}, ValueError, "specs is P(None, None), for an array of 1 dimensions."),
+    ]:
+        tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), key, specs=specs)
+        with pytest.raises(error, match=re.escape(message)):
+            jmp.optim.step(tx, params, tx.init(params), params)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_float8_magnitudes_are_those_of_one_device(axis_type):
     quantization, dims = "float8(min_size=0)", (((1,), (0,)), ((), ()))
