@@ -42,6 +42,9 @@ PROGRAMS = {
 }
 
 
+QUICK = "not slow and not exhaustive"
+"""What `pytest` runs by itself, as `pyproject.toml` says."""
+
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 """Most programs run once, on a few numbers: to optimize their machine code takes longer than all else about them."""
 
@@ -54,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "XLA_FLAGS" not in os.environ:
         if _may_find_gpu():
             os.environ["XLA_FLAGS"] = DETERMINISTIC
-        elif config.getoption("markexpr") == "not slow":  # trainings run for long
+        elif config.getoption("markexpr") == QUICK:  # trainings run for long
             os.environ["XLA_FLAGS"] = UNOPTIMIZED
     jax.config.update("jax_num_cpu_devices", 8)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again

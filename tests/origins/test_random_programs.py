@@ -9,8 +9,8 @@ from random_programs import LOOPS, make_program
 
 from jmp_policy.numerics import first_nonfinite
 
-QUICK, ALL, CLEAN = range(12), range(12, 200), (3,)
-"""Seeds: what each run has, what a slow one adds, and programs that also run without their fault."""
+QUICK, SLOW, ALL, CLEAN = range(12), range(12, 80), range(80, 200), (3,)
+"""Seeds: what each run has, what a slow one and an exhaustive one add, and programs that also run without faults."""
 
 
 @pytest.mark.parametrize("seed", QUICK)
@@ -19,6 +19,12 @@ def test_the_planted_fault_is_found(seed, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", SLOW)
+def test_the_planted_fault_is_found_in_more(seed, tmp_path):
+    check_program(seed, tmp_path)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", ALL)
 def test_the_planted_fault_is_found_in_all(seed, tmp_path):
     check_program(seed, tmp_path)

@@ -18,13 +18,16 @@ from jmp_policy.numerics import StatsHistory, collect, predict
 from jmp_policy.statistics._observed import find_program
 
 HALF = "params=float32,compute=float16,output=float32"
-QUICK = [0, 1, 2]
-"""A gain, an attenuation and a scale too large; the others are slow."""
+QUICK, SLOW = range(3), range(3, 40)
+"""A gain, an attenuation and a scale too large; the others are slow, and most of all exhaustive."""
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
-)
+def mark(seed):
+    marks = [] if seed in QUICK else [pytest.mark.slow if seed in SLOW else pytest.mark.exhaustive]
+    return pytest.param(seed, marks=marks)
+
+
+@pytest.mark.parametrize("seed", [mark(seed) for seed in range(100)])
 def test_planted_scopes_are_named_and_no_others_and_what_is_predicted_happens(seed):
     outcome = try_model(make_model(seed))
     model, prediction = outcome.model, outcome.prediction
