@@ -4,6 +4,12 @@ import dataclasses
 import re
 from typing import Any
 
+from ._block_formats import (
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NVFP4 as NVFP4,
+    BlockFormat as BlockFormat,
+)
 from ._dtypes import did_you_mean
 from ._float8_format import (
     CurrentScaling as CurrentScaling,
@@ -116,23 +122,32 @@ class Int4:
         return f"int4/{self.block_size}" + spell_options(self, "min_size", "table_bits")
 
 
-Integers = Int8 | Int4
+StoredFormat = Int8 | Int4 | BlockFormat
 """Formats in which weights are stored."""
 
-Quantization = Integers | Float8
+Quantization = StoredFormat | Float8
 
-_KINDS: dict[str, type[Quantization]] = {"int8": Int8, "int4": Int4, "float8": Float8}
+_KINDS: dict[str, type[Quantization]] = {
+    "int8": Int8,
+    "int4": Int4,
+    "float8": Float8,
+    "mxfp8": MXFP8,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+}
 KINDS = tuple(_KINDS)
 """What the strings of quantizations begin with."""
 
-_SLASH = {"int4": "block_size", "float8": "amax_history_length"}
-_WORDS = ("recipe",)
+_SLASH = {"int4": "block_size", "float8": "amax_history_length"} | dict.fromkeys(
+    ("mxfp8", "mxfp4", "nvfp4"), "block_size"
+)
+_WORDS = ("recipe", "gradients", "scale_rounding")
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
-def integers_of(quantization: Quantization | None) -> Integers | None:
-    """A quantization, if it is one by which weights are stored as integers."""
-    return quantization if isinstance(quantization, Integers) else None
+def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
+    """A quantization, if it is one by which weights can be stored."""
+    return quantization if isinstance(quantization, StoredFormat) else None
 
 
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:

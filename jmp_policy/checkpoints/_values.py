@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from .._dtypes import is_floating_dtype
-from .._formats import Int4, Int8, Integers
+from .._formats import Int4, Int8, StoredFormat
 from .._messages import describe
 from .._trees import is_array
 from ..quant import QuantizedArray
@@ -103,7 +103,7 @@ def _dequantize(saved: Any, like: Any) -> Any:
     return weight.dequantize()
 
 
-def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Integers, Layout]:
+def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[StoredFormat, Layout]:
     values, scale = arrays["values"], arrays["scale"]
     if arrays["zero_point"] is None:
         return Int8(), Layout(shape, 0)  # the product of values and scales needs none

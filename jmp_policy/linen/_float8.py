@@ -16,8 +16,8 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
-from ..quant._layer import WHY_TABLES_WIDE, why_layer_wide
-from ..quant._layout import Layout
+from ..quant._layer import why_layer_wide
+from ..quant._layout import WHY_TABLES_WIDE, Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer

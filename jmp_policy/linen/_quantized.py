@@ -12,13 +12,13 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._float8_format import Float8
-from .._formats import Int8, Integers, Quantization, integers_of
+from .._formats import Int8, StoredFormat, Quantization, stored_format_of
 from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take
 from ..quant._array import Misread, is_quantized
 from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer
-from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_too_small
+from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
@@ -74,7 +74,7 @@ def read_quantized_param(
     The weight of a layer that is about to multiply by it is as stored. Any other code, which could do nothing with
     integers, gets the numbers that they stand for; and in training, those that they would stand for.
     """
-    format = integers_of(policy.quantization)
+    format = stored_format_of(policy.quantization)
     assert format is not None
     if type(module).param is nn.Module.param:
         return _read_param(module, format, param, name, init_fn, *args)
@@ -86,7 +86,7 @@ def read_quantized_param(
 
 def _read_param(
     module: nn.Module,
-    format: Integers,
+    format: StoredFormat,
     param: Callable[..., Any],
     name: str,
     init_fn: Callable[..., Any],
@@ -117,7 +117,7 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     layout = _find_layout(module, name, shape)
     if isinstance(format, Float8):
         return explain_float8_layer(module, format, shape, layout)
-    format, left = choose_format(format, layout), why_too_small(shape, layout, format)
+    format, left = choose_format(format, layout), why_left(shape, layout, format)
     if left is not None:
         return f"left: {left}"
     as_numbers = _explain_no_integers(module) if isinstance(format, Int8) and format.activations else None
@@ -196,7 +196,7 @@ def _quote_path(module: nn.Module, name: str) -> str:
     return f" {'/'.join((*path_of(module), name))!r}"
 
 
-def _make_fields(module: nn.Module, format: Integers) -> dict[str, Any]:
+def _make_fields(module: nn.Module, format: StoredFormat) -> dict[str, Any]:
     """What a quantized policy writes into the fields of a layer: how it promotes, and how it multiplies."""
     layer = _multiplying_layer(module)
     if layer is None or layer.field is None:
@@ -242,14 +242,14 @@ def _is_flax_embedding(module: nn.Module) -> bool:
 
 
 def _call_einsum(
-    module: nn.Einsum, format: Integers, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+    module: nn.Einsum, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
 ) -> Any:
     """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
     if equation is None or not is_default(module, "promote_dtype") or rewritten_by(module):
         return own(inputs, einsum_str)
     layout = kernel_layout(tuple(module.shape), find_bias_shape(module, equation, inputs))
-    if why_too_small(tuple(module.shape), layout, format):
+    if why_left(tuple(module.shape), layout, format):
         return own(inputs, einsum_str)
     with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
@@ -257,7 +257,7 @@ def _call_einsum(
     return compute_einsum(module, equation, inputs, kernel, promote, einsum)
 
 
-def _call_embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inputs: jax.Array) -> Any:
+def _call_embed(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array) -> Any:
     """`nn.Embed.__call__`: the rows that are read, and no others, as numbers."""
     table = _find_table(module, format)
     if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -267,7 +267,7 @@ def _call_embed(module: nn.Embed, format: Integers, own: Callable[..., Any], inp
     return take(table, inputs, module.dtype)
 
 
-def _call_attend(module: nn.Embed, format: Integers, own: Callable[..., Any], query: jax.Array) -> Any:
+def _call_attend(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], query: jax.Array) -> Any:
     """`nn.Embed.attend`."""
     table = _find_table(module, format)
     if table is None:
@@ -277,7 +277,7 @@ def _call_attend(module: nn.Embed, format: Integers, own: Callable[..., Any], qu
     return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def _find_table(module: nn.Embed, format: Integers) -> QuantizedArray | Unquantized | None:
+def _find_table(module: nn.Embed, format: StoredFormat) -> QuantizedArray | Unquantized | None:
     """The table to multiply by, as stored: `module.embedding` may be the numbers that it stands for."""
     stored = _find_stored(module, "embedding")
     if stored is None or not is_default(module, "promote_dtype") or rewritten_by(module):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._formats import integers_of
+from .._formats import stored_format_of
 from .._policy import Policy
 from .._trees import cast_floating
 from ._active_policy import CURRENT
@@ -56,7 +56,7 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
         values["param_dtype"] = mark_param_dtype(module, param_dtype)
     # Flax asks an initializer for its shape at every call, and an orthogonal one refuses to draw in half precision.
     is_storing = param_dtype is not None and module.scope.is_mutable_collection("params")
-    is_quantized = policy.quantization is not None and integers_of(policy.quantization) is not None
+    is_quantized = policy.quantization is not None and stored_format_of(policy.quantization) is not None
     reads_in_compute = not find_fields(type(module)).casts_own_params
     if reads_in_compute or "param_dtype" in values or is_storing or is_quantized:
         values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
@@ -100,7 +100,7 @@ def _declare_param(
     """The module's `param`: draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
     drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
     init = functools.partial(_init_in_param_dtype, policy, drawn)
-    if integers_of(policy.quantization) is not None and not kwargs:
+    if stored_format_of(policy.quantization) is not None and not kwargs:
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)

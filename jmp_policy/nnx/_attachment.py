@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from .._float8_state import OVERWRITE
-from .._formats import integers_of
+from .._formats import stored_format_of
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
@@ -182,7 +182,7 @@ class Attachment:
     ) -> ModuleSpec:
         match, is_open = self._find_match("/".join(path)), source is DtypeSource.FIELD
         policy = match.policy
-        if rewritten and integers_of(policy.quantization) is not None:
+        if rewritten and stored_format_of(policy.quantization) is not None:
             policy = policy.replace(quantization=None)
         product = choose_product(base, attributes, policy.quantization)
         # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.

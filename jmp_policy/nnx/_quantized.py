@@ -8,11 +8,11 @@ from typing import Any
 from flax import nnx
 
 from .._float8_format import Float8
-from .._formats import Int8, Quantization, integers_of
+from .._formats import Int8, Quantization, stored_format_of
 from .._policy import Policy
 from ..quant import QuantizedArray
-from ..quant._layer import WHY_AS_NUMBERS, WHY_TABLES_WIDE, Promote, PromoteRounded, WeightedLayer
-from ..quant._layout import choose_format, why_too_small
+from ..quant._layer import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer
+from ..quant._layout import WHY_TABLES_WIDE, choose_format, why_left
 from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
 from ._layer_table import find_layer, find_weight, weight_name
@@ -42,10 +42,10 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
 
     None, where its weight is too small, or its author wrote the functions that it computes with.
     """
-    layer, weight, format = find_layer(base), find_weight(base, attributes), integers_of(quantization)
+    layer, weight, format = find_layer(base), find_weight(base, attributes), stored_format_of(quantization)
     if format is None or layer is None or weight is None or _has_written_function(layer, attributes):
         return {}
-    if not isinstance(weight.value, QuantizedArray) and why_too_small(weight.value.shape, weight.layout, format):
+    if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
     return {"promote_dtype": promote} | ({layer.field: layer.make_multiply()} if layer.field else {})
@@ -67,7 +67,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
         is_table = issubclass(base, nnx.Embed)
         left = WHY_TABLES_WIDE if is_table else why_wide(base, attributes, weight.value.shape, weight.layout, format)
         return str(format) if left is None else f"left: {left}"
-    format = integers_of(format)
+    format = stored_format_of(format)
     if format is None or weight is None:
         return ""
     promote = attributes.get("promote_dtype")
@@ -75,7 +75,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
         format = choose_format(format, weight.layout)
         is_as_numbers = isinstance(promote, PromoteRounded) and isinstance(format, Int8) and format.activations
         return f"{format}, computed with as numbers: {WHY_AS_NUMBERS}" if is_as_numbers else str(format)
-    left = why_too_small(weight.value.shape, weight.layout, format)
+    left = why_left(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 
 
@@ -106,7 +106,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
         return
     where = f" {f'{path}/{weight_name(base)}'.lstrip('/')!r}"
     if isinstance(weight.value, QuantizedArray):
-        format = integers_of(policy.quantization)
+        format = stored_format_of(policy.quantization)
         if format is None:
             raise ValueError(
                 f"The weight{where} is quantized, as {str(weight.value.format)!r}, and the policy {policy.name!r} "
@@ -115,7 +115,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
             )
         match_format(weight.value, format, where)
     elif make_quantized_attributes(base, attributes, policy.quantization):
-        format = integers_of(policy.quantization)
+        format = stored_format_of(policy.quantization)
         assert format is not None
         prepare_weight(weight.value, format, weight.layout, where)
 

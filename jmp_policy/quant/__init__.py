@@ -1,4 +1,4 @@
-"""Quantized policies: int8 and int4 weights, as explicit arrays, and training in float8.
+"""Quantized policies: weights in 8 and 4 bits, as explicit arrays, and training in float8 and in formats of blocks.
 
 A trained model:
 
@@ -9,6 +9,7 @@ A trained model:
 Formats, which the strings of policies name:
 
 - `Int8` and `Int4` for weights, `Float8` for products, with `DelayedScaling` or `CurrentScaling`.
+- `MXFP8`, `MXFP4` and `NVFP4` for both: numbers of floating point in blocks that share a scale.
 
 Weights and products:
 
@@ -18,6 +19,9 @@ Weights and products:
 """
 
 from .._formats import (
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NVFP4 as NVFP4,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
     Float8 as Float8,

@@ -1,4 +1,4 @@
-"""The array of integers and scales that stands for a weight."""
+"""The array of narrow numbers and scales that stands for a weight."""
 
 import dataclasses
 import math
@@ -11,9 +11,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._dtypes import DTypeLike, is_floating_dtype, parse_dtype
-from .._formats import Int4, Int8, Integers, Quantization, integers_of, parse_quantization
+from .._formats import (
+    BlockFormat,
+    Int4,
+    Int8,
+    Quantization,
+    StoredFormat,
+    parse_quantization,
+    stored_format_of,
+)
 from .._rounding import round_to_half
 from .._trees import Uncast, is_array
+from ._block_numbers import Blocks, dequantize, pack_e2m1, unpack_e2m1
+from ._block_operands import round_weight
 from ._clip import Clip, choose_bounds, choose_peak
 from ._layout import Layout, block_length, stack_shape
 from ._numbers import Quantized, pack, quantize_asymmetric, quantize_symmetric, unpack
@@ -22,22 +32,23 @@ from ._numbers import Quantized, pack, quantize_asymmetric, quantize_symmetric, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedArray(Uncast):
-    """A weight in 8 or 4 bits: integers, the scales that they are multiples of, and the dtype that they stand for.
+    """A weight in 8 or 4 bits: numbers, the scales that they are multiples of, and the dtype that they stand for.
 
     A pytree of arrays whose other fields are static; no policy casts it. Made by `quant.quantize` from a model, and by
     `quantize_array` from an array. A stack of weights may be cut along its leading axes, as `scan` and `vmap` do.
 
     Attributes:
-      values: int8 of the weight's shape; or uint8, two numbers of 4 bits to a byte, of shape
-        `(*stack, blocks, bytes of a block, *channels)`.
+      values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two
+        numbers of 4 bits to a byte, or the e4m3 of `MXFP8`.
       scale: float32: of the weight's shape with length 1 where the weight is summed over; or
-        `(*stack, blocks, 1, *channels)`.
+        `(*stack, blocks, 1, *channels)`: float32, or for formats of blocks e8m0 and for `NVFP4` e4m3.
       zero_point: uint8 of the shape of `scale` for 4 bits, else `None`.
       input_clip: float32, one for each of a stack: the magnitude that calibration chose to clip the layer's inputs to;
         `None` without.
-      format: `Int8` or `Int4`.
+      format: `Int8`, `Int4`, `MXFP8`, `MXFP4` or `NVFP4`.
       layout: which axes are summed over.
       dtype: the dtype that the weight had.
+      tensor_scale: float32, one for each of a stack: what `NVFP4` multiplies all scales of blocks with; `None` without.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> w = jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
@@ -51,9 +62,10 @@ class QuantizedArray(Uncast):
     scale: jax.Array
     zero_point: jax.Array | None
     input_clip: jax.Array | None
-    format: Integers = dataclasses.field(metadata={"static": True})
+    format: StoredFormat = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    tensor_scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,6 +109,8 @@ class QuantizedArray(Uncast):
         dtype = self.dtype if dtype is None else parse_dtype(dtype)
         if isinstance(self.format, Int8):
             wide = self.values.astype(jnp.float32) * self.scale
+        elif isinstance(self.format, BlockFormat):
+            wide = dequantize(self.read_blocks(), -2).reshape(self.shape)
         else:
             axis = -1 - self.layout.channels
             length = block_length(self.layout, self.format)
@@ -106,15 +120,25 @@ class QuantizedArray(Uncast):
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
+    def read_blocks(self) -> Blocks:
+        """The numbers and scales of a format of blocks, as matrices `(*stack, inputs, outputs)`."""
+        axis = self.values.ndim - 2 - self.layout.channels
+        packed = isinstance(self.values, jax.Array) and self.values.dtype == jnp.uint8
+        values = unpack_e2m1(self.values, axis + 1) if packed else self.values
+        shape = (*values.shape[:axis], values.shape[axis] * values.shape[axis + 1], -1)
+        scale = self.scale.reshape(*shape[:-2], self.scale.shape[axis], -1)
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[..., None, None]
+        return Blocks(values.reshape(shape), scale, tensor_scale)
+
     def shard(self, sharding: NamedSharding) -> "QuantizedArray":
         """Puts the weight on devices: the values as told, and the scales beside the values they belong to.
 
         Args:
-          sharding: of the weight, with an axis of the mesh for each of its axes. For 4 bits, the first of the axes
-            that are summed over stands for the blocks.
+          sharding: of the weight, with an axis of the mesh for each of its axes. Where values are in blocks, the first
+            of the axes that are summed over stands for the blocks.
         """
         spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
-        if isinstance(self.format, Int4):
+        if not isinstance(self.format, Int8):
             first = self.ndim - self.layout.channels - len(self.layout.contracted)
             spec = (*spec[: first + 1], None, *spec[self.ndim - self.layout.channels :])
 
@@ -175,7 +199,7 @@ def quantize_array(
     Args:
       array: real floating, of one or more axes and elements; an abstract one (`jax.ShapeDtypeStruct`) becomes an
         abstract result.
-      quantization: `Int8`, `Int4`, or their string.
+      quantization: `Int8`, `Int4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
       layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
       clip: how the range is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes, and
         `"mse"`, the range of the least mean square error, clip what is outside.
@@ -190,11 +214,11 @@ def quantize_array(
     >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
     """
-    format = integers_of(parse_quantization(quantization))
+    format = stored_format_of(parse_quantization(quantization))
     if format is None:
         given = None if quantization is None else str(quantization)
         raise ValueError(
-            f"quantize_array needs a quantization that stores integers, got {given!r}. "
+            f"quantize_array needs a quantization by which weights are stored, got {given!r}. "
             "For example: quantize_array(w, 'int8')."
         )
     _check_quantizable(array, where)
@@ -203,6 +227,8 @@ def quantize_array(
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
     layout = layout or _default_layout(array.shape)
+    if isinstance(format, BlockFormat):
+        return _quantize_in_blocks(array, layout, format, where)
     if isinstance(format, Int8):
         made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     else:
@@ -223,7 +249,7 @@ def _check_quantizable(array: Any, where: str) -> None:
 
 
 def _repeat_input_clip(
-    array: jax.Array, layout: Layout, format: Integers, input_clip: ArrayLike | None
+    array: jax.Array, layout: Layout, format: StoredFormat, input_clip: ArrayLike | None
 ) -> jax.Array | None:
     """Repeats the magnitude to clip inputs to for each weight of a stack, so that both are cut into layers."""
     if input_clip is None or not getattr(format, "activations", False):
@@ -245,6 +271,19 @@ def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip,
     low, high = choose_bounds(blocks, (axis,), clip)
     made = quantize_asymmetric(blocks, low, high)
     return made._replace(values=pack(made.values, axis))
+
+
+def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, where: str) -> QuantizedArray:
+    """Quantizes a weight to narrow floating point; its blocks lie along the axes that are summed over."""
+    block = block_length(layout, format, where)
+    stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
+    channels = array.shape[array.ndim - layout.channels :]
+    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2, block)
+    blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
+    values = blocks if format.bits == 8 else pack_e2m1(blocks, len(stack) + 1)
+    scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
+    tensor_scale = None if made.tensor_scale is None else made.tensor_scale.reshape(stack)
+    return QuantizedArray(values, scale, None, None, format, layout, np.dtype(array.dtype), tensor_scale)
 
 
 class Misread(Exception):

@@ -14,17 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from .._float8_format import Float8
-from .._formats import Integers
+from .._formats import StoredFormat
 from ._amax_history import State, needs_state
 from ._array import QuantizedArray
 from ._float8_product import float8_product, why_sizes_wide, why_weight_wide
 from ._layout import Layout, kernel_layout, layer_size
 from ._operations import OPERATIONS
 from ._weight import Unquantized, fake_quantize, prepare_weight
-
-WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
-"""Why embeddings compute in the compute dtype."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Promote:
@@ -38,7 +34,7 @@ class Promote:
       where: what an error message says of the place the weight stands in.
     """
 
-    format: Integers
+    format: StoredFormat
     promote: Callable[..., Any]
     as_tuple: bool
     layout: Layout | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import PER_CHANNEL, Int4, Integers
+from .._formats import MXFP8, PER_CHANNEL, BlockFormat, Int4, StoredFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,29 +105,49 @@ def stack_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     return shape[: max(len(shape) - own, 0)]
 
 
-def choose_format(quantization: Integers, layout: Layout) -> Integers:
+def choose_format(quantization: StoredFormat, layout: Layout) -> StoredFormat:
     """Chooses the format of a weight under a quantized policy, which may say another for tables than for kernels.
 
     >>> str(choose_format(Int4(), table_layout((256, 64)))), str(choose_format(Int4(), kernel_layout((256, 64))))
     ('int8(activations=false)', 'int4/128')
     """
-    return quantization if layout.channels else quantization.for_tables
+    is_kept = layout.channels or isinstance(quantization, BlockFormat)
+    return quantization if is_kept else quantization.for_tables
 
 
-def why_too_small(shape: tuple[int, ...], layout: Layout, quantization: Integers) -> str | None:
-    """Why a weight stays in the compute dtype: it is too small. `None` if it is quantized.
+WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"
+"""Why embeddings compute in the compute dtype."""
 
-    >>> why_too_small((8, 8), kernel_layout((8, 8)), Int4())
+
+def why_left(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat) -> str | None:
+    """Why a weight stays in the compute dtype: it is too small, or blocks do not fit. `None` if it is quantized.
+
+    The blocks of `Int4` have to fit: see `block_length`.
+
+    Args:
+      shape: of the weight, or of a stack of them.
+      layout: which of its axes are summed over.
+      quantization: its format.
+
+    >>> why_left((8, 8), kernel_layout((8, 8)), Int4())
     '64 elements are fewer than min_size=4096'
+    >>> why_left((100, 128), kernel_layout((100, 128)), MXFP8())
+    'blocks of 32 do not divide its 100 inputs'
     """
+    if isinstance(quantization, BlockFormat) and not layout.channels:
+        return WHY_TABLES_WIDE
     size = layer_size(shape, layout)
-    if size >= quantization.min_size and size > 0:
+    if size < quantization.min_size or size == 0:
+        return f"{size} elements are fewer than min_size={quantization.min_size}"
+    if not isinstance(quantization, BlockFormat):
         return None
-    return f"{size} elements are fewer than min_size={quantization.min_size}"
+    # The backward pass sums over outputs and over rows as well, to which its products add zeros.
+    fits = layout.length % quantization.block_size == 0
+    return None if fits else f"blocks of {quantization.block_size} do not divide its {layout.length} inputs"
 
 
-def block_length(layout: Layout, quantization: Int4, where: str = "") -> int:
-    """How many weights share a scale in 4 bits.
+def block_length(layout: Layout, quantization: Int4 | BlockFormat, where: str = "") -> int:
+    """How many weights share a scale.
 
     Args:
       layout: of the weight.
@@ -141,12 +161,13 @@ def block_length(layout: Layout, quantization: Int4, where: str = "") -> int:
     [128, 512, 512]
     """
     block, length = quantization.block_size, layout.length
-    if block == PER_CHANNEL or length <= block:
+    if isinstance(quantization, Int4) and (block == PER_CHANNEL or length <= block):
         return length
     if length % block:
         fitting = max(n for n in range(1, block + 1) if length % n == 0)
+        kind = str(quantization).partition("(")[0].partition("/")[0]
         raise ValueError(
             f"Blocks of {block} do not divide the {length} inputs of the weight{where}. The largest that do are of "
-            f"{fitting}: 'int4/{fitting}', or leave the weight out by a rule of a PolicyMap: {{'path': 'float32'}}."
+            f"{fitting}: '{kind}/{fitting}', or leave the weight out by a rule of a PolicyMap: {{'path': 'float32'}}."
         )
     return block

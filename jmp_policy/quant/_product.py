@@ -1,4 +1,4 @@
-"""Products with quantized weights: of integers where both sides are, else in the dtype of the input."""
+"""Products with quantized weights: of narrow numbers where both sides are, else in the dtype of the input."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._formats import Int8
+from .._formats import BlockFormat, Int8
 from ._array import QuantizedArray
 from ._bilinear import Bilinear
+from ._block_product import block_product, has_stored_order, is_matmul
 from ._calibration import observe_input
 from ._numbers import Quantized, quantize_symmetric
 from ._platform_forms import measure_row_amax, narrow_sums
@@ -23,8 +24,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
     multiplied into int32, and the sums by both scales in float32; on an NVIDIA GPU a result in bfloat16 is rounded
-    twice, before the scales and after them. That needs one scale for all weights of a sum. Where a weight has finer
-    scales, and for other formats, the weight is dequantized to the dtype of `left`.
+    twice, before the scales and after them. That needs one scale for all weights of a sum. Formats of blocks with
+    `activations` multiply blocks by blocks: see `block_product`. Where a weight has other scales, and for other
+    formats, the weight is dequantized to the dtype of `left`.
 
     The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
     to an `Unquantized` weight and to `left`.
@@ -42,6 +44,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
+    if _is_block_product(operation, weight):
+        right = weight if isinstance(weight, QuantizedArray) else weight.array
+        return block_product(operation, left, right, weight.format)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not _is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
@@ -54,6 +59,14 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
 
 def _quantize_weight(weight: Unquantized) -> QuantizedArray:
     return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
+
+
+def _is_block_product(operation: Bilinear, weight: StoredWeight) -> bool:
+    """Whether both operands of a product are in blocks, which lie along all that each sum takes in."""
+    if not isinstance(weight.format, BlockFormat) or not weight.format.activations or not is_matmul(operation):
+        return False
+    summed = {axis % weight.ndim for axis in weight.layout.axes}
+    return set(operation.summed_axes(operation.right)) == summed and has_stored_order(operation)
 
 
 def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:

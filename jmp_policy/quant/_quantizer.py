@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .._dtypes import did_you_mean, is_floating_dtype
-from .._formats import integers_of
+from .._formats import stored_format_of
 from .._get_policy import default_policy
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._array import QuantizedArray, quantize_array
 from ._clip import Clip, check_clip
-from ._layout import Layout, choose_format, why_too_small
+from ._layout import Layout, choose_format, why_left
 
 _SHOWN = 5
 """How many of the weights that were left an error names."""
@@ -64,7 +64,7 @@ class Quantizer:
             self._left[_join_path(module, name)] = why
             return None
         self._quantized += 1
-        stored = integers_of(policy.quantization)
+        stored = stored_format_of(policy.quantization)
         assert stored is not None
         format, where = choose_format(stored, layout), f" {_join_path(module, name)!r}"
         options: dict[str, Any] = {"clip": self._clip, "input_clip": self._input_clips.get(module)}
@@ -102,22 +102,22 @@ def has_quantization(given: Policy | PolicyMap) -> bool:
     True
     """
     if isinstance(given, Policy):
-        return integers_of(given.quantization) is not None
+        return stored_format_of(given.quantization) is not None
     default = default_policy() if given.default is None else given.default
-    rules = any(integers_of(rule.policy.quantization) is not None for rule in given.rules)
+    rules = any(stored_format_of(rule.policy.quantization) is not None for rule in given.rules)
     return rules or has_quantization(default)
 
 
 def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
     """Why a weight stays as it is under a policy; `None` if it is quantized."""
-    format = integers_of(policy.quantization)
+    format = stored_format_of(policy.quantization)
     if format is None:
         return f"its policy {policy.name!r} stores no integers"
     if isinstance(array, QuantizedArray):
         return None
     if not is_floating_dtype(array.dtype):
         return "it holds no floats"
-    return why_too_small(array.shape, layout, format)
+    return why_left(array.shape, layout, format)
 
 
 def _parse_magnitude(path: str, value: Any) -> float:

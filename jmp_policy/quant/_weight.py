@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from .._formats import Int4, Integers
+from .._formats import Int4, StoredFormat
 from ._array import QuantizedArray, quantize_array
-from ._layout import Layout, block_length, choose_format, why_too_small
+from ._layout import Layout, block_length, choose_format, why_left
 
 WEIGHT_NAMES = ("kernel", "embedding")
 """What Flax's layers call the weights that are quantized, if they have two or more axes."""
@@ -24,7 +24,7 @@ class Unquantized:
     """
 
     array: Any
-    format: Integers
+    format: StoredFormat
     layout: Layout
 
     @property
@@ -68,7 +68,7 @@ def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _FakeQuantization:
-    format: Integers
+    format: StoredFormat
     layout: Layout
     dtype: Any
 
@@ -85,7 +85,7 @@ def _straight_through(spec: _FakeQuantization, primals: tuple, tangents: tuple) 
     return _round_straight_through(primals[0], spec), tangents[0].astype(spec.dtype)
 
 
-def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = "") -> Any:
+def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str = "") -> Any:
     """Prepares an array for a product: quantized, `Unquantized`, or unchanged where it is too small.
 
     Raises:
@@ -94,7 +94,7 @@ def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = ""
     if isinstance(array, QuantizedArray):
         return match_format(array, format, where)
     format = choose_format(format, layout)
-    if why_too_small(array.shape, layout, format):
+    if why_left(array.shape, layout, format):
         return array
     weight = Unquantized(array, format, layout.of(array.shape))
     if isinstance(format, Int4):
@@ -102,7 +102,7 @@ def prepare_weight(array: Any, format: Integers, layout: Layout, where: str = ""
     return weight
 
 
-def match_format(array: QuantizedArray, format: Integers, where: str = "") -> QuantizedArray:
+def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -> QuantizedArray:
     """Gives a quantized weight the format of a policy, which may compute otherwise and stores the same integers.
 
     Raises:
@@ -119,6 +119,6 @@ def match_format(array: QuantizedArray, format: Integers, where: str = "") -> Qu
     )
 
 
-def _computing(format: Integers) -> dict[str, Any]:
+def _computing(format: StoredFormat) -> dict[str, Any]:
     """The options of a format that say how to compute, and nothing of how it is stored."""
     return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}
