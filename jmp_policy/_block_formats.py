@@ -1,6 +1,7 @@
 """Formats in which a block of numbers shares a scale: MXFP8, MXFP4 and NVFP4. Data only."""
 
 import dataclasses
+from typing import Literal
 
 from ._float8_format import check_count, check_flag, check_word, spell_options
 
@@ -45,8 +46,8 @@ class MXFP8:
 
     activations: bool = True
     block_size: int = 32
-    gradients: str = "e4m3"
-    scale_rounding: str = "up"
+    gradients: Literal["e4m3", "e5m2"] = "e4m3"
+    scale_rounding: Literal["up", "floor"] = "up"
     min_size: int = _MIN_SIZE
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class MXFP4:
 
     activations: bool = False
     block_size: int = 32
-    scale_rounding: str = "up"
+    scale_rounding: Literal["up", "floor"] = "up"
     min_size: int = _MIN_SIZE
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._float8_format import Float8
-from .._formats import Int8, StoredFormat, Quantization, stored_format_of
+from .._formats import Int8, Quantization, StoredFormat, stored_format_of
 from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, einsum, take

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._float8_format import Float8
-from .._formats import Int4, Int8
+from .._formats import BlockFormat, Int4, Quantization
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ..interpreter._program import is_backward
@@ -93,10 +93,12 @@ def list_quantized_values(
     return found
 
 
-def _find_format(kind: Int8 | Int4 | Float8, is_weight: bool, direction: str) -> str:
+def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
     """The format of an operand, or the empty string where it has none."""
     if isinstance(kind, Float8):
         return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"
+    if isinstance(kind, BlockFormat):
+        return ""
     if isinstance(kind, Int4):
         return ("int4" if kind.block_size == 128 else f"int4/{kind.block_size}") if is_weight else ""
     return "int8" if is_weight or kind.activations else ""

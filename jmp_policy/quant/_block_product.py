@@ -53,12 +53,10 @@ def block_product(
     spec = _ProductSpec(format, np.dtype(operation.compute.preferred_element_type or left.dtype))
     if isinstance(weight, QuantizedArray):
         stored = jax.tree.map(lambda x: vary(lax.stop_gradient(x), axes), weight)
-        blocks = _merge_blocks(stored, len(order.batch))
-        out = _multiply_stored(spec, rows, blocks, key)
+        out: jax.Array = _multiply_stored(spec, rows, _merge_blocks(stored, len(order.batch)), key)
     else:
-        out = _multiply_rounded(
-            spec, rows, _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns), key
-        )
+        matrix = _merge_axes(vary(weight, axes), operation.right, order.batch, order.summed, order.columns)
+        out = _multiply_rounded(spec, rows, matrix, key)
     return _split_axes(out, operation, order, left.shape, weight.shape)
 
 
@@ -91,7 +89,7 @@ class _ProductSpec:
 
 
 class _Order(NamedTuple):
-    """The labels of a product by what becomes of them, each group in the order of the weight, `rows` in that of left."""
+    """The labels of a product by what becomes of them; each group is in the order of the weight, `rows` in that of left."""
 
     batch: Labels
     rows: Labels

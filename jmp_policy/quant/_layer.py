@@ -22,6 +22,7 @@ from ._layout import Layout, kernel_layout, layer_size
 from ._operations import OPERATIONS
 from ._weight import Unquantized, fake_quantize, prepare_weight
 
+
 @dataclasses.dataclass(frozen=True)
 class Promote:
     """The `promote_dtype` of a layer with a quantized weight: casts input and bias, and leaves the weight as stored.

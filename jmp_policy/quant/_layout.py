@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import MXFP8, PER_CHANNEL, BlockFormat, Int4, StoredFormat
+from .._formats import PER_CHANNEL, BlockFormat, Int4, StoredFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,9 @@ def choose_format(quantization: StoredFormat, layout: Layout) -> StoredFormat:
     >>> str(choose_format(Int4(), table_layout((256, 64)))), str(choose_format(Int4(), kernel_layout((256, 64))))
     ('int8(activations=false)', 'int4/128')
     """
-    is_kept = layout.channels or isinstance(quantization, BlockFormat)
-    return quantization if is_kept else quantization.for_tables
+    if layout.channels or isinstance(quantization, BlockFormat):
+        return quantization
+    return quantization.for_tables
 
 
 WHY_TABLES_WIDE = "the rows of a table are read, and its logits want all the bits"

@@ -44,7 +44,7 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    if _is_block_product(operation, weight):
+    if isinstance(weight.format, BlockFormat) and weight.format.activations and _fits_blocks(operation, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
@@ -61,12 +61,11 @@ def _quantize_weight(weight: Unquantized) -> QuantizedArray:
     return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
 
 
-def _is_block_product(operation: Bilinear, weight: StoredWeight) -> bool:
-    """Whether both operands of a product are in blocks, which lie along all that each sum takes in."""
-    if not isinstance(weight.format, BlockFormat) or not weight.format.activations or not is_matmul(operation):
-        return False
-    summed = {axis % weight.ndim for axis in weight.layout.axes}
-    return set(operation.summed_axes(operation.right)) == summed and has_stored_order(operation)
+def _fits_blocks(operation: Bilinear, weight: StoredWeight) -> bool:
+    """Whether the blocks of a weight lie along all that each sum of an operation takes in."""
+    blocked = {axis % weight.ndim for axis in weight.layout.axes}
+    lies_along = set(operation.summed_axes(operation.right)) == blocked
+    return lies_along and is_matmul(operation) and has_stored_order(operation)
 
 
 def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:

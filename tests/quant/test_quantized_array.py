@@ -147,7 +147,7 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
     ("make", "error", "text"),
     [
         (lambda: quantize_array(jnp.ones(4), None), ValueError,
-         r"^quantize_array needs a quantization that stores integers, got None\."),
+         r"^quantize_array needs a quantization by which weights are stored, got None\."),
         (lambda: quantize_array(jnp.ones(4), "int5"), ValueError, r"^Unknown quantization 'int5'\. Did you mean "),
         (lambda: quantize_array(weights()[0], "int8", where=" 'a/kernel'"), ValueError,
          r"^The weight 'a/kernel' is quantized already: QuantizedArray\(int8, .*Quantize what its dequantize\(\) ret"),
