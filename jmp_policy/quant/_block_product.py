@@ -89,7 +89,7 @@ class _ProductSpec:
 
 
 class _Order(NamedTuple):
-    """The labels of a product by what becomes of them; each group is in the order of the weight, `rows` in that of left."""
+    """The labels of a product by what becomes of them: `rows` in the order of the input, others in the weight's."""
 
     batch: Labels
     rows: Labels

@@ -132,6 +132,7 @@ def why_left(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat)
 
     >>> why_left((8, 8), kernel_layout((8, 8)), Int4())
     '64 elements are fewer than min_size=4096'
+    >>> from jmp_policy.quant import MXFP8
     >>> why_left((100, 128), kernel_layout((100, 128)), MXFP8())
     'blocks of 32 do not divide its 100 inputs'
     """
