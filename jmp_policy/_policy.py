@@ -1,6 +1,7 @@
 """The policy: which dtype parameters are stored in, computed in, and returned in; and the default policy's context."""
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from ._dtypes import DTypeLike, did_you_mean, parse_dtype
-from ._formats import Quantization, parse_quantization
+from ._formats import KeptNVFP4, Quantization, parse_quantization
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import quote
 from ._trees import cast_floating, first_floating_dtype
@@ -198,6 +199,9 @@ class Policy:
         return f"Policy({', '.join(given)})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
+        if isinstance(self.quantization, KeptNVFP4):  # of a module that nnx pickles with its spec; no string has it
+            plain = self.replace(quantization=self.quantization.plain)
+            return functools.partial(plain.replace, quantization=self.quantization), ()
         return Policy.from_config, (self.get_config(),)
 
 

@@ -23,7 +23,16 @@ from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, 
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
-from ._layer_table import LAYERS, compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
+from ._layer_table import (
+    LAYERS,
+    compute_einsum,
+    find_bias_shape,
+    find_equation,
+    is_default,
+    layer_of,
+    open_layer,
+    rewritten_by,
+)
 from ._place import path_of, path_text
 
 _MULTIPLIES = "_jmp_multiplies"

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 from jmp_policy.quant import NVFP4, dot_general, einsum
@@ -48,8 +47,10 @@ def mix(x, block=16):
     matrix = np.ones((1, 1))
     for _ in range(int(np.log2(block))):
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = [(-1) ** sum(a == b == "1" for a, b in zip(f"{n:04b}"[::2], f"{n:04b}"[1::2])) for n in range(block)]
-    return np.einsum("ij,bjf->bif", matrix * signs / np.sqrt(block), x.reshape(-1, block, x.shape[-1])).reshape(x.shape)
+    bits = [f"{n:04b}" for n in range(block)]
+    signs = [(-1) ** ((b[:2] == "11") + (b[2:] == "11")) for b in bits]
+    blocks = x.reshape(-1, block, x.shape[-1])
+    return np.einsum("ij,bjf->bif", matrix * signs / np.sqrt(block), blocks).reshape(x.shape)
 
 
 def relative_error(got, expected):
