@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._formats import Int4, StoredFormat
+from .._formats import Int4, KeptNVFP4, StoredFormat
 from ._array import QuantizedArray, quantize_array
 from ._layout import Layout, block_length, choose_format, why_left
 
@@ -108,7 +108,8 @@ def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -
     Raises:
       ValueError: the policy stores other integers.
     """
-    format = choose_format(format, array.layout)
+    # A weight that is stored in blocks is multiplied so: what keeps others keeps them from being rounded.
+    format = choose_format(format.plain if isinstance(format, KeptNVFP4) else format, array.layout)
     same_kind = type(array.format) is type(format)
     if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
         return array if array.format == format else dataclasses.replace(array, format=format)
@@ -121,4 +122,5 @@ def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -
 
 def _computing(format: StoredFormat) -> dict[str, Any]:
     """The options of a format that say how to compute, and nothing of how it is stored."""
-    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}
+    names = ("activations", "min_size", "table_bits", "hadamard", "stochastic_rounding", "keep")
+    return {name: getattr(format, name) for name in names if hasattr(format, name)}
