@@ -16,7 +16,7 @@ from ._flow import Operation
 from ._layer_rule import HALF
 from ._trial import Written
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+PRODUCTS = frozenset(("dot_general", "scaled_dot", "conv_general_dilated"))
 
 
 class NarrowValue(NamedTuple):

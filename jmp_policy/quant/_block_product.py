@@ -12,6 +12,7 @@ from jax import lax
 
 from .._block_formats import NVFP4, BlockFormat, draws_noise
 from .._mapped_axes import vary
+from ..interpreter._module_paths import ROUNDING
 from ._amax_history import varying_axes
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Labels
@@ -247,6 +248,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
-    for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
-        out = out if scale is None else out * scale
+    with jax.named_scope(ROUNDING):
+        for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
+            out = out if scale is None else out * scale
     return out.astype(dtype)
