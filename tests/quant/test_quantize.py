@@ -177,10 +177,10 @@ UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
 @pytest.mark.parametrize(
     ("text", "policy", "options"),
     [
-        ("the policy 'mixed_float16' stores no weights as integers. For example: 'int8_from", "mixed_float16", {}),
-        (r"the map PolicyMap\(\{'head'.* stores no weights as integers", jmp.PolicyMap({"head": "bfloat16"}), {}),
+        ("the policy 'mixed_float16' stores no quantized weights. For example: 'int8_from", "mixed_float16", {}),
+        (r"the map PolicyMap\(\{'head'.* stores no quantized weights", jmp.PolicyMap({"head": "bfloat16"}), {}),
         ("'embed/embedding': 4096 elements are fewer than min_size=9999; ", "int8(min_size=9999)_from_f32", {}),
-        ("'mlp/up/kernel': its policy 'float32' stores no integers; .* The policy rule 'mpl'", UNUSED, {}),
+        ("'mlp/up/kernel': its policy 'float32' stores no quantized weights; .* The policy rule 'mpl'", UNUSED, {}),
         ("A rule of the map is for the type Dense, and variables do not tell", BY_TYPE, {}),
         ("Blocks of 48 do not divide the 64 inputs of the weight 'mlp/up/kernel'", "int4/48_from_f32", {}),
         ("clip is 'absmax', 'mse' or a percentile in", INT8, {"clip": "max"}),
