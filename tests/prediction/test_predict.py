@@ -260,7 +260,7 @@ def test_quantized_policies_are_predicted_for_layers():
         params["params"]["layers_1"]["kernel"] = jnp.ones((64, 64)).at[:, 0].set(15.0)
         fun = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(model.apply(params, x)) ** 2))
         # Nor does a scale that is a power of two for 12.2 times as much, where it is half of the steps of integers.
-        params["params"]["layers_0"]["kernel"] = jnp.full((64, 64), 0.02).at[:, ::32].set(0.02 * 12.2)
+        params["params"]["layers_0"]["kernel"] = jnp.ones((64, 64)).at[:, ::32].set(12.2) * 2.0**-6
         formats = ["int4", "float8_e4m3fn", "float8_e5m2", "mxfp4", "mxfp8", "mxfp8_e5m2"]
         stats = observe(fun, params, x, formats=formats)
         for policy, format in (

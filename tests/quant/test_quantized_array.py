@@ -99,9 +99,21 @@ def test_copies_and_pickles_are_equal(round_trip):
         jax.tree.map(np.testing.assert_array_equal, again, array)
 
 
+def test_a_pickle_from_before_there_were_blocks_has_no_scale_of_the_tensor():
+    array = weights()[2]
+    state = {name: value for name, value in vars(array).items() if name != "tensor_scale"}
+    old = object.__new__(QuantizedArray)
+    vars(old).update(state)
+    again = pickle.loads(pickle.dumps(old))
+    assert again.tensor_scale is None
+    jax.tree.map(np.testing.assert_array_equal, again, array)
+
+
 def test_paths_of_its_arrays_are_their_names():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[2]})]
     assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].zero_point"]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[5]})]
+    assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].tensor_scale"]
 
 
 def test_no_policy_casts_it(any_policy):
