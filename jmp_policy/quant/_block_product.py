@@ -60,13 +60,21 @@ def block_product(
     return _split_axes(out, operation, order, left.shape, weight.shape)
 
 
-def is_matmul(operation: Bilinear) -> bool:
+def is_matmul(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Whether an operation is a product of matrices, in which blocks can lie along the axes that are summed over.
 
-    A convolution is none, nor is an einsum that sums one of its operands alone.
+    A convolution is none, nor is an einsum that sums one of its operands alone, or repeats one.
+
+    Args:
+      operation: what to compute.
+      left: the shape of the input.
+      right: the shape of the weight.
     """
-    alone = (set(operation.left) ^ set(operation.right)) - set(operation.out)
-    return not isinstance(operation.compute, Convolution) and not alone
+    if isinstance(operation.compute, Convolution):
+        return False
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    return not alone and all(lengths[label] == others[label] for label in lengths.keys() & others.keys())
 
 
 def has_stored_order(operation: Bilinear) -> bool:
@@ -202,6 +210,8 @@ def _transpose(blocks: Blocks) -> Blocks:
 
 def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
     """Multiplies `(batch, rows, n)` by `(batch, n, columns)`, with sums in float32."""
+    if not left.values.shape[2]:  # the gradient of a weight that no row was multiplied by; `scaled_dot` divides by zero
+        return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _PRODUCT)
     out = lax.scaled_dot(
         left.values,
         right.values,
