@@ -17,6 +17,7 @@ from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Labels
 from ._block_numbers import Blocks, dequantize
 from ._block_operands import pad_axis, round_gradient, round_input, round_weight
+from ._platform_forms import fence_on_cpu
 
 _PRODUCT = (((2,), (1,)), ((0,), (0,)))
 """`(batch, rows, n)` times `(batch, n, columns)`, as `lax.dot_general` says it."""
@@ -212,6 +213,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
     """Multiplies `(batch, rows, n)` by `(batch, n, columns)`, with sums in float32."""
     if not left.values.shape[2]:  # the gradient of a weight that no row was multiplied by; `scaled_dot` divides by zero
         return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _PRODUCT)
+    left, right = fence_on_cpu((left, right))
     out = lax.scaled_dot(
         left.values,
         right.values,
@@ -220,6 +222,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
+    out = fence_on_cpu(out)
     for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
         out = out if scale is None else out * scale
     return out.astype(dtype)
