@@ -12,13 +12,13 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._float8_format import Float8
-from .._formats import Int8, Quantization, StoredFormat, stored_format_of
+from .._formats import Quantization, StoredFormat, stored_format_of
 from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, take
 from ..quant._array import Misread, is_quantized
 from ..quant._block_product import ROUNDING
-from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer
+from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer, spell_format
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
@@ -82,7 +82,7 @@ def read_quantized_param(
     """A parameter of a module under a quantized policy.
 
     The weight of a layer that is about to multiply by it is as stored. Any other code, which could do nothing with
-    integers, gets the numbers that they stand for; and in training, those that they would stand for.
+    that, gets the numbers that it stands for; and in training, those that it would stand for.
     """
     format = stored_format_of(policy.quantization)
     assert format is not None
@@ -130,8 +130,7 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     format, left = choose_format(format, layout), why_left(shape, layout, format)
     if left is not None:
         return f"left: {left}"
-    as_numbers = _explain_no_integers(module) if isinstance(format, Int8) and format.activations else None
-    return str(format) if as_numbers is None else f"{format}, computed with as numbers: {as_numbers}"
+    return spell_format(format, layer_of(type(module)), _explain_as_numbers(module))
 
 
 def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
@@ -147,8 +146,8 @@ def _find_stored(module: nn.Module, name: str) -> Any:
     return value if hasattr(value, "shape") else None
 
 
-def _explain_no_integers(module: nn.Module) -> str | None:
-    """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
+def _explain_as_numbers(module: nn.Module) -> str | None:
+    """Why a module computes with the numbers that its weight stands for; `None` if it multiplies by the stored ones."""
     layer = layer_of(type(module))
     if layer is None:
         return "its code is no layer of Flax's"

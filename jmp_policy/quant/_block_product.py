@@ -12,11 +12,13 @@ from jax import lax
 
 from .._block_formats import NVFP4, BlockFormat, draws_noise
 from .._mapped_axes import vary
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._amax_history import varying_axes
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Labels
 from ._block_numbers import Blocks, dequantize
 from ._block_operands import mix_rows, pad_axis, round_gradient, round_input, round_weight
+from ._platform_forms import fence_on_cpu
 
 _PRODUCT = (((2,), (1,)), ((0,), (0,)))
 """`(batch, rows, n)` times `(batch, n, columns)`, as `lax.dot_general` says it."""
@@ -66,13 +68,21 @@ def block_product(
     return _split_axes(out, operation, order, left.shape, weight.shape)
 
 
-def is_matmul(operation: Bilinear) -> bool:
+def is_matmul(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Whether an operation is a product of matrices, in which blocks can lie along the axes that are summed over.
 
-    A convolution is none, nor is an einsum that sums one of its operands alone.
+    A convolution is none, nor is an einsum that sums one of its operands alone, or repeats one.
+
+    Args:
+      operation: what to compute.
+      left: the shape of the input.
+      right: the shape of the weight.
     """
-    alone = (set(operation.left) ^ set(operation.right)) - set(operation.out)
-    return not isinstance(operation.compute, Convolution) and not alone
+    if isinstance(operation.compute, Convolution):
+        return False
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    return not alone and all(lengths[label] == others[label] for label in lengths.keys() & others.keys())
 
 
 def has_stored_order(operation: Bilinear) -> bool:
@@ -239,6 +249,9 @@ def _transpose(blocks: Blocks) -> Blocks:
 
 def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
     """Multiplies `(batch, rows, n)` by `(batch, n, columns)`, with sums in float32."""
+    if not left.values.shape[2]:  # the gradient of a weight that no row was multiplied by; `scaled_dot` divides by zero
+        return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _PRODUCT)
+    left, right = fence_on_cpu((left, right))
     out = lax.scaled_dot(
         left.values,
         right.values,
@@ -247,6 +260,8 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
-    for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
-        out = out if scale is None else out * scale
+    out = fence_on_cpu(out)
+    with jax.named_scope(ROUNDING_SCOPE):
+        for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
+            out = out if scale is None else out * scale
     return out.astype(dtype)
