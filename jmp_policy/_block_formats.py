@@ -208,9 +208,8 @@ def find_kept_name(format: object, path: str) -> str | None:
     >>> find_kept_name(NVFP4(), "encoder/Head_0/dense"), find_kept_name(NVFP4(keep="none"), "head")
     ('Head_0', None)
     """
-    if not keeps_names(format):
+    if not isinstance(format, NVFP4) or not keeps_names(format):
         return None
-    assert isinstance(format, NVFP4)
     names = _split_names(format.keep)
     return next((name for name in path.split("/") if not names.isdisjoint(_spell_both(name))), None)
 

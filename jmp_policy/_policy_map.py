@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from ._dtypes import parse_dtype
-from ._formats import NVFP4, KeptNVFP4, find_kept_name, keep_module, keeps_names
+from ._formats import KeptNVFP4, find_kept_name, keep_module, keeps_names
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import describe, quote
@@ -238,7 +238,7 @@ def reads_names(given: Policy | PolicyMap) -> bool:
 def _keep_by_name(policy: Policy, path: str) -> Policy:
     """A policy as it holds for a module, whose names may keep it in the compute dtype."""
     name = find_kept_name(policy.quantization, path)
-    return policy if name is None else _keep(policy, name)
+    return policy if name is None else _keep(policy, name)  # policies are interned, and equal ones the same object
 
 
 def forget_name(policy: Policy) -> Policy:
@@ -249,8 +249,8 @@ def forget_name(policy: Policy) -> Policy:
 
 @functools.lru_cache(256)
 def _keep(policy: Policy, name: str) -> Policy:
-    assert isinstance(policy.quantization, NVFP4)
-    return policy.replace(quantization=keep_module(policy.quantization, name))
+    format: Any = policy.quantization  # of all formats, NVFP4 alone keeps modules
+    return policy.replace(quantization=keep_module(format, name))
 
 
 _INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()

@@ -49,7 +49,8 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
     if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
-    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply(format, draw_nothing)} if layer.field else {})
+    multiply = {layer.field: layer.make_multiply(format, draw_nothing)} if layer.field else {}
+    return {"promote_dtype": promote} | multiply
 
 
 def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
