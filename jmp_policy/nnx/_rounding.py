@@ -34,7 +34,7 @@ def set_rounding(model: nnx.Module, rngs: nnx.Rngs | nnx.RngStream | None) -> No
     Raises:
       ValueError: no layer of the model rounds at random.
 
-    >>> import jmp_policy as jmp
+    >>> import jax, jmp_policy as jmp
     >>> from flax import nnx
     >>> policy = "nvfp4(stochastic_rounding=true)_from_mixed_bfloat16"
     >>> model = jmp.with_policy(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), policy)
