@@ -176,7 +176,7 @@ def test_a_convolution_computes_with_the_rounded_filter_in_the_dtype_of_its_inpu
         return (ours, *backward(ours)), (plain, *plain_backward(ours))
 
     for ours, plain in zip(*both(x, w), strict=True):
-        np.testing.assert_array_equal(ours.astype("float32"), plain.astype("float32"))
+        np.testing.assert_allclose(np.float32(ours), np.float32(plain), rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", FIVE)
@@ -188,10 +188,10 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
     plain, other = multiply(x, w, format), multiply(x, stored, None)
     assert plain.dtype == other.dtype == dtype
     np.testing.assert_array_equal(plain, other)
+    # The backward pass rounds what is stored once more, along another axis.
+    again = w if "activations=false" in format or format == "mxfp4/8" else stored.dequantize()
     gradient = lambda w, format: jax.jit(jax.grad(lambda x: jnp.sum(dot_general(x, w, ROWS, quantization=format))))(x)
-    if format != "nvfp4/8":  # of which a number was rounded already: the scale of a tensor rounds once more
-        ours, theirs = gradient(w, format), gradient(stored, None)
-        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=0.2, atol=0.1 * np.abs(theirs).max())
+    np.testing.assert_array_equal(gradient(stored, None), gradient(again, format))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
