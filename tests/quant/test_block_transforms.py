@@ -64,7 +64,7 @@ def test_vmap_over_examples_and_over_ensembles_is_the_loop(format):
 def roundings(program, shape):
     """How often numbers of a shape become narrow ones in a traced program."""
     narrow = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
-    made = [step.outputs[0].aval for step in walk(program.jaxpr) if step.name == "convert_element_type"]
+    made = [step.results[0].aval for step in walk(program.jaxpr) if step.name == "convert_element_type"]
     return sum(aval.size == np.prod(shape) and str(aval.dtype) in narrow for aval in made)
 
 
@@ -118,7 +118,7 @@ def test_a_branch_and_a_loop_compute():
 def test_devices_compute_what_one_does(format, is_checked):
     """Each device has whole blocks of rows, and the amax of a tensor, which nvfp4 has, is the same on all."""
     x, w, t = arrays((32, 16), (16, 6), (32, 6))
-    x, t = (jnp.concatenate([a, jnp.full((8, a.shape[1]), 0.0)])[:32].at[::8].set(4.0) for a in (x, t))
+    x, t = (jnp.concatenate([a, jnp.full((8, a.shape[1]), 0.0)])[:32].at[::8].set(8.0) for a in (x, t))
     mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
     def of_device(x, w, t):
@@ -133,7 +133,7 @@ def test_devices_compute_what_one_does(format, is_checked):
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_gradients_that_are_accumulated_are_those_of_the_whole_batch(format):
     x, w, t = arrays((4, 8, 16), (16, 6), (4, 8, 6))
-    x, t = x.at[:, 0].set(4.0), t.at[:, 0].set(4.0)  # one largest magnitude for all, which nvfp4 scales by
+    x, t = x.at[:, 0].set(8.0), t.at[:, 0].set(8.0)  # one largest magnitude for all, which nvfp4 scales by
     loss = lambda w, x, t: jnp.sum(dot_general(x, w, ROWS, quantization=format) * t)
 
     @jax.jit
