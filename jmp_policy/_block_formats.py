@@ -159,7 +159,7 @@ BlockFormat = MXFP8 | MXFP4 | NVFP4
 
 def _check_common(format: BlockFormat) -> None:
     check_flag(format, "activations")
-    check_count(format, "block_size", 1, such_as=32)
+    check_count(format, "block_size", 2, such_as=32)  # `lax.scaled_dot` takes no fewer
     check_count(format, "min_size", 0)
 
 
