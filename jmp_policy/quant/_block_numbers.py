@@ -149,7 +149,7 @@ def quantize_nv(
     tensor_scale = jnp.minimum(1 / factor * _power_of_two(exponent), _LARGEST_TENSOR_SCALE)
     tensor_scale = jnp.where(tensor_amax < _INFINITY, tensor_scale, jnp.nan)
 
-    # By a product with 1/6: XLA divides by a constant in one way inside of a jit, and in another outside.
+    # By a product with 1/6: a compiler may divide by a constant or multiply so, with other last bits.
     wanted = _divide(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (factor * np.float32(1 / 6))
     scale = _round_to_nearest(wanted, is_finite, np.dtype(jnp.float8_e4m3fn))
     divisor = scale.astype(jnp.float32)
@@ -291,7 +291,8 @@ def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> ja
     """
     limit = float(jnp.finfo(dtype).max)
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
-    return jnp.where(is_finite, jnp.clip(x, -limit, limit), otherwise).astype(dtype)
+    # The constant in an array of its own: what goes from a nan back to its origin would end at a literal.
+    return lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype)
 
 
 def _round_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import PER_CHANNEL, BlockFormat, Int4, StoredFormat
+from .._formats import PER_CHANNEL, BlockFormat, Int4, KeptNVFP4, StoredFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +138,8 @@ def why_left(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat)
     """
     if isinstance(quantization, BlockFormat) and not layout.channels:
         return WHY_TABLES_WIDE
+    if isinstance(quantization, KeptNVFP4):
+        return f"nvfp4 keeps what is named {quantization.name!r}, unless keep=none"
     size = layer_size(shape, layout)
     if size < quantization.min_size or size == 0:
         return f"{size} elements are fewer than min_size={quantization.min_size}"

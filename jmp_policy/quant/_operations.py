@@ -11,7 +11,7 @@ from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
-from .._formats import BlockFormat, Quantization, parse_quantization
+from .._formats import BlockFormat, Quantization, draws_noise, parse_quantization
 from ._amax_history import State, needs_state, new_state
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum
@@ -32,6 +32,7 @@ def dot_general(
     out_sharding: Sharding | None = None,
     quantization: Quantization | str | None = None,
     state: State | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `jax.lax.dot_general` with a quantized weight on the right, or in narrow floating point.
 
@@ -51,6 +52,9 @@ def dot_general(
         `None` it is JAX's own operation. `Float8`, and formats of blocks with `activations`, compute the reverse-mode
         derivative in narrow numbers as well. `Float8` alone leaves small products alone.
       state: for `Float8` with `DelayedScaling`, as `float8_state` makes it. Its gradient is the next state.
+      key: for `NVFP4` with `stochastic_rounding`, a new one for each product of each step. The derivative draws from
+        it, and from nothing else: under `jax.jit` the same numbers on any mesh. In `jax.shard_map` each device draws
+        for the part that it has; fold `jax.lax.axis_index` into the key, that their noise may differ.
 
     Returns:
       The product, as JAX would order its axes. Its derivative passes straight through the rounding, to `lhs` and to a
@@ -60,7 +64,8 @@ def dot_general(
       TypeError: `lhs`, or an `rhs` to quantize, is not floating; or the derivative of a product in float8, or of one
         of blocks by blocks, is differentiated.
       ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
-        another one; or a state is missing, or given to a recipe that has none.
+        another one; or a state or key is missing, or given to a format that has none. A missing key shows where the
+        product is differentiated.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
@@ -68,7 +73,7 @@ def dot_general(
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
+    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state, key)
 
 
 def einsum(
@@ -81,6 +86,7 @@ def einsum(
     out_sharding: Sharding | None = None,
     quantization: Quantization | str | None = None,
     state: State | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in narrow floating point.
 
@@ -91,7 +97,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state)
+    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state, key)
 
 
 def conv_general_dilated(
@@ -197,14 +203,18 @@ def float8_state(quantization: Quantization | str) -> State:
     return new_state(format)
 
 
-def _multiply(call: Call, quantization: Quantization | str | None, state: State | None) -> jax.Array:
+def _multiply(
+    call: Call, quantization: Quantization | str | None, state: State | None, key: jax.Array | None = None
+) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
         _check_format(rhs, format)
+        _check_key(rhs.format, key)
         _check_floating(lhs)
-        return multiply_quantized(operation, lhs, rhs)
+        return multiply_quantized(operation, lhs, rhs, key)
+    _check_key(format, key)
     if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
     _check_floating(lhs)
@@ -219,8 +229,8 @@ def _multiply(call: Call, quantization: Quantization | str | None, state: State 
             # In whatever order the axes are: nothing has stored the weight as blocks.
             inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
             block_length(Layout((inputs,), 1), format)
-            return block_product(operation, lhs, rhs, format)
-    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
+            return block_product(operation, lhs, rhs, format, key)
+    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)), key)
 
 
 def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
@@ -248,6 +258,15 @@ def _check_state(format: Quantization | None, state: State | None) -> None:
         )
     if state is not None and not needs_state(format):
         raise ValueError(f"{str(format)!r} has no state, and got one. For example: quantization='float8'.")
+
+
+def _check_key(format: Quantization | None, key: jax.Array | None) -> None:
+    """Checks that a key is given to a format that draws noise alone; whether one is missing, the derivative knows."""
+    if key is not None and not draws_noise(format):
+        raise ValueError(
+            f"{format and str(format)!r} draws no noise, and got a key. For example: "
+            "quantization='nvfp4(stochastic_rounding=true)'."
+        )
 
 
 def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:

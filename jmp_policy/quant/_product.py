@@ -19,7 +19,9 @@ from ._platform_forms import measure_row_amax, narrow_sums
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
-def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.Array:
+def multiply_quantized(
+    operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None = None
+) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
@@ -36,6 +38,7 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
       operation: what to compute.
       left: floating.
       weight: the right operand.
+      key: of the noise of `NVFP4` with `stochastic_rounding`.
 
     Returns:
       The result in the dtype of `left`, or in the preferred one of the operation.
@@ -47,7 +50,7 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
         weight = jax.tree.map(lax.stop_gradient, weight)
     if isinstance(weight.format, BlockFormat) and weight.format.activations and _fits_blocks(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
-        return block_product(operation, left, right, weight.format)
+        return block_product(operation, left, right, weight.format, key)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not _is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))

@@ -250,6 +250,25 @@ def test_blocks_of_any_bits_have_the_scales_of_the_rule():
     assert_same(compiled_nv(x, 1, 32, tensor_axes=(1,)), block_model.nv(x, 1, 32, tensor_axes=(1,)))
 
 
+def test_numbers_at_ties_fall_as_the_rule_rounds_to_float32_on_the_way():
+    random, shape = np.random.default_rng(), (1000, 64)
+
+    def near(x):
+        return x * (1 + random.integers(-2, 3, x.shape) * 2.0**-24)
+
+    amax = random.uniform(1, 4, (1000, 1)).astype(np.float32)
+    s, grid = block_model.round24(2688 / amax.astype(np.float64)), block_model.positive(block_model.E4M3)
+    ties = random.choice((grid[1:] + grid[:-1])[60:] / 2, (1000, 3))
+    x = np.zeros(shape)
+    x[:, :1], x[:, 16::16] = amax, np.minimum(near(ties * 6 / s), amax)
+    scale = np.repeat(block_model.nv(x, 1, tensor_axes=(1,)).scale.astype(np.float64), 16, 1)
+    x = np.where(x == 0, near(random.choice([0.25, 0.75, 1.25, 1.75, 2.5, -3.5], shape) * scale / s), x)
+    x = jnp.asarray(x, jnp.float32)
+    by_hand = block_model.nv(x, 1, tensor_axes=(1,))
+    assert_same(compiled_nv(x, 1, tensor_axes=(1,)), by_hand)
+    assert_same(quantize_nv(x, 1, tensor_axes=(1,)), by_hand)
+
+
 @pytest.mark.parametrize("shape", [(8, 64), (5, 48)])
 def test_random_rounding_takes_the_noise_of_its_key(shape):
     x, key = normal(*shape) * 5, jax.random.key(7)
