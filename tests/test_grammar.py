@@ -52,8 +52,8 @@ MEANINGS = {
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
           " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
-          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "", "\0", "\u017f",
-          "\u0130"]  # fmt: skip
+          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "",
+          "\0", "\u017f", "\u0130"]  # fmt: skip
 
 QUANTIZED = {
     "int8": Int8(),
@@ -229,19 +229,19 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("float8(weight_grad=0)_from_f32", r"^In .*: weight_grad is True or False, got 0\. For example: Float8\(\)\.$"),
         ("int8(min_size=true)_from_f32", r"^In .*: min_size must be an int, got True\. For example: Int8\(min_size"),
         ("int8(activations=1)_from_f32", r"^In .*: activations is True or False, got 1\. For example: Int8\(\)\.$"),
-        ("mxfp8", r"^'mxfp8' says nothing of the dtypes around it in policy 'mxfp8'\. .*'mxfp8_from_mixed_bfloat16'\.$"),
+        ("mxfp8", r"^'mxfp8' says nothing of the dtypes around it in .*'mxfp8_from_mixed_bfloat16'\.$"),
         ("mxpf8_from_f32", r"^Unknown quantization 'mxpf8' in policy 'mxpf8_from_f32'\. Did you mean 'mxfp8'\? For"),
         ("mxfp8/0_from_f32",
          r"^In 'mxfp8/0' in policy 'mxfp8/0_from_f32': block_size must be at least \d, got 0\. For example: MXFP8\("),
         ("mxfp8(gradients=e3m4)_from_f32",
-         r"^In 'mxfp8\(gradients=e3m4\)' in .*: Unknown gradients 'e3m4'\. .* For example: MXFP8\(gradients='e5m2'\)\.$"),
-        ("mxfp8(scale_rounding=down)_from_f32", r"^In .*: Unknown scale_rounding 'down'\. .*'floor', 'up'.*: MXFP8\(scal"),
+         r"^In 'mxfp8\(gradients=e3m4\)' in .*: Unknown gradients 'e3m4'\. .*: MXFP8\(gradients='e5m2'\)\.$"),
+        ("mxfp8(scale_rounding=down)_from_f32", r"^In .*: Unknown scale_rounding 'down'\. .*'floor', 'up'.*: MXFP8\("),
         ("mxfp4/15_from_f32",
-         r"^In 'mxfp4/15' in .*: block_size of a format of 4 bits is even, got 15\. For example: MXFP4\(block_size=16\)\.$"),
+         r"^In 'mxfp4/15' in .*: block_size of a format of 4 bits is even, got 15\. .*: MXFP4\(block_size=16\)\.$"),
         ("nvfp4/17_from_f32",
-         r"^In 'nvfp4/17' in .*: block_size of a format of 4 bits is even, got 17\. For example: NVFP4\(block_size=16\)\.$"),
+         r"^In 'nvfp4/17' in .*: block_size of a format of 4 bits is even, got 17\. .*: NVFP4\(block_size=16\)\.$"),
         ("nvfp4(hadamard=1)_from_f32", r"^In .*: hadamard is True or False, got 1\. For example: NVFP4\(\)\.$"),
-        ("mxfp4(gradients=e5m2)_from_f32", r"^'gradients' is not an option of mxfp4 in .* For example: 'mxfp4\(min_size"),
+        ("mxfp4(gradients=e5m2)_from_f32", r"^'gradients' is not an option of mxfp4 in .* For example: 'mxfp4\("),
         ("mxfp8/32(block_size=32)_from_f32", r"^'block_size' is given twice in 'mxfp8/32\(block_size=32\)' in policy "),
     ],
 )  # fmt: skip

@@ -49,13 +49,8 @@ def test_vmap_over_examples_and_over_ensembles_is_the_loop(format):
     x, w, t = arrays((3, 5, 16), (3, 16, 6), (3, 5, 6))
     run = functools.partial(loss_and_gradients, format=format)
     for axes, at in (((0, None, 0), (0, None)), ((0, 0, 0), (0, 0)), ((None, 0, 0), (None, 0)), ((1, 2, 1), (1, 2))):
-        parts = [a if axis is None else a[0] if axis == 0 else a for a, axis in zip((x, w), at, strict=True)]
-        whole = [a[0] if axis is None else a for a, axis in zip((x, w), at, strict=True)]
-        if at == (1, 2):
-            whole, parts, of_t = [jnp.moveaxis(x, 0, 1), jnp.moveaxis(w, 0, 2)], None, jnp.moveaxis(t, 0, 1)
-        else:
-            of_t = t
-        mapped = jax.jit(jax.vmap(run, axes))(*whole, of_t)
+        moved = [a[0] if axis is None else jnp.moveaxis(a, 0, axis) for a, axis in zip((x, w, t), axes, strict=True)]
+        mapped = jax.jit(jax.vmap(run, axes))(*moved)
         for i in range(3):
             each = [x[i] if at[0] is not None else x[0], w[i] if at[1] is not None else w[0]]
             assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(run)(*each, t[i]))
