@@ -258,7 +258,7 @@ def _normalize_names(keep: object) -> str:
 
 def _check_common(format: BlockFormat) -> None:
     check_flag(format, "activations")
-    check_count(format, "block_size", 1, such_as=32)
+    check_count(format, "block_size", 2, such_as=32)  # `lax.scaled_dot` takes no fewer
     check_count(format, "min_size", 0)
 
 

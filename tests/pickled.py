@@ -76,6 +76,7 @@ def run_parts(parts):
 
 
 INT8, FLOAT8 = f"int8(min_size=0)_from_{POLICY}", f"float8(min_size=0)_from_{POLICY}"
+MXFP8 = f"mxfp8/16(min_size=0)_from_{POLICY}"
 MAP = jmp.PolicyMap({"dense": "float32", nnx.Embed: POLICY}, POLICY)
 
 # What to pickle, and how to run what comes back; all compute in bfloat16 and return float16.
@@ -93,6 +94,8 @@ CASES = {
     "an nnx model": (nnx_model, lambda model: model(X)),
     "its parts": (lambda: nnx.split(nnx_model()), run_parts),
     "those of a quantized one": (lambda: nnx.split(nnx_model(INT8)), run_parts),
+    "a linen module in blocks": (lambda: jmp.with_policy(Net(), MXFP8), run_module),
+    "those of one in blocks": (lambda: nnx.split(nnx_model(MXFP8)), run_parts),
     "those of a float8 one": (lambda: nnx.split(nnx_model(FLOAT8)), run_parts),
     "those of one with a map": (lambda: nnx.split(nnx_model(MAP)), run_parts),
     "a decorated nnx class": (lambda: NNXDecorated, lambda kind: kind(nnx.Rngs(0))(X)),

@@ -12,7 +12,17 @@ import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
 from jmp_policy._dtypes import dtype_names
 from jmp_policy._float8_format import parse_recipe
-from jmp_policy._formats import CurrentScaling, DelayedScaling, Float8, Int4, Int8, parse_quantization
+from jmp_policy._formats import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    CurrentScaling,
+    DelayedScaling,
+    Float8,
+    Int4,
+    Int8,
+    parse_quantization,
+)
 from jmp_policy._grammar import parse_policy
 from jmp_policy._policy import PRECISIONS
 
@@ -42,8 +52,8 @@ MEANINGS = {
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
           " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
-          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "F32_F32_F32", "", "\0", "\u017f",
-          "\u0130"]  # fmt: skip
+          "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "",
+          "\0", "\u017f", "\u0130"]  # fmt: skip
 
 QUANTIZED = {
     "int8": Int8(),
@@ -65,6 +75,15 @@ QUANTIZED = {
     "float8/1(recipe=delayed/most_recent/2)": Float8(DelayedScaling("most_recent", 2), 1),
     "float8(recipe=current)": Float8(CurrentScaling()),
     "float8/16(recipe=current/row)": Float8(CurrentScaling("row"), 16),
+    "mxfp8": MXFP8(),
+    "mxfp8/64": MXFP8(block_size=64),
+    "mxfp8(activations=false,gradients=e5m2,scale_rounding=floor)": MXFP8(False, 32, "e5m2", "floor"),
+    "mxfp4": MXFP4(),
+    "mxfp4/16(activations=true, min_size=0)": MXFP4(True, 16, min_size=0),
+    "nvfp4": NVFP4(),
+    "nvfp4/32(hadamard=true,square_weights=false,stochastic_rounding=true)": NVFP4(
+        block_size=32, hadamard=True, square_weights=False, stochastic_rounding=True
+    ),
 }
 
 
@@ -113,11 +132,16 @@ recipes = st.one_of(
     st.builds(CurrentScaling, st.sampled_from(["tensor", "row"])),
     st.builds(DelayedScaling, st.sampled_from(["max", "most_recent"]), st.sampled_from([1, 2])),
 )
+roundings = st.sampled_from(["up", "floor"])
+even = st.integers(1, 2**40).map(lambda half: 2 * half)
 quantizations = st.one_of(
     st.none(),
     st.builds(Int8, activations=st.booleans(), min_size=counts),
     st.builds(Int4, block_size=st.integers(1, 2**40), min_size=counts),
     st.builds(Float8, recipes, st.integers(1, 2**40), counts, st.booleans(), counts),
+    st.builds(MXFP8, st.booleans(), st.integers(2, 2**40), st.sampled_from(["e4m3", "e5m2"]), roundings, counts),
+    st.builds(MXFP4, st.booleans(), even, roundings, counts),
+    st.builds(NVFP4, st.booleans(), even, st.booleans(), st.booleans(), st.booleans(), min_size=counts),
 )
 
 
@@ -205,6 +229,20 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("float8(weight_grad=0)_from_f32", r"^In .*: weight_grad is True or False, got 0\. For example: Float8\(\)\.$"),
         ("int8(min_size=true)_from_f32", r"^In .*: min_size must be an int, got True\. For example: Int8\(min_size"),
         ("int8(activations=1)_from_f32", r"^In .*: activations is True or False, got 1\. For example: Int8\(\)\.$"),
+        ("mxfp8", r"^'mxfp8' says nothing of the dtypes around it in .*'mxfp8_from_mixed_bfloat16'\.$"),
+        ("mxpf8_from_f32", r"^Unknown quantization 'mxpf8' in policy 'mxpf8_from_f32'\. Did you mean 'mxfp8'\? For"),
+        ("mxfp8/0_from_f32",
+         r"^In 'mxfp8/0' in policy 'mxfp8/0_from_f32': block_size must be at least \d, got 0\. For example: MXFP8\("),
+        ("mxfp8(gradients=e3m4)_from_f32",
+         r"^In 'mxfp8\(gradients=e3m4\)' in .*: Unknown gradients 'e3m4'\. .*: MXFP8\(gradients='e5m2'\)\.$"),
+        ("mxfp8(scale_rounding=down)_from_f32", r"^In .*: Unknown scale_rounding 'down'\. .*'floor', 'up'.*: MXFP8\("),
+        ("mxfp4/15_from_f32",
+         r"^In 'mxfp4/15' in .*: block_size of a format of 4 bits is even, got 15\. .*: MXFP4\(block_size=16\)\.$"),
+        ("nvfp4/17_from_f32",
+         r"^In 'nvfp4/17' in .*: block_size of a format of 4 bits is even, got 17\. .*: NVFP4\(block_size=16\)\.$"),
+        ("nvfp4(hadamard=1)_from_f32", r"^In .*: hadamard is True or False, got 1\. For example: NVFP4\(\)\.$"),
+        ("mxfp4(gradients=e5m2)_from_f32", r"^'gradients' is not an option of mxfp4 in .* For example: 'mxfp4\("),
+        ("mxfp8/32(block_size=32)_from_f32", r"^'block_size' is given twice in 'mxfp8/32\(block_size=32\)' in policy "),
     ],
 )  # fmt: skip
 def test_errors_quote_the_piece_its_place_and_the_nearest_spelling(text, message):
@@ -249,6 +287,11 @@ def test_reduce_is_a_field_of_the_string(text):
         (lambda: DelayedScaling(2), ValueError, r"^Unknown amax 2\. Known are 'max', 'most_recent'\. For example: Del"),
         (lambda: DelayedScaling(delay=0), ValueError, r"^delay is 1 or 2, got 0\. For example: DelayedScaling\(delay="),
         (lambda: DelayedScaling(delay=True), ValueError, r"^delay is 1 or 2, got True\. For example: DelayedScaling\("),
+        (lambda: MXFP8(activations=1), TypeError, r"^activations is True or False, got 1\. For example: MXFP8\(\)\.$"),
+        (lambda: MXFP8(block_size=32.0), TypeError, r"^block_size must be an int, got 32\.0\. For example: MXFP8\(bl"),
+        (lambda: MXFP8(gradients=None), ValueError, r"^Unknown gradients None\. Known are 'e4m3', 'e5m2'\. For exampl"),
+        (lambda: MXFP4(min_size=-1), ValueError, r"^min_size must be at least 0, got -1\. For example: MXFP4\(min_siz"),
+        (lambda: NVFP4(block_size=0), ValueError, r"^block_size must be at least \d, got 0\. For example: NVFP4\(bloc"),
         (lambda: parse_quantization(8), ValueError, r"^Unknown quantization 8\. .* For example: 'int8'\.$"),
         (lambda: parse_quantization(Int8), ValueError, r"^Unknown quantization <class '.*Int8'>\. .* For example: "),
     ],
@@ -260,6 +303,7 @@ def test_a_bad_format_is_an_error(make, error, text):
 
 def test_formats_know_their_bits_and_have_no_other_spelling_than_their_repr():
     assert (Int8().bits, Int4().bits) == (8, 4)
+    assert (MXFP8().bits, MXFP4().bits, NVFP4().bits) == (8, 4, 4)
     assert eval(repr(Int4(64)), {"Int4": Int4}) == Int4(64)
     assert len({Int4(), Int4(128), Int8(), Int8(True)}) == 2
 

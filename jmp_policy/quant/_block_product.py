@@ -260,7 +260,8 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
-    out = fence_on_cpu(out)
+    # JAX forgets along which axes of `shard_map` this varies.
+    out = fence_on_cpu(vary(out, tuple(varying_axes(left.values, right.values))))
     with jax.named_scope(ROUNDING_SCOPE):
         for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
             out = out if scale is None else out * scale

@@ -114,8 +114,8 @@ def conv_general_dilated(
 
     With `Int8` an example of the batch has one scale, because windows overlap. With `Float8` the numbers of 8 bits are
     multiplied in bfloat16 or float32. Formats of blocks round the filter alone, in blocks along all that a window sums
-    over, and the product is in the dtype of `lhs`. Other arguments, result and errors are as for JAX's operation and for
-    `dot_general`.
+    over, and the product is in the dtype of `lhs`. Other arguments, result and errors are as for JAX's operation and
+    for `dot_general`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))

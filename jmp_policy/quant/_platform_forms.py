@@ -19,9 +19,9 @@ jax 0.10.2, by form of the product:
 Empty cells were not measured.
 
 On a CPU a product in blocks is one of bfloat16 into float32. Where an operand or the result is transposed, XLA makes
-one operation of both, for which it then may find no kernel: "Unsupported element type for DotThunk::Execute: BF16 x BF16
-= F32" in 18 of 48 sizes with a transposed result, jax 0.10.2 and 0.12, whatever the level of optimization. Barriers
-around the product keep them apart.
+one operation of both, for which it then may find no kernel: "Unsupported element type for DotThunk::Execute: BF16 x
+BF16 = F32" in 18 of 48 sizes with a transposed result, jax 0.10.2 and 0.12, whatever the level of optimization.
+Barriers around the product keep them apart.
 """
 
 import functools

@@ -97,6 +97,9 @@ def train_nnx(policy):
         (train_linen, "int8(min_size=0)_from_mixed_float16"),
         (train_nnx, "int8(min_size=0)_from_float32"),
         (train_nnx, "int4/8(min_size=0)_from_mixed_float16"),
+        (train_linen, "mxfp8/8(min_size=0)_from_mixed_float16"),
+        (train_nnx, "mxfp8/8(min_size=0)_from_mixed_bfloat16"),
+        (train_nnx, "mxfp4/8(min_size=0)_from_mixed_float16"),
     ],
 )
 def test_training_lowers_the_loss_of_the_very_model_that_is_quantized(train, policy):

@@ -14,6 +14,7 @@ from jmp_policy.quant import quantize
 
 INT8 = "int8(min_size=0)_from_float32"
 INT4 = "int4/4(min_size=0)_from_float32"
+MXFP8 = "mxfp8/4(min_size=0)_from_float32"
 X = jnp.linspace(-1.0, 1.0, 4 * 8).reshape(4, 8)
 
 
@@ -76,8 +77,15 @@ def test_a_stack_has_a_scale_for_each_of_its_layers(layer, policy):
 
 @pytest.mark.parametrize(
     ("run", "plain", "policy"),
-    [(scanned, one_by_one, INT4), (rematerialized, one_by_one, INT8), (mapped, separately, INT8)],
-    ids=["scan", "remat", "vmap"],
+    [
+        (scanned, one_by_one, INT4),
+        (rematerialized, one_by_one, INT8),
+        (mapped, separately, INT8),
+        (rematerialized, one_by_one, MXFP8),
+        (mapped, separately, MXFP8),
+        (scanned, one_by_one, "nvfp4/4(min_size=0)_from_float32"),
+    ],
+    ids=["scan", "remat", "vmap", "remat in blocks", "vmap in blocks", "scan in nvfp4"],
 )
 def test_a_transformed_stack_computes_and_learns_as_its_layers_do(layer, run, plain, policy):
     @nnx.jit
