@@ -73,6 +73,7 @@ def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take(
         ("mxfp4(scale_rounding=floor)", 4.25, 0.115),
         ("nvfp4", 4.5, 0.111),
         ("nvfp4(square_weights=false)", 4.5, 0.095),
+        ("nvfp4(activations=false)", 4.5, 0.095),
     ],
 )
 def test_bits_and_errors_of_normal_weights_are_those_of_the_table(format, bits, error):
