@@ -128,7 +128,7 @@ class NVFP4:
       activations, min_size: as for `MXFP8`.
       block_size: how many numbers share a scale. Hardware multiplies blocks of 16.
       square_weights: whether the blocks of weights are of 16 inputs by 16 outputs, so that the backward pass multiplies
-        by the numbers that the forward pass multiplied by.
+        by the numbers that the forward pass multiplied by. Without activations they never are.
       hadamard: whether the gradient of a weight mixes 16 rows of both operands before they are rounded (a Hadamard
         transform with fixed signs), which spreads an outlier among them.
       stochastic_rounding: whether gradients are rounded up or down at random, right on average. That needs a key: in

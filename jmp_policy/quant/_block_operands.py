@@ -53,7 +53,8 @@ def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Bl
       TypeError: as `round_input`.
     """
     if isinstance(format, NVFP4):
-        square_axis = -3 - axis if format.square_weights else None
+        # Without activations no backward pass sums over the outputs.
+        square_axis = -3 - axis if format.square_weights and format.activations else None
         return quantize_nv(w, axis, block, square_axis=square_axis, tensor_axes=(-2, -1))
     return quantize_mx(w, _narrow_dtype(format), axis, block, rounding=format.scale_rounding)
 

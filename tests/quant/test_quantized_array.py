@@ -63,13 +63,25 @@ def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take(
 
 
 @pytest.mark.parametrize(
-    ("format", "bits"),
-    [("int8", 8.0625), ("int4", 4.3125), ("int4/32", 5.25), ("mxfp8", 8.25), ("mxfp4", 4.25), ("nvfp4", 4.5)],
+    ("format", "bits", "error"),
+    [
+        ("int8", 8.0625, 0.0075),
+        ("mxfp8", 8.25, 0.0265),
+        ("int4", 4.3125, 0.101),
+        ("int4/32", 5.25, 0.081),
+        ("mxfp4", 4.25, 0.115),
+        ("mxfp4(scale_rounding=floor)", 4.25, 0.115),
+        ("nvfp4", 4.5, 0.111),
+        ("nvfp4(square_weights=false)", 4.5, 0.095),
+        ("nvfp4(activations=false)", 4.5, 0.095),
+    ],
 )
-def test_bits_of_a_weight_are_those_of_its_numbers_and_a_share_of_the_scales(format, bits):
-    array = quantize_array(jax.ShapeDtypeStruct((512, 512), jnp.float32), format)
-    of_tensor = 32 if format == "nvfp4" else 0
-    assert array.nbytes * 8 == 512 * 512 * bits + of_tensor
+def test_bits_and_errors_of_normal_weights_are_those_of_the_table(format, bits, error):
+    weight = np.random.default_rng().normal(size=(512, 512))
+    array = quantized(jnp.asarray(weight, jnp.float32), format)
+    assert array.nbytes * 8 == 512 * 512 * bits + (0 if array.tensor_scale is None else 32)
+    lost = np.asarray(array.dequantize(), np.float64) - weight
+    np.testing.assert_allclose(np.linalg.norm(lost) / np.linalg.norm(weight), error, rtol=0.03)
 
 
 def test_repr_names_format_shape_and_dtype_whatever_the_leaves():
