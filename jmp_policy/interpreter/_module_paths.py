@@ -16,11 +16,11 @@ AUTOCAST = "jmp_autocast"
 RECORD = "jmp_record"
 """The scope of what a recorder measures, which is no part of the user's program."""
 
-ROUNDING = "jmp_rounding"
+CONVERSION = "jmp_conversion"
 """The scope of what rounds the operands of a product into a quantized format, and back: conversions, which are no part
 of what a layer computes in; no part of a path."""
 
-_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING))
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, CONVERSION))
 
 
 class Modules(NamedTuple):
