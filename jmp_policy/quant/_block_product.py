@@ -245,6 +245,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
+    out = vary(out, tuple(varying_axes(left.values, right.values)))  # `scaled_dot` forgets over which axes they vary
     with jax.named_scope(CONVERSION):
         for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
             out = out if scale is None else out * scale
