@@ -14,7 +14,7 @@ from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
 from .._paths import list_paths_to
 from ..interpreter import walk
-from ..interpreter._module_paths import CONVERSION
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._half_sums import HalfSum, find_half_sum
 from ._observation import read_path
 
@@ -60,7 +60,7 @@ class Operation:
     @property
     def computes(self) -> bool:
         """Whether it does arithmetic, other than that of rounding into a quantized format."""
-        return self.name not in STRUCTURAL and CONVERSION not in self.scope
+        return self.name not in STRUCTURAL and ROUNDING_SCOPE not in self.scope
 
 
 def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:

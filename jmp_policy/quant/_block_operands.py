@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._block_formats import MXFP8, NVFP4, BlockFormat
-from ..interpreter._module_paths import CONVERSION
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._block_numbers import Blocks, quantize_mx, quantize_nv
 
 _MX_DTYPES = {
@@ -19,7 +19,7 @@ _MX_DTYPES = {
 
 # No operand passes a derivative on: JAX would find zero in the arithmetic on bits, and say nothing.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-@jax.named_scope(CONVERSION)
+@jax.named_scope(ROUNDING_SCOPE)
 def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds the input of a layer in blocks along an axis.
 
@@ -38,7 +38,7 @@ def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blo
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-@jax.named_scope(CONVERSION)
+@jax.named_scope(ROUNDING_SCOPE)
 def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds a weight in blocks along an axis: the numbers that `quantize` stores are these, along its inputs.
 
@@ -58,7 +58,7 @@ def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Bl
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-@jax.named_scope(CONVERSION)
+@jax.named_scope(ROUNDING_SCOPE)
 def round_gradient(g: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds the gradient of a layer's result in blocks along an axis.
 

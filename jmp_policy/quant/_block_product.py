@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .._block_formats import BlockFormat
 from .._mapped_axes import vary
-from ..interpreter._module_paths import CONVERSION
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._amax_history import varying_axes
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Labels
@@ -246,7 +246,7 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     out = vary(out, tuple(varying_axes(left.values, right.values)))  # `scaled_dot` forgets over which axes they vary
-    with jax.named_scope(CONVERSION):
+    with jax.named_scope(ROUNDING_SCOPE):
         for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
             out = out if scale is None else out * scale
     return out.astype(dtype)

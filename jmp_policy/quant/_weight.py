@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .._formats import Int4, StoredFormat
-from ..interpreter._module_paths import CONVERSION
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._array import QuantizedArray, quantize_array
 from ._layout import Layout, block_length, choose_format, why_left
 
@@ -74,7 +74,7 @@ class _FakeQuantization:
     dtype: Any
 
 
-@jax.named_scope(CONVERSION)
+@jax.named_scope(ROUNDING_SCOPE)
 def _round(array: jax.Array, spec: _FakeQuantization) -> jax.Array:
     return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
 
