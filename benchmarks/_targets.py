@@ -56,7 +56,7 @@ class Target:
 
 
 @functools.cache
-def tpu(topology: str = "v5e:2x2") -> Target:
+def tpu(topology: str = "v5e:1x1") -> Target:
     """A TPU. Raises ModuleNotFoundError where its compiler is not installed.
 
     Args:

@@ -83,6 +83,9 @@ def test_matplotlib_reads_every_style(name):
         ("float8(min_size=0)_from_float32", "float8"),
         ("int8(activations=false)_from_float32", "int8"),
         ("int4/64(min_size=0)_from_mixed_float16", "int4"),
+        ("mxfp8/64(gradients=e5m2)_from_mixed_bfloat16", "mxfp8"),
+        ("mxfp4_from_float32", "mxfp4"),
+        ("nvfp4_from_float32", "nvfp4"),
         (jmp.Policy("float32", "float16", "float16"), "float16"),
     ],
 )
