@@ -113,7 +113,7 @@ def test_explain_shows_what_layers_compute_in_and_no_conversions(format, compute
 
 
 def test_a_gradient_of_a_product_in_blocks_counts_as_one_where_devices_sum_it():
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     format = quant.MXFP8(min_size=0)
 
     def of_device(w, x):
