@@ -115,7 +115,7 @@ class _Product:
 
 
 _RESULT = re.compile(r"\s*(?:ROOT )?(%\S+) = \(?(\w+)\[([\d,]*)\]")  # of a tuple the first: others are scratch memory
-_CALL = re.compile(r" (dot|convolution|custom-call)\(([^)]*)\)")
+_CALL = re.compile(r" (dot|scaled-dot|convolution|custom-call)\(([^)]*)\)")
 _LIBRARY = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen
 
 import jmp_policy as jmp
 from benchmarks._compiled_steps import Entry, Row
@@ -19,8 +20,17 @@ from jmp_policy import quant
 from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._gpt_linen import GPT
 
+
+def _with_blocks(format: str, made: type[linen.Module]) -> linen.Module:
+    """With jmp_policy, small layers as well, as the others."""
+    return jmp.with_policy(made(), f"{format}(min_size=0)_from_mixed_bfloat16")
+
+
 SHAPES = {"MLP": (8, 1024, 1024), "transformer block": (4, 64, 256)}
 """The models of `benchmarks.float8`, by the shapes of their inputs: batch, length, width."""
+
+BLOCKS = {format: functools.partial(_with_blocks, format) for format in ("mxfp8", "nvfp4")}
+"""The contestants that compute in blocks, by their format."""
 
 CONFIG, BATCH = GPTConfig(width=768, depth=2, heads=12, context=256), 8
 """The GPT that is served and trained in int8."""
@@ -30,6 +40,7 @@ def float8(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Iterator[Row]:
     """Loss, gradients of parameters and input, and next state, over bfloat16."""
     labels = {
         **{recipe: ("ours", recipe) for recipe in OURS},
+        **{format: ("ours", format) for format in BLOCKS},
         "qwix": ("qwix", "current"),
         "qwix by channel": ("qwix", "current/row"),
     }
@@ -43,7 +54,7 @@ def float8(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Iterator[Row]:
 
 
 def _train_in_float8(contestant: str, model: str, shape: tuple[int, ...]) -> Program:
-    module = CONTESTANTS[contestant](MODELS[model])
+    module = (CONTESTANTS | BLOCKS)[contestant](MODELS[model])
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     variables: Any = jax.eval_shape(module.init, jax.random.key(0), x)
     return Case(module, variables, x, x).training()  # type: ignore  # shapes stand for arrays

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
 from .._block_formats import NVFP4, BlockFormat, draws_noise
 from .._mapped_axes import vary
@@ -54,6 +55,39 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
+    multiply = functools.partial(_multiply_blocks, operation, format)
+    out_sharding = _find_out_sharding(operation, left, weight)
+    if out_sharding is not None:
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=out_sharding)
+    return multiply(left, weight, key)
+
+
+def _find_out_sharding(
+    operation: Bilinear, left: jax.Array, weight: jax.Array | QuantizedArray
+) -> NamedSharding | None:
+    """How the result of an operation lies on a mesh whose axes are part of types, if there is one.
+
+    Blocks lie across the axes of arrays that merge to one. So XLA shards what a product in blocks does inside, as on a
+    mesh of other axes.
+
+    Raises:
+      ShardingTypeError: JAX needs `out_sharding` to know, as for the operation without blocks.
+    """
+    if AxisType.Explicit not in jax.typeof(left).sharding.mesh.axis_types:
+        return None
+    numbers = lambda w: w.dequantize(left.dtype) if isinstance(w, QuantizedArray) else w.astype(left.dtype)
+    program = jax.make_jaxpr(lambda x, w: operation.compute(x, numbers(w)))(left, weight)
+    (out,) = program.out_avals
+    return out.sharding
+
+
+def _multiply_blocks(
+    operation: Bilinear,
+    format: BlockFormat,
+    left: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    key: jax.Array | None,
+) -> jax.Array:
     order = _find_order(operation)
     axes = tuple(varying_axes(left, weight.values if isinstance(weight, QuantizedArray) else weight))
     # In `shard_map` a custom derivative varies over devices as its operand does.
