@@ -35,7 +35,8 @@ def get_policy(spec: "PolicySpec") -> Policy | PolicyMap:
           to parameters, output to compute; `none` leaves a dtype as found; `reduce=float32`, or `r`, is the dtype in
           which gradients are summed over devices;
         - Keras's `"infer"`, `"infer_with_float32_vars"`, `"bfloat16_with_float32_vars"`;
-        - `"int8_from_mixed_bfloat16"`, `"int4/64_from_..."`, `"float8_from_..."`: any of these, and quantized.
+        - `"int8_from_mixed_bfloat16"`, `"int4/64_from_..."`, `"float8_from_..."`, `"mxfp8_from_..."` and so on: any of
+          these, and quantized.
 
     Raises:
       ValueError: the string, dtype or config is none of these.

@@ -2,9 +2,10 @@
 
     policy     ::= [quantized "_from_"] plain
     quantized  ::= format ["(" option ("," option)* ")"]               (such as int8(activations=false))
-    format     ::= "int8" | "int4" ["/" block_size] | "float8" ["/" amax_history_length]
-    option     ::= argument "=" (number | "true" | "false" | recipe)   (of quant.Int8, quant.Int4 or quant.Float8)
+    format     ::= "int8" | ("int4" | "mxfp8" | "mxfp4" | "nvfp4") ["/" block_size] | "float8" ["/" amax_history_length]
+    option     ::= argument "=" (number | "true" | "false" | recipe | word)   (of the class of the format in jmp.quant)
     recipe     ::= "delayed" ["/most_recent"] ["/2"] | "current" ["/row"]
+    word       ::= "e4m3" | "e5m2" | "up" | "floor"                           (of quant.MXFP8 and quant.MXFP4)
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*

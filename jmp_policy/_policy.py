@@ -37,8 +37,9 @@ class Policy:
       precision: the matmul precision inside what the policy is applied to, as `jax.default_matmul_precision` takes
         it (`"highest"`, `jax.lax.Precision.HIGHEST`, ...); `None` leaves it alone.
       quantization: in which format the products of Flax layers are computed, and in which their weights are stored:
-        `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, or a string such as `"int4/64"`; `None` for no other than the
-        dtypes say. It holds in modules; a plain function has no weights to quantize.
+        `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, or a string
+        such as `"int4/64"`; `None` for no other than the dtypes say. It holds in modules; a plain function has no
+        weights to quantize.
       reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. No cast reads it:
         hand it on, as in `value_and_grad(..., reduce_dtype=policy.reduce_dtype)`.
 

@@ -76,7 +76,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("_get_policy", "_signatures"),
               ("numerics", "explanation"),
               ("numerics", "autocast"), ("quant", "explanation"),
-              ("statistics", "measurement"), ("statistics", "report"),
+              ("statistics", "measurement"), ("statistics", "report"), ("measurement", "quant"),
               ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "prediction"),
               ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),
               ("prediction", "report"),

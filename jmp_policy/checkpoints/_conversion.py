@@ -10,9 +10,10 @@ import numpy as np
 
 from .._loss_scale import DynamicLossScale
 from ..origins._provenance import Provenance
+from ..quant._array import ARRAYS
 from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
-from ._values import QUANTIZED, Misfit, convert_value, fit_history, is_abstract
+from ._values import Misfit, convert_value, fit_history, is_abstract
 
 _MISSING = "is not in the checkpoint"
 
@@ -77,7 +78,7 @@ class Conversion:
         if path in self._saved:
             self._left.pop(path, None)
             return self._saved[path]
-        arrays = {name: self._saved[*path, name] for name in QUANTIZED if (*path, name) in self._saved}
+        arrays = {name: self._saved[*path, name] for name in ARRAYS if (*path, name) in self._saved}
         if not {"values", "scale"} <= arrays.keys():
             return None
         for name in arrays:

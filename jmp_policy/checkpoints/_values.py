@@ -10,15 +10,12 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from .._dtypes import is_floating_dtype
-from .._formats import Int4, Int8, StoredFormat
+from .._formats import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from .._messages import describe
 from .._trees import is_array
 from ..quant import QuantizedArray
-from ..quant._array import quantize_array
+from ..quant._array import ARRAYS, quantize_array
 from ..quant._layout import Layout
-
-QUANTIZED = ("values", "scale", "zero_point", "input_clip")
-"""The arrays of a quantized weight, some of which may be `None`."""
 
 
 class Misfit(Exception):
@@ -67,13 +64,13 @@ def is_abstract(like: Any) -> bool:
 
 
 def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
-    """A weight in the format of `like`: the integers that were saved, or the ones that `quantize` makes of floats."""
+    """A weight in the format of `like`: the numbers that were saved, or the ones that `quantize` makes of floats."""
     if isinstance(saved, QuantizedArray):
         if (type(saved.format), saved.layout) != (type(like.format), like.layout):
             raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-        saved = {name: array for name in QUANTIZED if (array := getattr(saved, name)) is not None}
+        saved = {name: array for name in ARRAYS if (array := getattr(saved, name)) is not None}
     if isinstance(saved, Mapping):
-        arrays = dict.fromkeys(QUANTIZED) | {name: jnp.asarray(array) for name, array in saved.items()}
+        arrays = dict.fromkeys(ARRAYS) | {name: jnp.asarray(array) for name, array in saved.items()}
         return dataclasses.replace(like, **arrays | {"input_clip": _choose_clip(arrays["input_clip"], like)})
     if not is_array(saved) or not is_floating_dtype(saved.dtype) or saved.shape != like.shape:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
@@ -89,12 +86,12 @@ def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
 
 
 def _dequantize(saved: Any, like: Any) -> Any:
-    """The floats that the integers stand for; a dict of arrays says by its shapes which axes share a scale."""
+    """The floats that stored numbers stand for; a dict of arrays says by dtypes and shapes how they share scales."""
     if isinstance(saved, QuantizedArray):
         return saved.dequantize(like.dtype if is_array(like) and is_floating_dtype(like.dtype) else None)
     if not is_array(like):
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
-    arrays: dict[str, Any] = dict.fromkeys(QUANTIZED)
+    arrays: dict[str, Any] = dict.fromkeys(ARRAYS)
     arrays |= {name: jnp.asarray(array) for name, array in saved.items()}
     format, layout = _read_layout(arrays, like.shape)
     weight = QuantizedArray(**arrays, format=format, layout=layout, dtype=np.dtype(np.float32))
@@ -105,16 +102,25 @@ def _dequantize(saved: Any, like: Any) -> Any:
 
 def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[StoredFormat, Layout]:
     values, scale = arrays["values"], arrays["scale"]
-    if arrays["zero_point"] is None:
+    if values.dtype == np.int8:
         return Int8(), Layout(shape, 0)  # the product of values and scales needs none
     # (*stack, blocks, bytes of a block, *channels), where scales have one in place of the bytes
-    packed = next((n for n in range(1, values.ndim) if scale.shape[n] == 1 != values.shape[n]), values.ndim - 1)
+    fits = lambda n: scale.shape[n] == 1 and shape[len(shape) - values.ndim + n + 1 :] == values.shape[n + 1 :]
+    fitting = [n for n in range(1, values.ndim) if fits(n)]
+    # Of blocks of one byte the scales have the shape of the values.
+    packed = next((n for n in fitting if values.shape[n] != 1), fitting[0] if fitting else values.ndim - 1)
     channels = values.ndim - 1 - packed
     contracted = shape[packed - 1 : len(shape) - channels]
     blocks, length = values.shape[packed - 1], int(np.prod(contracted))
     if length % blocks:
         raise Misfit(f"was saved in {blocks} blocks, which do not divide the target's {shape}")
-    return Int4(block_size=length // blocks), Layout(contracted, channels)
+    if arrays["zero_point"] is not None:
+        return Int4(block_size=length // blocks), Layout(contracted, channels)
+    block = values.shape[packed] * (1 if values.dtype == jnp.float8_e4m3fn else 2)
+    if length != blocks * block:
+        raise Misfit(f"was saved in {blocks} blocks of {block}, which are not the target's {shape}")
+    kind = MXFP8 if values.dtype == jnp.float8_e4m3fn else MXFP4 if arrays["tensor_scale"] is None else NVFP4
+    return kind(block_size=block), Layout(contracted, channels)
 
 
 def _convert_number(saved: Any, like: Any) -> Any:
@@ -177,7 +183,7 @@ def _place(array: Any, like: Any) -> Any:
 
 
 def _sizes(weight: QuantizedArray) -> dict[str, str]:
-    arrays = {name: getattr(weight, name) for name in QUANTIZED}
+    arrays = {name: getattr(weight, name) for name in ARRAYS}
     return {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items() if array is not None}
 
 

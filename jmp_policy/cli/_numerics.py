@@ -40,8 +40,8 @@ def add_numerics(commands: "Commands") -> None:
         help="a function that returns the arguments: a tuple of them, or a single one (default: no arguments)",
     )
     options = {
-        "formats": ("FORMAT", "such as float16, bf16, int8 or int4/32 (default: float16 bfloat16 float8_e4m3fn "
-                    "float8_e5m2)"),
+        "formats": ("FORMAT", "such as float16, bf16, int4/32 or mxfp8 (default: float16 bfloat16 "
+                    "float8_e4m3fn float8_e5m2)"),
         "where": ("WHAT", "matmuls, all, operations such as exp, and patterns of paths (default: matmuls)"),
         "of": ("PASS", "some of forward, recomputed, backward, arguments and results (default: all but recomputed)"),
     }  # fmt: skip

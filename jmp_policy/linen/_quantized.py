@@ -12,17 +12,18 @@ from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._float8_format import Float8
-from .._formats import Int8, Quantization, StoredFormat, stored_format_of
+from .._formats import Quantization, StoredFormat, stored_format_of
 from .._policy import Policy
 from .._trees import Args
-from ..quant import QuantizedArray, dot_general, einsum, take
+from ..quant import QuantizedArray, dot_general, take
 from ..quant._array import Misread, is_quantized
-from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer
+from ..quant._block_product import ROUNDING
+from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer, spell_format
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
-from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
+from ._layer_table import LAYERS, compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
 from ._place import path_of, path_text
 
 _MULTIPLIES = "_jmp_multiplies"
@@ -72,7 +73,7 @@ def read_quantized_param(
     """A parameter of a module under a quantized policy.
 
     The weight of a layer that is about to multiply by it is as stored. Any other code, which could do nothing with
-    integers, gets the numbers that they stand for; and in training, those that they would stand for.
+    that, gets the numbers that it stands for; and in training, those that it would stand for.
     """
     format = stored_format_of(policy.quantization)
     assert format is not None
@@ -120,8 +121,7 @@ def quantization_of(module: nn.Module, policy: Policy) -> str:
     format, left = choose_format(format, layout), why_left(shape, layout, format)
     if left is not None:
         return f"left: {left}"
-    as_numbers = _explain_no_integers(module) if isinstance(format, Int8) and format.activations else None
-    return str(format) if as_numbers is None else f"{format}, computed with as numbers: {as_numbers}"
+    return spell_format(format, layer_of(type(module)), _explain_as_numbers(module))
 
 
 def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
@@ -137,8 +137,8 @@ def _find_stored(module: nn.Module, name: str) -> Any:
     return value if hasattr(value, "shape") else None
 
 
-def _explain_no_integers(module: nn.Module) -> str | None:
-    """Why a module computes with the numbers that its integers stand for; `None` if it multiplies by the integers."""
+def _explain_as_numbers(module: nn.Module) -> str | None:
+    """Why a module computes with the numbers that its weight stands for; `None` if it multiplies by the stored ones."""
     layer = layer_of(type(module))
     if layer is None:
         return "its code is no layer of Flax's"
@@ -205,7 +205,12 @@ def _make_fields(module: nn.Module, format: StoredFormat) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
-    return {"promote_dtype": ours, layer.field: layer.make_multiply()}
+    return {"promote_dtype": ours, layer.field: layer.make_multiply(format, functools.partial(_draw_key, module))}
+
+
+def _draw_key(module: nn.Module) -> jax.Array | None:
+    """A key for the noise of a product, `None` without one: `make_rng` would take that of the parameters instead."""
+    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
 
 
 def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
@@ -254,7 +259,8 @@ def _call_einsum(
     with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_quote_path(module, "kernel"))
-    return compute_einsum(module, equation, inputs, kernel, promote, einsum)
+    multiply = LAYERS[nn.Einsum].make_multiply(format, functools.partial(_draw_key, module))
+    return compute_einsum(module, equation, inputs, kernel, promote, multiply)
 
 
 def _call_embed(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array) -> Any:

@@ -11,22 +11,23 @@ from ._record import add_up, add_up_words, bits_like, bits_of, mantissa_bits, po
 from ._what_if import IntegerFormat
 
 
-class IntegerErrors(NamedTuple):
+class BlockErrors(NamedTuple):
     """Of one format.
 
     Attributes:
-      underflow: uint32 `(2,)`, the words of how many numbers that are not zero have zero as their integer.
+      lost: uint32 `(2, 3)`, the words of how many numbers that are not zero would be zero, subnormal, and clipped;
+        integers have none of the last two.
       high: float `(2,)`, the squared errors with scales as they are and rounded up to a power of two, in units of
         `4**exponent` of the whole tensor.
       low: their low parts.
     """
 
-    underflow: jax.Array
+    lost: jax.Array
     high: jax.Array
     low: jax.Array
 
 
-def add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> IntegerErrors:
+def add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> BlockErrors:
     """Rounds a tensor to integers, block by block along its last axis, each in units of its own largest magnitude.
 
     Args:
@@ -54,15 +55,21 @@ def add_integer_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat) -> In
     errors = lax.concatenate(errors, 0)
     squares = errors * errors * lax.broadcast_in_dim(weights, errors.shape, tuple(range(1, errors.ndim)))
     parts = add_up(squares, lax.full_like(squares, 0), (last + 1,))
-    return IntegerErrors(_count(becomes_zero), *add_up(*parts, tuple(range(1, last + 1))))
+    words = lax.expand_dims(count_flags(becomes_zero), (1,))
+    lost = lax.pad(words, np.uint32(0), [(0, 0, 0), (0, 2, 0)])
+    return BlockErrors(lost, *add_up(*parts, tuple(range(1, last + 1))))
+
+
+def pad_last_axis(x: jax.Array, block: int) -> jax.Array:
+    """Adds zeros behind the last axis, so that blocks divide it."""
+    missing = -x.shape[-1] % block
+    return lax.pad(x, x.dtype.type(0), [*[(0, 0, 0)] * (x.ndim - 1), (0, missing, 0)]) if missing else x
 
 
 def _split_last_axis(x: jax.Array, block: int) -> jax.Array:
     length = min(block, x.shape[-1])
-    blocks = -(-x.shape[-1] // length)
-    if missing := blocks * length - x.shape[-1]:
-        x = lax.pad(x, x.dtype.type(0), [*[(0, 0, 0)] * (x.ndim - 1), (0, missing, 0)])
-    return lax.reshape(x, (*x.shape[:-1], blocks, length))
+    x = pad_last_axis(x, length)
+    return lax.reshape(x, (*x.shape[:-1], x.shape[-1] // length, length))
 
 
 def _round_to_multiples(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -75,7 +82,7 @@ def _round_up_to_power(scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((bits + bits.dtype.type(digits)) & bits.dtype.type(~digits), scale.dtype)
 
 
-def _count(flags: jax.Array) -> jax.Array:
+def count_flags(flags: jax.Array) -> jax.Array:
     """How many flags are true, in two words."""
     ones = lax.convert_element_type(flags, np.uint32)
     last = (flags.ndim - 1,)

@@ -26,7 +26,7 @@ from ._counting import (
     read_most,
 )
 from ._errors import Sums, add_squares, convert_units, find_exponent
-from ._integers import IntegerErrors, add_integer_errors
+from ._integers import BlockErrors, add_integer_errors
 from ._record import (
     Record as Record,
     float_dtype,
@@ -36,7 +36,8 @@ from ._record import (
     mantissa_bits,
     merge as merge,
 )
-from ._what_if import FloatFormat, Format, IntegerFormat, parse_format as parse_format
+from ._scaled import add_scaled_errors
+from ._what_if import FloatFormat, Format, IntegerFormat, ScaledFormat, parse_format as parse_format
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -47,12 +48,12 @@ class Look(NamedTuple):
     Attributes:
       tally: of the first pass.
       sums: of the second one, for formats of floats.
-      errors: of formats of integers, in their order.
+      errors: of formats of blocks, in their order.
     """
 
     tally: Tally
     sums: Sums
-    errors: list[IntegerErrors]
+    errors: list[BlockErrors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,22 +106,22 @@ class Meter:
         x = lax.optimization_barrier(lax.stop_gradient(x))
         if x.dtype.itemsize == 8 and self.dtype.itemsize == 4:
             raise TypeError(f"A tensor of {x.dtype} needs a meter of float64: Meter(..., dtype=np.dtype('float64')).")
-        floats, integers = self._split_formats()
+        floats, in_blocks = self._split_formats()
         if x.size == 0:
             dtype = at_least_float32(x.dtype)
             zeros = [lax.full((1 + 2 * len(floats),), 0, dtype)] * 2
             tally = fill_tally(self._formats, self.histogram, dtype)
-            return Look(tally, Sums(*zeros), [_make_no_errors(dtype)] * len(integers))
+            return Look(tally, Sums(*zeros), [_make_no_errors(dtype)] * len(in_blocks))
         x = widen(x if x.ndim else lax.expand_dims(x, (0,)))
         along = functools.partial(self._look_along, keeps_last=True)
         return lax.platform_dependent(x, tpu=along, default=self._look_along)
 
     def _look_along(self, x: jax.Array, *, keeps_last: bool = False) -> Look:
-        floats, integers = self._split_formats()
+        floats, in_blocks = self._split_formats()
         blocks, axes = split_blocks(x, LONGEST_BLOCK, keeps_last=keeps_last)
         tally = count(blocks, axes, x.size, self._formats, self.histogram)
         most = read_most(tally)
-        errors = [add_integer_errors(x, most, each) for each in integers]
+        errors = [_add_block_errors(x, most, each) for each in in_blocks]
         return Look(tally, add_squares(blocks, axes, most, floats), errors)
 
     def _finish(self, look: Look, dtype: np.dtype) -> Record:
@@ -128,7 +129,7 @@ class Meter:
         floats, _ = self._split_formats()
         counts = read_counts(look.tally, self._formats, self.histogram)
         most = lax.index_in_dim(counts.extremes, 0, keepdims=False)
-        places = [i for i, each in enumerate(self._formats) if isinstance(each, IntegerFormat)]
+        places = [i for i, each in enumerate(self._formats) if not isinstance(each, FloatFormat)]
         errors = dict(zip(places, look.errors, strict=True))
         sums = _join_sums(convert_units(look.sums, most, floats), errors, len(self.formats))
         return Record(
@@ -142,37 +143,43 @@ class Meter:
     def _formats(self) -> list[Format]:
         return [parse_format(name) for name in self.formats]
 
-    def _split_formats(self) -> tuple[list[FloatFormat], list[IntegerFormat]]:
+    def _split_formats(self) -> tuple[list[FloatFormat], list[IntegerFormat | ScaledFormat]]:
         formats = self._formats
         floats = [each for each in formats if isinstance(each, FloatFormat)]
-        return floats, [each for each in formats if isinstance(each, IntegerFormat)]
+        return floats, [each for each in formats if not isinstance(each, FloatFormat)]
+
+
+def _add_block_errors(x: jax.Array, most: jax.Array, spec: IntegerFormat | ScaledFormat) -> BlockErrors:
+    if isinstance(spec, IntegerFormat):
+        return add_integer_errors(x, most, spec)
+    return add_scaled_errors(x, most, spec)
 
 
 def _add_axis(x: jax.Array) -> jax.Array:
     return lax.expand_dims(x, (0,))
 
 
-def _make_no_errors(dtype: np.dtype) -> IntegerErrors:
+def _make_no_errors(dtype: np.dtype) -> BlockErrors:
     zeros = lax.full((2,), 0, dtype)
-    return IntegerErrors(lax.full((2,), 0, np.uint32), zeros, zeros)
+    return BlockErrors(lax.full((2, 3), 0, np.uint32), zeros, zeros)
 
 
-def _insert_counts(words: jax.Array, integers: dict[int, IntegerErrors]) -> jax.Array:
-    """The words of all counts, with those of integers where their formats stand."""
-    for i, errors in integers.items():
-        words = words.at[:, FIRST_COUNTS + 3 * i].set(errors.underflow)
+def _insert_counts(words: jax.Array, in_blocks: dict[int, BlockErrors]) -> jax.Array:
+    """The words of all counts, with those of blocks where their formats stand."""
+    for i, errors in in_blocks.items():
+        words = words.at[:, FIRST_COUNTS + 3 * i : FIRST_COUNTS + 3 * i + 3].set(errors.lost)
     return words
 
 
-def _join_sums(sums: Sums, integers: dict[int, IntegerErrors], formats: int) -> jax.Array:
-    """The parts of all sums `(S, 2)`, with those of integers where their formats stand."""
+def _join_sums(sums: Sums, in_blocks: dict[int, BlockErrors], formats: int) -> jax.Array:
+    """The parts of all sums `(S, 2)`, with those of blocks where their formats stand."""
     parts = lax.concatenate([lax.expand_dims(each, (1,)) for each in (sums.high, sums.low)], 1)
-    if not integers:
+    if not in_blocks:
         return parts
     rows, pairs = [parts[:1]], iter(range(1, parts.shape[0], 2))
     for i in range(formats):
-        if i in integers:
-            rows.append(jax.numpy.stack([integers[i].high, integers[i].low], 1))
+        if i in in_blocks:
+            rows.append(jax.numpy.stack([in_blocks[i].high, in_blocks[i].low], 1))
         else:
             first = next(pairs)
             rows.append(parts[first : first + 2])

@@ -69,10 +69,38 @@ class IntegerFormat:
     block: int
 
 
-Format = FloatFormat | IntegerFormat
+@dataclasses.dataclass(frozen=True)
+class ScaledFormat:
+    """Floating numbers, of which a block along the last axis shares a scale, as `quant.MXFP8` and its like have them.
+
+    Attributes:
+      name: canonical.
+      dtype: the name of the floating dtype of the numbers.
+      block: how many numbers share a scale.
+      has_tensor_scale: whether scales are e4m3, beside one for the tensor, as in NVFP4; else they are powers of two.
+    """
+
+    name: str
+    dtype: str
+    block: int
+    has_tensor_scale: bool
+
+    @property
+    def numbers(self) -> FloatFormat:
+        """The format of the numbers, before they are scaled."""
+        return _describe(np.dtype(self.dtype))
+
+
+Format = FloatFormat | IntegerFormat | ScaledFormat
 
 _INTEGERS = {"int8": 127, "int4": 7}
-_INTEGER = re.compile(r"(int8|int4)\s*(?:/\s*(\d+))?")
+_SCALED = {
+    "mxfp8": ("float8_e4m3fn", 32),
+    "mxfp8_e5m2": ("float8_e5m2", 32),
+    "mxfp4": ("float4_e2m1fn", 32),
+    "nvfp4": ("float4_e2m1fn", 16),
+}
+_IN_BLOCKS = re.compile(rf"({'|'.join((*_INTEGERS, *_SCALED))})\s*(?:/\s*(\d+))?")
 _NO_FORMAT = ("float8_e8m0fnu",)  # powers of two for scales: no sign, no zero
 
 
@@ -81,29 +109,38 @@ def parse_format(name: object) -> Format:
 
     Args:
       name: a floating dtype in any spelling that policies take (`"float16"`, `"bf16"`, `"float8_e4m3fn"`,
-        `jnp.float8_e5m2`), or integers with a scale per block of the last axis: `"int8"`, `"int4"` (blocks of 128),
-        `"int4/32"`.
+        `jnp.float8_e5m2`); or what has a scale per block of the last axis: integers, `"int8"`, `"int4"` (blocks of
+        128), `"int4/32"`; and floats, `"mxfp8"`, `"mxfp8_e5m2"`, `"mxfp4"` (blocks of 32), `"nvfp4"` (of 16),
+        `"mxfp8/64"`.
 
     Raises:
       ValueError: it is none.
 
-    >>> parse_format("bf16").name, parse_format("int4").name, parse_format("INT8 / 64").name
-    ('bfloat16', 'int4', 'int8/64')
+    >>> parse_format("bf16").name, parse_format("int4").name, parse_format("INT8 / 64").name, parse_format("nvfp4").name
+    ('bfloat16', 'int4', 'int8/64', 'nvfp4')
     """
-    found = _INTEGER.fullmatch(name.strip().lower()) if isinstance(name, str) else None
+    found = _IN_BLOCKS.fullmatch(name.strip().lower()) if isinstance(name, str) else None
     if found is not None and (found[2] is None or int(found[2]) > 0):
-        block = DEFAULT_BLOCK if found[2] is None else int(found[2])
-        spelling = found[1] if block == DEFAULT_BLOCK else f"{found[1]}/{block}"
-        return IntegerFormat(spelling, _INTEGERS[found[1]], block)
+        return _make_format(found[1], None if found[2] is None else int(found[2]))
     try:
         dtype = parse_dtype(name)  # pyright: ignore[reportArgumentType]: anything may come
     except ValueError:
         dtype = None
     if dtype is None or dtype.name in _NO_FORMAT:
         known = [spelling for spelling in dtype_names() if spelling not in _NO_FORMAT]
-        remedy = did_you_mean(name, [*known, *_INTEGERS, "int8/64", "int4/32"])
+        remedy = did_you_mean(name, [*known, *_INTEGERS, *_SCALED, "int8/64", "int4/32"])
         raise ValueError(f"Unknown format {quote(name)}. {remedy} For example: 'float16', 'float8_e4m3fn', 'int8/64'.")
     return _describe(dtype)
+
+
+def _make_format(kind: str, block: int | None) -> IntegerFormat | ScaledFormat:
+    """A format of blocks of so many numbers; `None` stands for the default."""
+    dtype, default = _SCALED.get(kind, ("", DEFAULT_BLOCK))
+    block = default if block is None else block
+    name = kind if block == default else f"{kind}/{block}"
+    if kind in _INTEGERS:
+        return IntegerFormat(name, _INTEGERS[kind], block)
+    return ScaledFormat(name, dtype, block, has_tensor_scale=kind == "nvfp4")
 
 
 @functools.cache

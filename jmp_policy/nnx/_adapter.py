@@ -113,14 +113,14 @@ class _Nnx:
                 continue
             name, mask = weight_name(spec.base), vars(module).get("mask")
             variable = vars(module)[name]
-            # Layers that differ in any of these make different integers of one weight.
+            # Layers that differ in any of these make different numbers of one weight.
             key = id(variable), id(mask), weight.layout, spec.policy.quantization
             if key not in done:
                 new = _quantize_layer(quantize_weight, "/".join(map(str, path)), module, spec, weight)
                 done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
             vars(module)[name] = done[key][1]
             if mask is not None and done[key][1] is not variable:
-                module.mask = None  # type: ignore[attr-defined]  # the integers have it
+                module.mask = None  # type: ignore[attr-defined]  # the stored numbers have it
         return attached, attachment.explain_unused_rules()
 
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

@@ -8,16 +8,17 @@ from typing import Any
 from flax import nnx
 
 from .._float8_format import Float8
-from .._formats import Int8, Quantization, stored_format_of
+from .._formats import Quantization, stored_format_of
 from .._policy import Policy
 from ..quant import QuantizedArray
-from ..quant._layer import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer
+from ..quant._layer import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer, spell_format
 from ..quant._layout import WHY_TABLES_WIDE, choose_format, why_left
 from ..quant._weight import match_format, prepare_weight
 from ._float8 import make_state, why_wide
 from ._layer_table import find_layer, find_weight, weight_name
 from ._module_spec import Product
 from ._nodes import Attributes
+from ._rounding import draw_nothing, draws_keys
 
 
 class QuantizedParam(nnx.Variable):
@@ -38,7 +39,7 @@ class QuantizedParam(nnx.Variable):
 
 
 def make_quantized_attributes(base: type, attributes: Attributes, quantization: Quantization | None) -> Attributes:
-    """The attributes that a policy of integers gives a layer: how it promotes, and how it multiplies.
+    """The attributes that a policy that stores weights gives a layer: how it promotes, and how it multiplies.
 
     None, where its weight is too small, or its author wrote the functions that it computes with.
     """
@@ -48,7 +49,7 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
     if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
-    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply()} if layer.field else {})
+    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply(format, draw_nothing)} if layer.field else {})
 
 
 def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
@@ -56,8 +57,10 @@ def choose_product(base: type, attributes: Attributes, quantization: Quantizatio
     if is_float8(base, attributes, quantization):
         return Product.FLOAT8
     # The functions of an embedding are methods, and not attributes that a policy could replace.
-    reads_rows = issubclass(base, nnx.Embed) and make_quantized_attributes(base, attributes, quantization)
-    return Product.QUANTIZED_ROWS if reads_rows else Product.OWN
+    replaced = make_quantized_attributes(base, attributes, quantization)
+    if replaced and issubclass(base, nnx.Embed):
+        return Product.QUANTIZED_ROWS
+    return Product.ROUNDED_AT_RANDOM if draws_keys(base, replaced, quantization) else Product.OWN
 
 
 def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:
@@ -72,9 +75,8 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
         return ""
     promote = attributes.get("promote_dtype")
     if isinstance(promote, Promote):
-        format = choose_format(format, weight.layout)
-        is_as_numbers = isinstance(promote, PromoteRounded) and isinstance(format, Int8) and format.activations
-        return f"{format}, computed with as numbers: {WHY_AS_NUMBERS}" if is_as_numbers else str(format)
+        why_as_numbers = WHY_AS_NUMBERS if isinstance(promote, PromoteRounded) else None
+        return spell_format(choose_format(format, weight.layout), find_layer(base), why_as_numbers)
     left = why_left(weight.value.shape, weight.layout, format)
     return f"left: {left or 'its author wrote the functions that it computes with'}"
 
@@ -110,8 +112,8 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
         if format is None:
             raise ValueError(
                 f"The weight{where} is quantized, as {str(weight.value.format)!r}, and the policy {policy.name!r} "
-                f"stores no integers. Give it one that does, such as '{weight.value.format}_from_{policy.name}', or "
-                "give this policy to the original."
+                "stores no quantized weights. Give it one that does, such as "
+                f"'{weight.value.format}_from_{policy.name}', or give this policy to the original."
             )
         match_format(weight.value, format, where)
     elif make_quantized_attributes(base, attributes, policy.quantization):

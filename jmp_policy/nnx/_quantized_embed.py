@@ -24,7 +24,7 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 
 class PromoteTable(Promote):
-    """The `promote_dtype` of an embedding: the table, last of the arrays, becomes the numbers its integers stand for.
+    """The `promote_dtype` of an embedding: the table, last of the arrays, becomes the numbers it stands for.
 
     Methods call it that an author wrote in a subclass, or runs by `super()`. The methods of Flax read the table by
     `read_rows` and `prepare_operands` instead.
@@ -46,7 +46,7 @@ class PromoteTable(Promote):
 
 @remember_on_class
 def make_quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
-    """A subclass of an embedding that reads rows, and attends to them, by their integers; one for equal classes."""
+    """A subclass of an embedding that reads rows, and attends to them, as they are stored; one for equal classes."""
     methods: dict[str, Any] = {}
     if base.__call__ is nnx.Embed.__call__:
         methods["__call__"] = _call

@@ -77,8 +77,8 @@ def collect(
 
     Args:
       fun: any function of trees of arrays, with modules of linen or nnx, or without.
-      formats: what to measure the tensors for: names of dtypes, `"int8"` and `"int4"`, with their block size as in
-        `"int4/32"`.
+      formats: what to measure the tensors for: names of dtypes; `"int8"` and `"int4"`; and `"mxfp8"`, `"mxfp8_e5m2"`,
+        `"mxfp4"` and `"nvfp4"`. The block size of the latter, along the last axis, may follow, as in `"int4/32"`.
       where: `"matmuls"` (with convolutions), `"all"` operations, the names of primitives such as `"exp"`, and patterns
         of paths, which cover what is inside of them as keys of a `PolicyMap` do. Of several, operations add up and
         so do paths, and a value is measured where both are chosen: `("matmuls", "blocks/.*")`.

@@ -14,6 +14,7 @@ MOST_ERROR = 1 / 8
 what reaches this lost numbers that mattered, and numbers that did not matter do not reach it."""
 
 _ROUNDING = {"float8_e4m3fn": 0.027, "float8_e5m2": 0.053, "int8": 0.009, "int4": 0.11}
+_ROUNDING |= {"mxfp8": 0.027, "mxfp8_e5m2": 0.053, "mxfp4": 0.116, "nvfp4": 0.096}
 """The relative error of normal numbers, where a scale puts the largest one as high as it fits."""
 
 _ROUNDINGS = 3
@@ -59,7 +60,7 @@ def find_scaled_loss(row: Row, format: str) -> Loss:
     """What a quantized format would lose of a tensor, after the scale that suits it best.
 
     Raises:
-      ValueError: the row does not tell: it was not measured for integers, or has no histogram.
+      ValueError: the row does not tell: it was not measured for a format of blocks, or has no histogram.
     """
     known = parse_format(format)
     if format in row.formats:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .._float8_format import Float8
-from .._formats import BlockFormat, Int4, Quantization
+from .._formats import MXFP8, BlockFormat, Int4, KeptNVFP4, Quantization
 from .._policy import Policy
-from .._policy_map import PolicyMap
+from .._policy_map import PolicyMap, match_policy
 from ..interpreter._program import is_backward
 from ..statistics._observed import ObservedProgram
 from ..statistics._row import Row
@@ -16,7 +16,7 @@ from ._flow import Operation
 from ._layer_rule import HALF
 from ._trial import Written
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+PRODUCTS = frozenset(("dot_general", "scaled_dot", "conv_general_dilated"))
 
 
 class NarrowValue(NamedTuple):
@@ -67,17 +67,16 @@ def list_narrow_values(
 def list_quantized_values(
     operations: Sequence[Operation], observed: ObservedProgram, rows: Sequence[Row], policy: Policy | PolicyMap
 ) -> list[NarrowValue]:
-    """What products by a weight read in a quantized format: weights, activations, and gradients in float8."""
+    """What products by a weight read in a quantized format: weights, activations, and gradients of those that train."""
     types = observed.list_types()
     found, layers = [], set[str]()
     for operation in operations:
         if operation.name not in PRODUCTS:
             continue
         direction = _find_direction(operation, rows)
-        rule = policy.resolve(operation.path, types) if isinstance(policy, PolicyMap) else policy
-        kind = rule.quantization
+        kind = match_policy(policy, operation.path, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
-        if kind is None or not _is_inside(operation.path, types):
+        if kind is None or isinstance(kind, KeptNVFP4) or not _is_inside(operation.path, types):
             continue
         if weights and max(np.prod(rows[i].shape) for i in weights[0]) < kind.min_size:
             continue
@@ -87,7 +86,7 @@ def list_quantized_values(
             continue
         for indices in operation.reads:
             format = _find_format(kind, indices in weights, _find_pass(indices, rows))
-            if format and (direction == "forward" or isinstance(kind, Float8)):
+            if format and (direction == "forward" or _has_narrow_gradients(kind)):
                 where = operation.path, direction, format, operation.name
                 found += [NarrowValue(i, *where, is_cast=True, is_scaled=True) for i in indices]
     return found
@@ -98,10 +97,19 @@ def _find_format(kind: Quantization, is_weight: bool, direction: str) -> str:
     if isinstance(kind, Float8):
         return "float8_e5m2" if direction == "backward" else "float8_e4m3fn"
     if isinstance(kind, BlockFormat):
-        return ""
+        if not is_weight and not kind.activations:
+            return ""
+        name, slash, block = str(kind).partition("(")[0].partition("/")
+        is_e5m2 = isinstance(kind, MXFP8) and kind.gradients == "e5m2" and direction == "backward"
+        return f"{name}{'_e5m2' * is_e5m2}{slash}{block}"
     if isinstance(kind, Int4):
         return ("int4" if kind.block_size == 128 else f"int4/{kind.block_size}") if is_weight else ""
     return "int8" if is_weight or kind.activations else ""
+
+
+def _has_narrow_gradients(kind: Quantization) -> bool:
+    """Whether the products of the backward pass are in the format, too."""
+    return isinstance(kind, Float8) or (isinstance(kind, BlockFormat) and kind.activations)
 
 
 def _find_pass(indices: Sequence[int], rows: Sequence[Row]) -> str:

@@ -22,9 +22,10 @@ from .._formats import (
 )
 from .._rounding import round_to_half
 from .._trees import Uncast, is_array
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._block_numbers import Blocks, dequantize, pack_e2m1, unpack_e2m1
 from ._block_operands import round_weight
-from ._clip import Clip, choose_bounds, choose_peak
+from ._clip import Clip, check_clip, choose_bounds, choose_peak
 from ._layout import Layout, block_length, stack_shape
 from ._numbers import Quantized, pack, quantize_asymmetric, quantize_symmetric, unpack
 
@@ -99,6 +100,7 @@ class QuantizedArray(Uncast):
         """The sharding of the values."""
         return self.values.sharding
 
+    @jax.named_scope(ROUNDING_SCOPE)
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The weight as an ordinary array.
 
@@ -180,6 +182,10 @@ class QuantizedArray(Uncast):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
 
+ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale")
+"""The fields of a quantized weight that are arrays, some of which may be `None`."""
+
+
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
     """Whether a node of a tree is a quantized weight, and so a leaf to walks that ask this."""
     return isinstance(node, QuantizedArray)
@@ -201,18 +207,22 @@ def quantize_array(
         abstract result.
       quantization: `Int8`, `Int4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
       layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
-      clip: how the range is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes, and
-        `"mse"`, the range of the least mean square error, clip what is outside.
-      input_clip: a number to clip the inputs of the layer to, where the format quantizes these.
+      clip: how the range of integers is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes,
+        and `"mse"`, the range of the least mean square error, clip what is outside. Formats of blocks take it whole.
+      input_clip: a number to clip the inputs of the layer to, where the format quantizes these to integers.
       where: what the error message says of the place the weight stands in.
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind.
+      ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind, or
+        `clip` is of no use to a format of blocks.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
     (2, 1, 8)
+    >>> w = jmp.quant.quantize_array(jnp.ones((256, 8)), "nvfp4")
+    >>> w.values.dtype, w.scale.dtype, w.scale.shape, 8 * w.nbytes / w.size
+    (dtype('uint8'), dtype(float8_e4m3fn), (16, 1, 8), 4.515625)
     """
     format = stored_format_of(parse_quantization(quantization))
     if format is None:
@@ -228,6 +238,7 @@ def quantize_array(
     array = jnp.asarray(array)
     layout = layout or _default_layout(array.shape)
     if isinstance(format, BlockFormat):
+        _check_takes_all(check_clip(clip), format, where)
         return _quantize_in_blocks(array, layout, format, where)
     if isinstance(format, Int8):
         made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
@@ -248,11 +259,24 @@ def _check_quantizable(array: Any, where: str) -> None:
         )
 
 
+def _check_takes_all(clip: Clip, format: BlockFormat, where: str) -> None:
+    """Checks that the range of a weight in blocks is not to be chosen.
+
+    The better one of two powers of two for each block took 3 % off the error of `mxfp4`, and nothing off `mxfp8`'s.
+    """
+    if clip != "absmax":
+        raise ValueError(
+            f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its largest "
+            "number. Leave clip out; where a map has integers too, quantize those first, with a map of their rules "
+            "alone, and the rest afterwards."
+        )
+
+
 def _repeat_input_clip(
     array: jax.Array, layout: Layout, format: StoredFormat, input_clip: ArrayLike | None
 ) -> jax.Array | None:
     """Repeats the magnitude to clip inputs to for each weight of a stack, so that both are cut into layers."""
-    if input_clip is None or not getattr(format, "activations", False):
+    if input_clip is None or not isinstance(format, Int8) or not format.activations:
         return None
     return jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
 

@@ -22,13 +22,14 @@ def calibrate(
 ) -> dict[str, float]:
     """Runs a model on some data, and chooses the magnitude to clip the inputs of each layer to.
 
-    Under a policy such as `"int8_from_mixed_bfloat16"` a layer quantizes each row of its inputs by the largest
+    It is for integers: in formats of blocks an outlier spoils its own block alone, and nothing is clipped. Under a
+    policy such as `"int8_from_mixed_bfloat16"` a layer quantizes each row of its inputs by the largest
     magnitude in it. Where that is an outlier the others lose most of their 8 bits; `quantize` with what is returned
     here clips it. The model runs as it will be served, by the policy it has, and one operation after the other, so
     that the layers of a scan are seen as well: they share a magnitude.
 
     Args:
-      model: a linen module or an nnx model, with a policy whose quantization has activations. It stays as it is.
+      model: a linen module or an nnx model, with a policy that quantizes inputs to integers. It stays as it is.
       batches: what to call it with, one after the other: a tuple of positional arguments, or the only one.
       variables: of a linen module; `None`, if it is bound.
       method: what to call instead of the module itself, as for `explain`.
@@ -39,11 +40,13 @@ def calibrate(
 
     Returns:
       By module path, the magnitude, for `quantize(..., input_clips=...)`. Left out are layers whose inputs are not
-      quantized or were all zero, and layers without a weight of their own, such as a head that is tied to a table.
+      quantized to integers or were all zero, and layers without a weight of their own, such as a head that is tied to a
+      table.
 
     Raises:
       TypeError: `model` is not a Flax module.
-      ValueError: no layer quantizes its inputs; they are not finite; `batches` is empty; or `clip` is not valid.
+      ValueError: no layer quantizes its inputs to integers; they are not finite; `batches` is empty; or `clip` is not
+        valid.
 
     Warns:
       Layers whose inputs have no numbers, because they run inside of `vmap` or `remat`.
@@ -85,6 +88,6 @@ def _check(calibration: Calibration, count: int) -> None:
         warn_user(message)
     elif not calibration.layers:
         raise ValueError(
-            "No layer that was called quantizes its inputs. Give the model a policy under which they do. "
+            "No layer that was called quantizes its inputs to integers. Give the model a policy under which they do. "
             "For example: with_policy(model, 'int8_from_float32')."
         )

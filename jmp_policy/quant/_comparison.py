@@ -57,7 +57,7 @@ class LayerComparison:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is one of integers afterwards."""
+        """Whether the weight is quantized afterwards."""
         return not self.quantization.startswith("left: ")
 
     def to_dict(self) -> dict[str, Any]:

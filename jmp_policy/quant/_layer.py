@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._float8_format import Float8
-from .._formats import StoredFormat
+from .._formats import BlockFormat, Int4, StoredFormat, draws_noise
 from ._amax_history import State, needs_state
 from ._array import QuantizedArray
 from ._float8_product import float8_product, why_sizes_wide, why_weight_wide
@@ -57,11 +57,11 @@ class Promote:
 
 
 WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
-"""Why a layer that has integers computes with the numbers that they stand for."""
+"""Why a layer with a quantized weight computes with the numbers that it stands for."""
 
 
 class PromoteRounded(Promote):
-    """The `promote_dtype` of a layer that can multiply by floating numbers only: the weight as its integers say."""
+    """The `promote_dtype` of a layer that can multiply by floating numbers only: the weight as what it stands for."""
 
     def __call__(self, *arrays: Any, dtype: Any = None, **options: Any) -> tuple[Any, ...]:
         inputs, weight, bias = super().__call__(*arrays, dtype=dtype, **options)
@@ -76,13 +76,18 @@ class Multiply:
     Attributes:
       own: what the layer computes any other product with.
       operation: its name in `OPERATIONS`.
+      key: draws the key of the noise of a product, or `None` where nothing is there to draw it from; itself `None`
+        where the format has no noise.
     """
 
     own: Callable[..., Any]
     operation: str
+    key: Callable[[], jax.Array | None] | None = dataclasses.field(default=None, compare=False)  # as `state` below
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         quantized = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
+        if quantized and self.key is not None:
+            options["key"] = self.key()
         return (OPERATIONS[self.operation].quantized if quantized else self.own)(*operands, **options)
 
 
@@ -157,10 +162,20 @@ class WeightedLayer:
         """The function that the layer multiplies with if its author gave it no other."""
         return None if self.operation is None else OPERATIONS[self.operation].default
 
-    def make_multiply(self) -> Multiply:
-        """Makes what takes the place of that function where the weight is quantized."""
+    def draws_noise(self, format: object) -> bool:
+        """Whether the layer's product in a format draws noise: convolutions compute in the compute dtype."""
+        return self.operation in ("dot_general", "einsum") and draws_noise(format)
+
+    def make_multiply(self, format: object, key: Callable[[], jax.Array | None]) -> Multiply:
+        """Makes what takes the place of that function where the weight is quantized.
+
+        Args:
+          format: of the policy.
+          key: draws a key for each product, if the format has noise.
+        """
         assert self.operation is not None
-        return Multiply(OPERATIONS[self.operation].default, self.operation)
+        default = OPERATIONS[self.operation].default
+        return Multiply(default, self.operation, key if self.draws_noise(format) else None)
 
     def make_float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
         """Makes what takes the place of that function under a float8 policy.
@@ -171,6 +186,31 @@ class WeightedLayer:
         """
         assert self.operation is not None
         return Float8Multiply(OPERATIONS[self.operation].default, self.operation, format, state)
+
+
+def spell_format(format: StoredFormat, layer: WeightedLayer | None, why_as_numbers: str | None) -> str:
+    """What becomes of a weight that is quantized, as `Row.quantization` says it.
+
+    Args:
+      format: of the weight.
+      layer: the row of its layer.
+      why_as_numbers: why the layer could not multiply by quantized weights at all; `None` if it could.
+
+    >>> from jmp_policy.quant import MXFP8
+    >>> spell_format(MXFP8(), WeightedLayer("kernel", "conv_general_dilated"), None)
+    'mxfp8, computed with as numbers: it is a convolution'
+    >>> spell_format(MXFP8(block_size=64), WeightedLayer("kernel", "dot_general"), None)
+    'mxfp8/64, in blocks that no hardware multiplies'
+    """
+    if isinstance(format, Int4) or not format.activations:  # products are of numbers anyway
+        return str(format)
+    is_in_blocks = isinstance(format, BlockFormat)
+    if why_as_numbers is None and is_in_blocks and layer is not None and layer.operation == "conv_general_dilated":
+        why_as_numbers = "it is a convolution"
+    if why_as_numbers is not None:
+        return f"{format}, computed with as numbers: {why_as_numbers}"
+    is_odd = is_in_blocks and format.block_size != type(format)().block_size
+    return f"{format}, in blocks that no hardware multiplies" if is_odd else str(format)
 
 
 def find_row(table: Mapping[type, WeightedLayer], kind: type) -> WeightedLayer | None:

@@ -32,7 +32,7 @@ class Quantizer:
     def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
         if not has_quantization(given):
             raise ValueError(
-                f"Nothing to quantize: {_describe_policy(given)} stores no weights as integers. "
+                f"Nothing to quantize: {_describe_policy(given)} stores no quantized weights. "
                 "For example: 'int8_from_mixed_bfloat16'."
             )
         self.given = given
@@ -96,7 +96,7 @@ class Quantizer:
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:
-    """Whether a policy, or any of a map's, stores weights as integers.
+    """Whether a policy, or any of a map's, is one by which weights are stored.
 
     >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
     True
@@ -112,7 +112,7 @@ def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
     """Why a weight stays as it is under a policy; `None` if it is quantized."""
     format = stored_format_of(policy.quantization)
     if format is None:
-        return f"its policy {policy.name!r} stores no integers"
+        return f"its policy {policy.name!r} stores no quantized weights"
     if isinstance(array, QuantizedArray):
         return None
     if not is_floating_dtype(array.dtype):

@@ -6,14 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import serialization
 
-from ._array import QuantizedArray
-
-_ARRAYS = ("values", "scale", "zero_point", "input_clip")
+from ._array import ARRAYS, QuantizedArray
 
 
 def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
     """The arrays that there are; format and layout are not saved, and come from the target again."""
-    return {name: array for name in _ARRAYS if (array := getattr(weight, name)) is not None}
+    return {name: array for name in ARRAYS if (array := getattr(weight, name)) is not None}
 
 
 def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from .._formats import Int4, StoredFormat
+from .._formats import Int4, KeptNVFP4, StoredFormat
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._array import QuantizedArray, quantize_array
 from ._layout import Layout, block_length, choose_format, why_left
 
@@ -51,7 +52,7 @@ StoredWeight = QuantizedArray | Unquantized
 
 
 def fake_quantize(weight: StoredWeight, dtype: Any = None) -> jax.Array:
-    """Rounds a weight to what its integers stand for; the gradient passes straight through to the stored weight.
+    """Rounds a weight to what its stored numbers stand for; the gradient passes straight through to the stored weight.
 
     Args:
       weight: a weight.
@@ -73,6 +74,7 @@ class _FakeQuantization:
     dtype: Any
 
 
+@jax.named_scope(ROUNDING_SCOPE)
 def _round(array: jax.Array, spec: _FakeQuantization) -> jax.Array:
     return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
 
@@ -103,12 +105,13 @@ def prepare_weight(array: Any, format: StoredFormat, layout: Layout, where: str 
 
 
 def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -> QuantizedArray:
-    """Gives a quantized weight the format of a policy, which may compute otherwise and stores the same integers.
+    """Gives a quantized weight the format of a policy, which may compute otherwise and stores the same numbers.
 
     Raises:
-      ValueError: the policy stores other integers.
+      ValueError: the policy stores other numbers.
     """
-    format = choose_format(format, array.layout)
+    # A weight that is stored in blocks is multiplied so: what keeps others keeps them from being rounded.
+    format = choose_format(format.plain if isinstance(format, KeptNVFP4) else format, array.layout)
     same_kind = type(array.format) is type(format)
     if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
         return array if array.format == format else dataclasses.replace(array, format=format)
@@ -121,4 +124,5 @@ def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -
 
 def _computing(format: StoredFormat) -> dict[str, Any]:
     """The options of a format that say how to compute, and nothing of how it is stored."""
-    return {name: getattr(format, name) for name in ("activations", "min_size", "table_bits") if hasattr(format, name)}
+    names = {field.name for field in dataclasses.fields(format)} - {"block_size", "scale_rounding", "square_weights"}
+    return {name: getattr(format, name) for name in names}

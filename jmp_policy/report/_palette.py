@@ -47,13 +47,13 @@ FORMAT_STYLES = {
     "float8_e5m2": Style("#40004B", (0, (8, 2, 2, 2)), 2.6),
     "int8": Style("#009E73", (0, (6, 3)), 1.9),
     "int4": Style("#56B4E9", (0, (1, 1)), 1.6),
-    "mxfp8": Style("#1E0FB4", (0, (7, 1.5)), 2.1),
-    "mxfp4": Style("#000000", (0, (3, 3)), 1.4),
-    "nvfp4": Style("#780F0F", (0, (3, 1, 1, 1)), 1.8),
+    "mxfp8": Style("#004B00", (0, (10, 2)), 2.4),
+    "mxfp4": Style("#A569FF", (0, (3, 1, 1, 1)), 1.4),
+    "nvfp4": Style("#000000", (0, (7, 1.5, 1.5, 1.5, 1.5, 1.5)), 1.8),
 }
 """By number format. People with any color vision can tell the colors apart; dash and width tell curves apart that
 coincide, and in print. Source of the colors: Okabe and Ito, Color Universal Design, 2008; float8's: Tol, as below;
-those of blocks were searched for, far from all others."""
+those of blocks are far from all others."""
 
 OTHER_STYLES = (
     Style("#332288", "solid", 2.4),

@@ -137,7 +137,7 @@ class StatsHistory:
         number is far above all curves has no line.
 
         Args:
-          formats: whose largest numbers to draw; `None` for those that were measured. Integers have none of their own.
+          formats: whose largest numbers to draw; `None` for those that were measured. Blocks have none of their own.
           direction: the pass to draw; `None` for each.
 
         Returns:

@@ -27,7 +27,8 @@ class FormatShares:
       overflow: finite numbers beyond the largest of the format: they would be infinite, nan, or that largest number.
       error: the root of the sum of squared errors of casting, relative to that of the numbers; what is too large
         counts as the largest number.
-      scaled_error: the same after scaling by the best power of two, which puts the largest number as high as it fits.
+      scaled_error: the same after scaling by the best power of two, which puts the largest number as high as it fits;
+        of floats in blocks, such as `"mxfp8"`, the same as `error`.
 
     >>> from jmp_policy.numerics import FormatShares
     >>> FormatShares(underflow=0.25, subnormal=0.5, overflow=0.125, error=0.1, scaled_error=0.0).lost

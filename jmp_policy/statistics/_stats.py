@@ -180,7 +180,7 @@ class Stats(Report, Uncast):
         the rows of a module, and `stats.select(...).plot()` any.
 
         Args:
-          formats: whose ranges to draw; `None` for those that were measured. Integers have no range of their own.
+          formats: whose ranges to draw; `None` for those that were measured. Blocks have no range of their own.
           direction: the pass to draw, `"backward"` for gradients; `None` for each.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from ..measurement._measure import FIRST_EXPONENT
 from ..report import Cell, Column, draw_html_note, draw_sortable_table
 from ._row import Row
-from ._stats_report import Line, describe_loops, describe_unmeasured, format_share, is_integer, shorten_format
+from ._stats_report import Line, describe_loops, describe_unmeasured, format_share, is_in_blocks, shorten_format
 
 MOST_LINES = 1000
 """A page shows so many lines: `rows()` has the others."""
@@ -59,8 +59,10 @@ def _list_summary(lines: Sequence[Line]) -> Columns:
 def _list_formats(lines: Sequence[Line], formats: Sequence[str]) -> Columns:
     columns = {}
     for name in formats:
-        shares = {} if is_integer(name) else _SHARES  # integers have neither subnormal numbers nor an overflow
-        for title, key in {**shares, **_ERRORS}.items():
+        # Integers have neither subnormal numbers nor an overflow; floats in blocks are scaled already.
+        shares = {} if name.startswith("int") else _SHARES
+        errors = _ERRORS if name.startswith("int") or not is_in_blocks(name) else {"error": "error"}
+        for title, key in {**shares, **errors}.items():
             columns[f"{shorten_format(name)}\n{title}"] = [_show_share(line.row, name, key) for line in lines]
     return columns
 

@@ -38,7 +38,7 @@ def plot_exponents(rows: Sequence[Row], formats: Iterable[str], direction: str |
 
 
 def list_ranges(formats: Iterable[str]) -> dict[str, FormatRange]:
-    """The ranges of formats by name; integers have none, since their scale moves it.
+    """The ranges of formats by name; numbers in blocks have none, since their scale moves it.
 
     Raises:
       ValueError: a format is unknown.

@@ -44,11 +44,11 @@ class Line:
 def rank_loss(row: Row) -> tuple[float, float, float]:
     """How much a row loses, to sort by: nan and infinities first, then what overflows, then what becomes zero.
 
-    Overflow and zeros are summed over the formats. Of integers the relative error counts in place of zeros: rounding to
-    zero is what they do to all small numbers.
+    Overflow and zeros are summed over the formats. Where blocks share a scale the relative error counts in place of
+    zeros: rounding to zero is what integers, and floats of 4 bits, do to all small numbers.
     """
     overflow = sum(shares.overflow for shares in row.formats.values())
-    lost = sum(shares.error if is_integer(name) else shares.underflow for name, shares in row.formats.items())
+    lost = sum(shares.error if is_in_blocks(name) else shares.underflow for name, shares in row.formats.items())
     return row.nonfinite, overflow, lost
 
 
@@ -86,8 +86,8 @@ def make_table(lines: Sequence[Line], formats: Sequence[str], width: int) -> Tab
 
 def list_notes(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> list[str]:
     """The notes below the table of a terminal."""
-    signs = [] if all(map(is_integer, formats)) else ["↑ overflows, ↓ becomes zero"]
-    signs += ["± relative error"] if any(map(is_integer, formats)) else []
+    signs = [] if all(map(is_in_blocks, formats)) else ["↑ overflows, ↓ becomes zero"]
+    signs += ["± relative error"] if any(map(is_in_blocks, formats)) else []
     legend = f"{', '.join(signs)}; worst first" if signs else "nan and infinities first; no format was asked for"
     notes = [legend] if lines else []
     if len(lines) > MOST_LINES:
@@ -110,18 +110,18 @@ def describe_unmeasured(rows: Sequence[Row]) -> list[str]:
     return [f"{which} measured: a branch that was not taken, or a step that was not observed."] if count else []
 
 
-def is_integer(format: str) -> bool:
-    """Whether the numbers of a format are multiples of a scale."""
-    return format.startswith("int")
+def is_in_blocks(format: str) -> bool:
+    """Whether the numbers of a format are multiples of the scale of a block."""
+    return format.startswith(("int", "mx", "nv"))
 
 
 def shorten_format(format: str) -> str:
     """A format as a header.
 
-    >>> shorten_format("float8_e4m3fn"), shorten_format("bfloat16"), shorten_format("int8/64")
-    ('e4m3fn', 'bfloat16', 'int8/64')
+    >>> [shorten_format(name) for name in ("float8_e4m3fn", "bfloat16", "int8/64", "mxfp8_e5m2")]
+    ['e4m3fn', 'bfloat16', 'int8/64', 'mxfp8_e5m2']
     """
-    return format.partition("_")[2] or format
+    return (format.startswith("float") and format.partition("_")[2]) or format
 
 
 def format_share(share: float) -> str:
@@ -176,7 +176,7 @@ def _list_numbers(lines: Sequence[Line], formats: Sequence[str]) -> dict[str, li
 
 def _describe_loss(formats: Mapping[str, FormatShares], name: str) -> str:
     shares = formats[name]
-    if is_integer(name):
+    if is_in_blocks(name):
         return f"±{format_share(shares.error)}" if shares.error else ""
     parts = {"↑": format_share(shares.overflow), "↓": format_share(shares.underflow)}
     return " ".join(sign + text for sign, text in parts.items() if text)

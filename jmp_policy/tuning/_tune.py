@@ -11,6 +11,7 @@ import numpy as np
 
 from .._adapter import find_adapter, find_lifting_adapter
 from .._float8_format import CurrentScaling, Float8
+from .._formats import BlockFormat
 from .._get_policy import get_policy
 from .._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from .._messages import describe
@@ -75,7 +76,7 @@ def tune(
         steps of training. It is the caller's to compile what it runs.
       budget: how many trials there may be; as many as it takes if `None`. Each one compiles.
       gradients: whether gradients count. If `None`, those of a scalar loss do, and those of a module, of a fixed random
-        projection of its outputs, unless its weights go to integers, which is for inference.
+        projection of its outputs, unless only its weights are rounded, or to integers, which is for inference.
       has_aux: whether the function returns a loss and auxiliary data, which are not compared.
       loss_scale: what the loss is multiplied by for gradients in float16; if `None`, a power of two, at most 2**15,
         with which no gradient of the measured run overflows.
@@ -276,7 +277,8 @@ def _make_subject(target: Any, args: Any, policy: Policy, gradients: bool | None
 def _has_gradients(subject: Subject, policy: Policy) -> bool:
     """Whether gradients count where nobody said so."""
     if subject.is_module and policy.quantization is not None:
-        return isinstance(policy.quantization, Float8)
+        format = policy.quantization
+        return isinstance(format, Float8) or (isinstance(format, BlockFormat) and format.activations)
     if subject.is_module:
         return True
     run, arrays = subject.make_run(None, NoOpLossScale())

@@ -108,7 +108,10 @@ def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
 # Quantized weights
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4/32"])
+KINDS = ["int8", "int4/32", "mxfp8", "mxfp4/2", "nvfp4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     variables, policy = {"params": {"dense": {"kernel": W, "bias": W[0]}}}, f"{kind}_from_{dtype}"
@@ -119,26 +122,30 @@ def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("kind", ["int8", "int4/32", "int4/-1"])
-def test_saved_integers_stay_or_become_the_floats_that_they_stand_for(kind, saver):
+@pytest.mark.parametrize("kind", [*KINDS, "int4/-1", "int4/2", "mxfp8/1", "nvfp4/2"])
+def test_saved_numbers_stay_or_become_the_floats_that_they_stand_for(kind, saver):
     weight = jmp.quant.quantize({"dense": {"kernel": W}}, f"{kind}_from_float32")
     raw, ones = SAVERS[saver](weight), {"dense": {"kernel": jnp.ones_like(W)}}
     assert_same(jmp.convert_state(raw, jmp.quant.quantize(ones, f"{kind}_from_float32")), weight)
     assert_same(jmp.convert_state(raw, ones), {"dense": {"kernel": weight["dense"]["kernel"].dequantize()}})
 
 
-def test_saved_integers_of_several_channels_are_read_in_their_layout():
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_numbers_of_several_channels_are_read_in_their_layout(kind):
     weight = jmp.quant.quantize(
-        {"q": {"kernel": W.reshape(64, 4, 16), "bias": jnp.ones((4, 16))}}, "int4/32_from_float32"
+        {"q": {"kernel": W.reshape(64, 4, 16), "bias": jnp.ones((4, 16))}}, f"{kind}_from_float32"
     )
     new = jmp.convert_state(save_with_orbax(weight), {"q": {"kernel": W.reshape(64, 4, 16), "bias": jnp.ones((4, 16))}})
     assert_same(new["q"]["kernel"], weight["q"]["kernel"].dequantize())
 
 
-def test_integers_of_another_format_do_not_fit():
-    one, other = (jmp.quant.quantize({"kernel": W}, f"{kind}_from_float32") for kind in ("int8", "int4/32"))
+@pytest.mark.parametrize(
+    ("one", "other"), [("int8", "int4/32"), ("mxfp8", "int8"), ("mxfp4/16", "nvfp4"), ("int4/32", "mxfp4")]
+)
+def test_numbers_of_another_format_do_not_fit(one, other):
+    one, other = (jmp.quant.quantize({"kernel": W}, f"{kind}_from_float32") for kind in (one, other))
     for saved in (one, save_with_orbax(one)):
-        with pytest.raises(ValueError, match=r"\n  kernel was saved as .*int8.*, the target has .*int"):
+        with pytest.raises(ValueError, match=r"\n  kernel was saved as .*(Quan|scale).*, the target has .*(int|fp)"):
             jmp.convert_state(saved, other)
 
 
@@ -287,6 +294,11 @@ def test_ignored_paths_keep_what_the_target_has():
             save_with_msgpack(jmp.quant.quantize({"kernel": W}, "int4/32_from_float32")),
             {"kernel": W[:3]},
             r"\n  kernel was saved in 2 blocks, which do not divide the target's \(3, 64\)\n",
+        ),
+        (
+            save_with_msgpack(jmp.quant.quantize({"kernel": W}, "mxfp4_from_float32")),
+            {"kernel": jnp.ones((6, 64))},
+            r"\n  kernel was saved in 2 blocks of 32, which are not the target's \(6, 64\)\n",
         ),
         (
             {"kernel": W[:3]},

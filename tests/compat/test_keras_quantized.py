@@ -17,6 +17,10 @@ POLICIES = {
     ("int8(activations=false)", "bfloat16"): ("bfloat16", "bfloat16"),
     ("int4", "mixed_float16"): ("float16", "float32"),
     ("int4/64", "mixed_bfloat16"): ("bfloat16", "float32"),
+    ("mxfp8", "mixed_bfloat16"): ("bfloat16", "float32"),
+    ("nvfp4", "float32"): ("float32", "float32"),
+    ("mxfp4(scale_rounding=floor)", "bfloat16"): ("bfloat16", "bfloat16"),
+    ("mxfp8(gradients=e5m2)", "mixed_float16"): ("float16", "float32"),
 }
 
 
@@ -51,7 +55,7 @@ def test_attributes_are_those_of_keras(arguments, dtypes):
 )
 @pytest.mark.parametrize("arguments", [*POLICIES][1::3], ids=repr)
 def test_policies_survive_their_config_copies_and_maps(arguments, round_trip):
-    kind = keras.Int4DTypePolicy if "/" in arguments[0] else keras.QuantizedDTypePolicy
+    kind = keras.Int4DTypePolicy if arguments[0].startswith("int4/") else keras.QuantizedDTypePolicy
     policy = kind(*arguments)
     again = round_trip(policy)
     assert again == policy

@@ -14,6 +14,7 @@ import jmp_policy as jmp
 from jmp_policy import quant
 
 INT8, INT4 = "int8(min_size=0)_from_float32", "int4/4(min_size=0)_from_float32"
+POLICIES = [INT8, INT4, *(f"{kind}/4(min_size=0)_from_float32" for kind in ("mxfp8", "mxfp4", "nvfp4"))]
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 
 
@@ -37,7 +38,7 @@ def assert_same(restored, saved):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), restored, saved)
 
 
-@pytest.mark.parametrize("policy", [INT8, INT4])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_of_flax_serialization_restore_into_an_abstract_target(variables, policy):
     saved = quant.quantize(variables, policy)
     target = jax.eval_shape(lambda: quant.quantize(variables, policy))
@@ -58,6 +59,10 @@ def test_range_of_inputs_that_was_calibrated_is_saved(variables):
     [
         (None, r"a weight that is not quantized: float32\[16, 8\]"),
         (INT4, r"{'scale': 'float32\[4, 1, 8\]', 'values': 'uint8\[4, 2, 8\]', 'zero_point': 'uint8\[4, 1, 8\]'}"),
+        (
+            POLICIES[-1],
+            r"{'scale': 'float8_e4m3fn\[4, 1, 8\]', 'tensor_scale': 'float32\[\]', 'values': 'uint8\[4, 2, 8\]'}",
+        ),
     ],
 )
 def test_bytes_of_another_format_are_refused(variables, policy, found):
@@ -72,7 +77,7 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), saved)
 
 
-@pytest.mark.parametrize("policy", [INT8, INT4])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy, tmp_path):
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     columns = NamedSharding(mesh, PartitionSpec(None, "devices"))
@@ -86,6 +91,12 @@ def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy
     kernel = restored["kernel"]
     for array in (kernel.values, kernel.scale):
         assert {shard.data.shape[-1] for shard in array.addressable_shards} == {2}
+
+
+@pytest.mark.parametrize("kind", ["mxfp8/4", "mxfp4/4", "nvfp4/4"])
+def test_variables_of_a_model_that_trains_in_blocks_are_those_of_its_source(kind):
+    policies = f"{kind}(min_size=0)_from_mixed_bfloat16", "mixed_bfloat16"
+    assert_same(*(jmp.with_policy(Net(), policy).init(jax.random.key(0), X) for policy in policies))
 
 
 def test_boxed_and_frozen_variables_stay_so():

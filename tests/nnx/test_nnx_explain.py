@@ -255,6 +255,32 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     assert set(column(jmp.explain(abstract(Wide, MIXED), X.update(shape=(2, 64))), "quantization").values()) == {""}
 
 
+IN_BLOCKS = [
+    ("mxfp8", "mxfp8", "mxfp8, computed with as numbers: it is a convolution"),
+    ("nvfp4(activations=false)", "nvfp4(activations=false)", "nvfp4(activations=false)"),
+    ("mxfp4/16", "mxfp4/16", "mxfp4/16"),
+    ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies", "mxfp8/16, computed with as numbers: it is a conv"),
+    ("mxfp8/48", "left: blocks of 48 do not divide its 64 inputs", "mxfp8/48, computed with as numbers: it is a conv"),
+]
+
+
+@pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)
+def test_quantization_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(format, dense, conv):
+    class Blocks(nnx.Module):
+        def __init__(self, *, rngs):
+            self.embed = nnx.Embed(64, 64, rngs=rngs)
+            self.dense = nnx.Linear(64, 64, rngs=rngs)
+            self.conv = nnx.Conv(64, 64, (3,), rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.conv(self.dense(self.embed(tokens)))
+
+    model = abstract(Blocks, f"{format}_from_mixed_bfloat16")
+    found = column(jmp.explain(model, jax.ShapeDtypeStruct((2, 4), "int32")), "quantization")
+    assert (found["dense"], found["conv"].startswith(conv)) == (dense, True)
+    assert found["embed"] == "left: the rows of a table are read, and its logits want all the bits"
+
+
 def test_bytes_of_a_quantized_weight_are_those_of_its_integers_and_scales():
     model = jmp.quant.quantize(abstract(Wide), "int8_from_mixed_bfloat16")
     found = jmp.explain(model, jax.ShapeDtypeStruct((2, 64), "float32"))
@@ -273,6 +299,8 @@ AS_NUMBERS = "int8(min_size=0), computed with as numbers: no policy can replace 
         ("int8(min_size=0)", AS_NUMBERS),
         ("int8(activations=false,min_size=0)", "int8(activations=false,min_size=0)"),
         ("int4/4(min_size=0)", "int4/4(min_size=0)"),
+        ("mxfp8/4(min_size=0)", AS_NUMBERS.replace("int8", "mxfp8/4")),
+        ("mxfp4/4(min_size=0)", "mxfp4/4(min_size=0)"),
     ],
 )
 def test_a_transposed_convolution_is_a_layer_of_flax_whose_function_stays(format, said):

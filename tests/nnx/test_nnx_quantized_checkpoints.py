@@ -14,6 +14,7 @@ from jmp_policy.quant import quantize
 
 X = jnp.linspace(-1.0, 1.0, 2 * 8).reshape(2, 8)
 POLICIES = ["int8(min_size=0)_from_float32", "int4/2(min_size=0)_from_float32"]
+POLICIES += [f"{kind}/4(min_size=0)_from_float32" for kind in ("mxfp8", "mxfp4", "nvfp4")]
 
 
 class Net(nnx.Module):
@@ -70,7 +71,7 @@ def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
 
     def placed(leaf):
-        columns = PartitionSpec(*[None] * (leaf.ndim - 1), "devices")
+        columns = PartitionSpec(*[None] * (leaf.ndim - 1), "devices") if leaf.ndim else PartitionSpec()
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, columns))
 
     state = restore(folder / "state", jax.tree.map(placed, target))

@@ -150,7 +150,7 @@ def test_blocks_that_do_not_divide_name_the_weight(net):
 def test_nothing_to_quantize_says_why(net):
     with pytest.raises(ValueError, match="'body/kernel': 64 elements are fewer than min_size=4096; 'head/kernel': 64"):
         quantize(net, "int8_from_float32")
-    with pytest.raises(ValueError, match="the policy 'float32' stores no weights as integers"):
+    with pytest.raises(ValueError, match="the policy 'float32' stores no quantized weights"):
         quantize(net, "float32")
     with pytest.raises(ValueError, match="there is no 'kernel' or 'embedding'"):
         quantize(nnx.LayerNorm(8, rngs=nnx.Rngs(0)), INT8)

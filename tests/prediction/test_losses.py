@@ -108,14 +108,16 @@ def test_a_quantized_format_loses_what_a_few_outliers_leave_no_room_for():
     normal = np.random.default_rng(0).normal(size=(4, 128)).astype(np.float32)
     outlier = normal.copy()
     outlier[0, 0] = 300.0
-    for format in ("int8", "int4", "float8_e4m3fn", "float8_e5m2"):
+    for format in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "mxfp4/64"):
         assert find_scaled_loss(measure(normal, [format]), format).what == ""
         assert find_scaled_loss(measure(normal * 2.0**-30, [format]), format).what == ""  # the scale moves it
     assert find_scaled_loss(measure(outlier, ["int8"]), "int8").what == ""  # relative to the outlier it is small
     spread = np.where(np.arange(512) % 64 == 0, 40.0, normal.reshape(-1)).reshape(4, 128).astype(np.float32)
     assert find_scaled_loss(measure(spread, ["int4"]), "int4").what in ("", "precision")
-    with pytest.raises(ValueError, match=r"do not tell what 'int8' would lose.*formats=\['int8'\], where='all'"):
-        find_scaled_loss(measure(normal), "int8")
+    for format in ("int8", "nvfp4"):
+        message = rf"do not tell what '{format}' would lose.*formats=\['{format}'\], where='all'"
+        with pytest.raises(ValueError, match=message):
+            find_scaled_loss(measure(normal), format)
     assert find_scaled_loss(measure(normal), "float8_e4m3fn").share == pytest.approx(0.026, abs=0.01)
 
 

@@ -259,14 +259,21 @@ def test_quantized_policies_are_predicted_for_layers():
         # A scale for the outlier of each row leaves nothing of the others in four bits.
         params["params"]["layers_1"]["kernel"] = jnp.ones((64, 64)).at[:, 0].set(15.0)
         fun = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(model.apply(params, x)) ** 2))
-        stats = observe(fun, params, x, formats=["int4", "float8_e4m3fn", "float8_e5m2"])
+        # Nor does a scale that is a power of two for 12.2 times as much, where it is half of the steps of integers.
+        params["params"]["layers_0"]["kernel"] = jnp.ones((64, 64)).at[:, ::32].set(12.2) * 2.0**-6
+        formats = ["int4", "float8_e4m3fn", "float8_e5m2", "mxfp4", "mxfp8", "mxfp8_e5m2"]
+        stats = observe(fun, params, x, formats=formats)
         for policy, format in (
             ("int4(min_size=0)_from_mixed_bfloat16", "int4"),
+            ("mxfp4(min_size=0)_from_mixed_bfloat16", "mxfp4"),
             ("float8(min_size=0)_from_mixed_bfloat16", ""),
+            ("mxfp8(min_size=0)_from_mixed_bfloat16", ""),
+            ("mxfp8(gradients=e5m2,min_size=0)_from_mixed_bfloat16", ""),
         ):
             prediction = predict(stats, policy, by="with_policy")
             found = {(reason.path, reason.what, reason.format) for reason in prediction.reasons}
-            assert found == ({("layers_1", "precision", format)} if format else set())
+            layer = {"int4": "layers_1", "mxfp4": "layers_0"}.get(format)
+            assert found == ({(layer, "precision", format)} if format else set())
     with pytest.raises(ValueError, match="autocast quantizes no weights"):
         predict(stats, "int4_from_mixed_bfloat16")
 

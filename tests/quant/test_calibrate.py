@@ -195,8 +195,9 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
         quant.calibrate(policied, [x.at[0, 0].set(jnp.nan)])
     with pytest.raises(ValueError, match="clip is 'absmax', 'mse' or a percentile"):
         quant.calibrate(policied, [x], clip=0)
-    with pytest.raises(ValueError, match="No layer that was called quantizes its inputs"):
-        quant.calibrate(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), [x])
+    for policy in ("float32", "mxfp8/8(min_size=0)_from_float32", "int8(activations=false,min_size=0)_from_float32"):
+        with pytest.raises(ValueError, match="No layer that was called quantizes its inputs to integers"):
+            quant.calibrate(jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), policy), [x])
     with pytest.raises(ValueError, match="variables are those of a linen module"):
         quant.calibrate(policied, [x], variables=variables)
     with pytest.raises(ValueError, match="runs with variables, and is not bound to them"):
@@ -205,6 +206,14 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
         quant.calibrate(model.bind(variables), [x], variables=variables)
     with pytest.raises(TypeError, match="calibrate takes a Flax module, got "):
         quant.calibrate(variables, [x])
+
+
+def test_layers_in_blocks_have_no_clip_and_leave_the_one_they_are_given():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+    rules = jmp.PolicyMap({"layers/1": "mxfp8/8(min_size=0)_from_float32"}, POLICY)
+    assert list(quant.calibrate(jmp.with_policy(model, rules), batches())) == ["layers/0"]
+    made = quant.quantize(model, rules, input_clips={"layers/0": 2.0, "layers/1": 2.0})
+    assert [layer.kernel[...].input_clip for layer in made.layers] == [2.0, None]
 
 
 class TiedHead(nn.Module):

@@ -121,6 +121,20 @@ def test_layers_of_nnx_say_why_they_were_left():
     assert math.isclose(comparison["up"].sqnr, -20 * math.log10(comparison["up"].weight_error))
 
 
+def test_formats_of_blocks_are_compared_and_drawn_as_others_are():
+    model = nnx.Sequential(*(nnx.Linear(32, 32, use_bias=False, rngs=nnx.Rngs(n)) for n in range(5)))
+    formats = ["int8", "mxfp8", "mxfp4", "nvfp4"]
+    rules = {f"layers/{n}": f"{format}(min_size=0)_from_float32" for n, format in enumerate(formats)}
+    comparison = quant.compare(model, quant.quantize(model, jmp.PolicyMap(rules, "float32")), jnp.eye(32))
+    rows = [comparison[f"layers/{n}"] for n in range(5)]
+    assert [row.quantization for row in rows[:4]] == [f"{format}(min_size=0)" for format in formats]
+    assert rows[4].quantization == "left: no quantization in its policy"
+    assert [row.bytes_after for row in rows] == [1024 + 128, 1024 + 32, 512 + 32, 512 + 64 + 4, 4096]
+    for row, bound in zip(rows, (0.02, 0.04, 0.2, 0.2, 0.0), strict=True):
+        assert bound / 5 <= row.weight_error <= bound
+    assert len(comparison.plot().legends[0].texts) == 6
+
+
 def test_a_model_that_is_yet_to_be_quantized_is_compared_by_its_outputs():
     model = NnxModel(nnx.Rngs(0))
     trained = quant.compare(model, jmp.with_policy(model, INT8), X)

@@ -73,6 +73,57 @@ def test_a_map_chooses_by_path():
     assert params["embed"]["embedding"] is KERNEL
 
 
+BLOCKS = ("mxfp8", "mxfp8(activations=false)", "mxfp4", "mxfp4/16(activations=true)", "nvfp4", "nvfp4/32")
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_blocks_are_stored_in_kernels_and_tables_stay(format):
+    before = variables()
+    after = quant.quantize(before, f"{format}_from_bfloat16")
+    assert is_quantized(after) == ["params/mlp/up/kernel"]
+    assert after["params"]["embed"]["embedding"] is before["params"]["embed"]["embedding"]
+    jitted = jax.jit(lambda v: quant.quantize(v, f"{format}_from_bfloat16"))(before)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), after, jitted))
+    abstract = jax.eval_shape(lambda: quant.quantize(before, f"{format}_from_bfloat16"))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+
+
+def test_a_map_mixes_integers_blocks_and_floats_and_both_apis_compute_the_same():
+    int8 = "int8(min_size=0)_from_mixed_bfloat16"
+    rules = jmp.PolicyMap({"embed": "mixed_bfloat16", "up": "mxfp4_from_mixed_bfloat16"}, int8)
+    model, tokens = Model(nnx.Rngs(0)), jnp.arange(6)[None]
+    made = quant.quantize(model, rules)
+    kinds = {name: type(getattr(made, name).kernel).__name__ for name in ("up", "small")}
+    assert kinds == dict.fromkeys(kinds, "QuantizedParam")
+    assert [str(getattr(made, name).kernel[...].format) for name in kinds] == ["mxfp4", "int8(min_size=0)"]
+    assert type(made.embed.embedding) is nnx.Param
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(64, 64, name="embed")(tokens)
+            return nn.Dense(8, name="small")(nn.Dense(64, name="up")(x))
+
+    names = {"embed": ("embedding",), "up": ("kernel", "bias"), "small": ("kernel", "bias")}
+    read = lambda layer, name: getattr(getattr(model, layer), name)[...]
+    params = {layer: {name: read(layer, name) for name in some} for layer, some in names.items()}
+    policied = jmp.with_policy(Linen(), rules)
+    quantized = quant.quantize({"params": params}, rules)
+    assert is_quantized(quantized) == ["params/small/kernel", "params/up/kernel"]
+    out = policied.apply(quantized, tokens)
+    assert (out == policied.apply({"params": params}, tokens)).all()
+    assert (out == made(tokens)).all()
+    assert (out == jmp.with_policy(model, rules)(tokens)).all()
+
+
+def test_integers_of_a_map_are_clipped_before_its_blocks_are_quantized():
+    with pytest.raises(ValueError, match=r"^clip='mse' is for integers, and 'mxfp4' .* weight 'mlp/up/kernel' by"):
+        quant.quantize(variables(), jmp.PolicyMap({"mlp": "mxfp4_from_float32"}, "int8_from_float32"), clip="mse")
+    first = quant.quantize(variables(), jmp.PolicyMap({"mlp": "float32"}, "int8_from_float32"), clip="mse")
+    both = quant.quantize(first, jmp.PolicyMap({"mlp": "mxfp4_from_float32"}, "float32"))
+    assert is_quantized(both) == ["params/embed/embedding", "params/mlp/up/kernel"]
+
+
 def test_what_a_map_left_can_be_quantized_later():
     rest = jmp.PolicyMap({"mlp": "int8_from_float32"}, "float32")
     first = quant.quantize(variables(), jmp.PolicyMap({"embed": "int8_from_float32"}, "float32"))
@@ -92,6 +143,11 @@ def test_a_model_too_large_for_memory_is_quantized_abstractly():
     weight = new["blocks"]["mlp"]["kernel"]
     assert weight.values == jax.ShapeDtypeStruct((80, 64, 64, 28672), jnp.uint8)
     assert weight.shape == kernel.shape
+    new = quant.quantize({"blocks": {"mlp": {"kernel": kernel}}}, "nvfp4_from_bfloat16", stacked=["blocks"])
+    weight = new["blocks"]["mlp"]["kernel"]
+    assert weight.values == jax.ShapeDtypeStruct((80, 512, 8, 28672), jnp.uint8)
+    assert weight.tensor_scale == jax.ShapeDtypeStruct((80,), jnp.float32)
+    assert (weight.shape, weight.nbytes * 8) == (kernel.shape, 80 * (8192 * 28672 * 4.5 + 32))
 
 
 def test_an_abstract_nnx_model_is_quantized_abstractly():
@@ -177,10 +233,10 @@ UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
 @pytest.mark.parametrize(
     ("text", "policy", "options"),
     [
-        ("the policy 'mixed_float16' stores no weights as integers. For example: 'int8_from", "mixed_float16", {}),
-        (r"the map PolicyMap\(\{'head'.* stores no weights as integers", jmp.PolicyMap({"head": "bfloat16"}), {}),
+        ("the policy 'mixed_float16' stores no quantized weights. For example: 'int8_from", "mixed_float16", {}),
+        (r"the map PolicyMap\(\{'head'.* stores no quantized weights", jmp.PolicyMap({"head": "bfloat16"}), {}),
         ("'embed/embedding': 4096 elements are fewer than min_size=9999; ", "int8(min_size=9999)_from_f32", {}),
-        ("'mlp/up/kernel': its policy 'float32' stores no integers; .* The policy rule 'mpl'", UNUSED, {}),
+        ("'mlp/up/kernel': its policy 'float32' stores no quantized weights; .* The policy rule 'mpl'", UNUSED, {}),
         ("A rule of the map is for the type Dense, and variables do not tell", BY_TYPE, {}),
         ("Blocks of 48 do not divide the 64 inputs of the weight 'mlp/up/kernel'", "int4/48_from_f32", {}),
         ("clip is 'absmax', 'mse' or a percentile in", INT8, {"clip": "max"}),

@@ -16,7 +16,15 @@ import jmp_policy as jmp
 from jmp_policy.quant import QuantizedArray, quantize_array
 from jmp_policy.quant._layout import Layout, kernel_layout, table_layout
 
-FORMATS = ("int8", "int8(activations=false)", "int4/8")
+FORMATS = (
+    "int8",
+    "int8(activations=false)",
+    "int4/8",
+    "mxfp8/8",
+    "mxfp4/8",
+    "nvfp4/8",
+    "nvfp4/4(square_weights=false)",
+)
 quantized = jax.jit(quantize_array, static_argnums=(1, 2))
 
 
@@ -28,7 +36,7 @@ def weights(dtype="float32"):
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.integers(0, 3),
     st.integers(1, 3),
-    st.sampled_from(["int8", "int4/2", "int4/1000", "int4/-1"]),
+    st.sampled_from(["int8", "int4/2", "int4/1000", "int4/-1", "mxfp8/2", "mxfp4/2", "nvfp4/2"]),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 @settings(max_examples=15, deadline=None)
@@ -40,9 +48,10 @@ def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(sh
     array = quantize_array(jax.ShapeDtypeStruct(tuple(shape), dtype), format, Layout(contracted, channels))
     assert (array.shape, array.dtype, array.ndim) == (tuple(shape), jnp.dtype(dtype), len(shape))
     assert array.size == np.prod(shape)
-    blocks = array.size // np.prod(contracted) * (np.prod(contracted) // 2 if format == "int4/2" else 1)
-    values = array.size if format == "int8" else array.size // 2
-    assert array.nbytes == values + blocks * (4 if format == "int8" else 5)
+    blocks = array.size // np.prod(contracted) * (np.prod(contracted) // 2 if format.endswith("/2") else 1)
+    values = array.size if "8" in format else array.size // 2
+    of_tensors = 4 * int(np.prod(shape[: len(shape) - channels - summed])) if format == "nvfp4/2" else 0
+    assert array.nbytes == values + blocks * {"int8": 4, "int4": 5}.get(format.partition("/")[0], 1) + of_tensors
     restored = jax.eval_shape(lambda array: array.dequantize(), array)
     assert (restored.shape, restored.dtype) == (array.shape, array.dtype)
 
@@ -51,6 +60,16 @@ def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take(
     weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     int8, int4 = (quantize_array(weight, format).nbytes / (512 * 512 * 4) for format in ("int8", "int4"))
     assert (int8, int4) == (0.25 + 1 / 512, 0.125 + 5 / 4 / 128)
+
+
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [("int8", 8.0625), ("int4", 4.3125), ("int4/32", 5.25), ("mxfp8", 8.25), ("mxfp4", 4.25), ("nvfp4", 4.5)],
+)
+def test_bits_of_a_weight_are_those_of_its_numbers_and_a_share_of_the_scales(format, bits):
+    array = quantize_array(jax.ShapeDtypeStruct((512, 512), jnp.float32), format)
+    of_tensor = 32 if format == "nvfp4" else 0
+    assert array.nbytes * 8 == 512 * 512 * bits + of_tensor
 
 
 def test_repr_names_format_shape_and_dtype_whatever_the_leaves():
@@ -80,9 +99,21 @@ def test_copies_and_pickles_are_equal(round_trip):
         jax.tree.map(np.testing.assert_array_equal, again, array)
 
 
+def test_a_pickle_from_before_there_were_blocks_has_no_scale_of_the_tensor():
+    array = weights()[2]
+    state = {name: value for name, value in vars(array).items() if name != "tensor_scale"}
+    old = object.__new__(QuantizedArray)
+    vars(old).update(state)
+    again = pickle.loads(pickle.dumps(old))
+    assert again.tensor_scale is None
+    jax.tree.map(np.testing.assert_array_equal, again, array)
+
+
 def test_paths_of_its_arrays_are_their_names():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[2]})]
     assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].zero_point"]
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[5]})]
+    assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].tensor_scale"]
 
 
 def test_no_policy_casts_it(any_policy):
@@ -120,6 +151,9 @@ def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
         ("int4/4", None, ("data", "model"), {"values": ("data", None, "model"), "scale": ("data", None, "model")}),
         ("int4/16", None, ("data", "model"), {"values": (None, None, "model"), "zero_point": (None, None, "model")}),
         ("int4/8", table_layout((16, 8)), ("data", "model"), {"values": ("data", None, None)}),
+        ("mxfp8/4", None, ("data", "model"), {"values": ("data", None, "model"), "scale": ("data", None, "model")}),
+        ("mxfp4/16", None, ("data", "model"), {"values": (None, None, "model"), "scale": (None, None, "model")}),
+        ("nvfp4/4", None, ("data", "model"), {"values": ("data", None, "model"), "tensor_scale": ()}),
     ],
 )
 def test_shard_puts_each_scale_beside_its_values(format, layout, spec, placed):
@@ -138,7 +172,7 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
     stack = jax.ShapeDtypeStruct((3, 16, 6), jnp.float32)
     layout = kernel_layout(stack.shape, stacked=1)
     clips = [quantize_array(stack, format, layout, input_clip=2.0).input_clip for format in FORMATS]
-    assert clips[1:] == [None, None]
+    assert clips[1:] == [None] * (len(FORMATS) - 1)
     assert clips[0].shape == (3,)
     assert quantize_array(jnp.ones((4, 2)), "int8", input_clip=2).input_clip == 2
 
@@ -159,6 +193,13 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
         (lambda: quantize_array(jnp.ones((6, 2)), "int4/4", where=" 'a/kernel'"), ValueError,
          r"^Blocks of 4 do not divide the 6 inputs of the weight 'a/kernel'\. The largest that do are of 3: 'int4/3'"),
         (lambda: quantize_array(jnp.ones(4), "int8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
+        (lambda: quantize_array(jnp.ones(32), "mxfp8", clip="best"), ValueError, r"^clip is 'absmax', 'mse' or a "),
+        (lambda: quantize_array(jnp.ones(32), "mxfp4", clip="mse", where=" 'a/kernel'"), ValueError,
+         r"^clip='mse' is for integers, and 'mxfp4' scales each block of the weight 'a/kernel' by its largest number\. "
+         "Leave clip out; where a map has integers too, quantize those first, with a map of their rules alone, "),
+        (lambda: quantize_array(jnp.ones(24), "nvfp4", clip=99.0), ValueError, r"^clip=99\.0 is for .* 'nvfp4' scales"),
+        (lambda: quantize_array(jnp.ones((24, 2)), "nvfp4", where=" 'a/kernel'"), ValueError,
+         r"^Blocks of 16 do not divide the 24 inputs of the weight 'a/kernel'\. The largest that do are of 12: 'nvfp4"),
         (lambda: weights()[0].dequantize("int8"), ValueError, r"^Unknown dtype 'int8'\."),
         (lambda: jnp.asarray(weights()[0]), TypeError,
          r"^QuantizedArray\(int8, .*\) is quantized, and was read by a layer or code that .*read its deq"),

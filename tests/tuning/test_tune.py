@@ -15,6 +15,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 from jmp_policy.tuning import _ranking
 from jmp_policy.tuning._policy_rules import make_map
+from jmp_policy.tuning._tune import _make_subject
 
 HALF = "params=float32,compute=float16,output=none"
 BATCH = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
@@ -240,6 +241,16 @@ def test_layers_that_must_stay_unquantized_are_found():
     assert tuning.policy_map["big"].quantization is None
     assert tuning.policy_map["first"].quantization is not None
     assert "stay unquantized" in str(tuning)
+
+
+@pytest.mark.parametrize(("format", "low", "bound"), [("mxfp8", "mxfp8", 0.06), ("mxfp4/16", "mxfp4/16", 0.3)])
+def test_formats_of_blocks_are_tried_with_gradients_where_they_train(format, low, bound):
+    model, x = nnx.Linear(32, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (16, 32))
+    policy = jmp.get_policy(f"{format}(min_size=0)_from_float32")
+    tuning = jmp.tune(model, (x,), policy, tolerance=bound)
+    assert (tuning.scopes, tuning.low, tuning.kept) == ((), low, "unquantized")
+    assert bound / 10 < tuning.error < bound
+    assert _make_subject(model, (x,), policy, None, False, 0).differentiates == (format == "mxfp8")
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])

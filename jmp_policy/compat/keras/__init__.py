@@ -37,6 +37,7 @@ They differ in what follows.
 | `"int4"` embeddings      | 4 bits                                       | 8; 4 with `"int4/128(table_bits=4)"`      |
 | small layers             | quantized                                    | stay, below `min_size` weights            |
 | `amax_history_length`    | any int, or a bool                           | a positive int                            |
+| `"mxfp8"`, `"nvfp4"`     | errors: there is nothing like them           | modes, and `"mxfp4"`                      |
 | `gptq`, `awq`, `ternary` | policies, `GPTQConfig`, `AWQConfig`          | errors: there is nothing like them        |
 
 | of loss scaling          | in Keras                                     | here                                      |
