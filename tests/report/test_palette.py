@@ -8,6 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
 import jmp_policy as jmp
+from jmp_policy._formats import KINDS
 from jmp_policy.report import FORMAT_STYLES, OTHER_STYLES, UNSCALED, find_style
 
 STYLES = {**FORMAT_STYLES, **{f"other {index}": style for index, style in enumerate(OTHER_STYLES)}}
@@ -97,6 +98,12 @@ def test_a_policy_looks_as_what_it_computes_in(policy, name):
 def test_float16_without_a_scale_has_a_look_of_its_own():
     assert find_style("mixed_float16", is_scaled=False) == FORMAT_STYLES[UNSCALED] != find_style("mixed_float16")
     assert find_style("mixed_bfloat16", is_scaled=False) == find_style("mixed_bfloat16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_quantization_has_a_style(kind):
+    """A run of the demo plots its losses at the end, in the style of its policy."""
+    assert find_style(kind) == FORMAT_STYLES[kind]
 
 
 def test_a_dtype_without_a_style_is_named():
