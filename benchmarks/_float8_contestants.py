@@ -138,9 +138,13 @@ def reference_gradients(made: type[linen.Module], shape: tuple[int, ...]) -> Any
     """What `Case.gradients` are in float64."""
     in_half = case(BFLOAT16, made, shape)
     with jax.enable_x64(True):
-        wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tree)
-        model = made(dtype=jnp.float64)
-        return Case(model, wide(in_half.variables), wide(in_half.x), wide(in_half.target)).gradients()
+        return in_float64(in_half, made).gradients()
+
+
+def in_float64(half: Case, made: type[linen.Module]) -> Case:
+    """The same model and data in float64, where JAX has that enabled."""
+    wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tree)
+    return Case(made(dtype=jnp.float64), wide(half.variables), wide(half.x), wide(half.target))
 
 
 def relative_error(got: Any, expected: Any) -> float:

@@ -1,6 +1,7 @@
-"""Products of square matrices, whose speed is the ceiling of everything else, and how each dtype multiplies."""
+"""Products of square matrices, whose speed is the ceiling of everything else, and how each format multiplies."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -18,11 +19,15 @@ class Product:
       dtype: of the matrices.
       result: the dtype of the product.
       precision: of products of float32.
+      block_size: how many numbers share a scale, if they do.
+      scale_dtype: of those scales.
     """
 
     dtype: str
     result: str
     precision: lax.Precision = lax.Precision.DEFAULT
+    block_size: int | None = None
+    scale_dtype: str | None = None
 
 
 PRODUCTS = {
@@ -32,15 +37,21 @@ PRODUCTS = {
     "float16": Product("float16", "float16"),
     "float8_e4m3fn": Product("float8_e4m3fn", "bfloat16"),
     "int8": Product("int8", "int32"),
+    "mxfp8": Product("float8_e4m3fn", "bfloat16", block_size=32, scale_dtype="float8_e8m0fnu"),
+    "nvfp4": Product("float4_e2m1fn", "bfloat16", block_size=16, scale_dtype="float8_e4m3fn"),
 }
 
 
 def multiply(product: Product, size: int) -> Work:
     """The product of two square matrices of random numbers: of zeros it would take less power, and so less time."""
-    return Work(jax.jit(_multiply(product)), lambda: (None, *_operands(product.dtype, size)), flops=2 * size**3)
+    operands = lambda: (None, *_operands(product.dtype, size), *_scales(product, size))
+    return Work(jax.jit(_multiply(product)), operands, flops=2 * size**3)
 
 
 def _multiply(product: Product) -> Callable[..., tuple[None, jax.Array]]:
+    if product.block_size is not None:
+        return _multiply_blocks(product.result)
+
     def step(_: None, left: jax.Array, right: jax.Array) -> tuple[None, jax.Array]:
         if product.dtype.startswith("float8"):
             # What XLA turns into a product of float8 where the device has one: widen, scale, multiply.
@@ -49,6 +60,22 @@ def _multiply(product: Product) -> Callable[..., tuple[None, jax.Array]]:
         return None, lax.dot(left, right, precision=product.precision, preferred_element_type=result)
 
     return step
+
+
+def _multiply_blocks(result: str) -> Callable[..., tuple[None, jax.Array]]:
+    multiply = functools.partial(
+        lax.scaled_dot,
+        dimension_numbers=(((1,), (1,)), ((), ())),  # the blocks of both lie along their second axis
+        preferred_element_type=jnp.dtype(result),
+    )
+    return lambda _, left, right, *scales: (None, multiply(left, right, lhs_scale=scales[0], rhs_scale=scales[1]))
+
+
+def _scales(product: Product, size: int) -> list[jax.Array]:
+    """A scale for each block of both operands, if there are blocks."""
+    if product.block_size is None:
+        return []
+    return [jnp.ones((size, size // product.block_size), product.scale_dtype)] * 2
 
 
 def _operands(dtype: str, size: int) -> list[jax.Array]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from benchmarks._gpu_models import PRECISIONS, Work, gpt2, observing, resnet50, training
 from benchmarks._gpu_products import PRODUCTS, multiply
 
-SIZES = (8192, 16384)
+SIZES = (8192, 16384, 4096, 2048, 1024)
 
 OBSERVED = {"`numerics.collect`, each step": None, "`numerics.collect`, `every=100`": 100}
 """How often statistics are measured. To choose between two compiled steps on the host costs nothing."""
@@ -111,7 +111,7 @@ def _table(key: str, title: str, loads: dict[str, Callable[[bool], Work]], **opt
 
 
 def _multiply(name: str, size: int, tiny: bool) -> Work:
-    return multiply(PRODUCTS[name], size // 256 if tiny else size)
+    return multiply(PRODUCTS[name], size // 32 if tiny else size)
 
 
 def _train(task: str, name: str, tiny: bool) -> Work:

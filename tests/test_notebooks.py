@@ -11,6 +11,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHORTER = {
     "autocast": {"STEPS = 150": "STEPS = 25"},
+    "block_formats": {"STEPS = 150": "STEPS = 12"},
     "flax_modules": {"epochs=12": "epochs=1"},
     "float8": {"steps = 120": "steps = 25"},
     "half_precision_parameters": {"STEPS, BATCH = 800, 128": "STEPS, BATCH = 120, 16"},

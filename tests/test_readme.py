@@ -113,7 +113,7 @@ def test_a_half_sum_beside_an_axis_left_to_xla_still_kills_a_process_without_the
 
 def test_every_notebook_is_in_its_index():
     notebooks = {f"notebooks/{path.name}" for path in (README.parent / "notebooks").glob("*.ipynb")}
-    assert set(re.findall(r"^\d\. \[[^]]*\]\((notebooks/[^)]*)\)", TEXT, re.MULTILINE)) == notebooks
+    assert set(re.findall(r"^\d+\. \[[^]]*\]\((notebooks/[^)]*)\)", TEXT, re.MULTILINE)) == notebooks
 
 
 @pytest.mark.parametrize("repository", ["", HOME])

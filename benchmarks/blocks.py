@@ -1,0 +1,133 @@
+"""What formats of blocks lose where one scale for a tensor does not fit it, beside float8 and qwix on the same data.
+
+Run from the root of the repository:
+
+    python -m benchmarks.blocks [--quick]
+
+Two tables of a dense layer's errors against float64: with all of its operands at one magnitude, small or large; and
+with some rows far above the others. What the products cost is in `benchmarks.float8`, and their times on a GPU in
+`benchmarks.gpu`.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks._float8_contestants import BFLOAT16, Case, case, in_float64, relative_error
+from benchmarks._float8_models import Layer
+from benchmarks._markdown import table
+
+CONTESTANTS = (BFLOAT16, "current", "current/row", "mxfp8", "nvfp4", "qwix mxfp8", "qwix nvfp4")
+SHAPE = (4, 64, 256)
+"""The shape of the input: batch, length, width."""
+
+SCALES = (1e-4, 1.0, 1e4)
+SPANS = (1.0, 1e3, 1e5, 1e6, 1e8)
+"""How far the large rows are above the others. The largest number of e4m3 is 2e5 times the smallest."""
+
+LAYOUTS = {"a sequence of 64": np.s_[:1, :], "every 32nd row": np.s_[:, ::32]}
+"""The rows that are larger than the others."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one scale and one span")
+    quick = parser.parse_args(argv).quick
+    with jax.numpy_dtype_promotion("standard"):
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "qwix")]
+        print(", ".join([*versions, jax.default_backend()]) + "\n")
+        scales, spans = (SCALES[:1], SPANS[-1:]) if quick else (SCALES, SPANS)
+        print(table(["magnitude", "error of", *CONTESTANTS], scale_rows(scales)) + "\n")
+        print(table(["large rows", "times", "error of", *CONTESTANTS], span_rows(spans)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a layer computes.
+
+    Attributes:
+      out: the result, `(batch, length, width)`.
+      kernel_grad: the gradient of the weight.
+      x_grad: that of the input, of the shape of `out`.
+    """
+
+    out: np.ndarray
+    kernel_grad: np.ndarray
+    x_grad: np.ndarray
+
+    @classmethod
+    def of(cls, layer: Case) -> "Results":
+        """Runs both passes."""
+        forward = layer.forward()
+        kernels, x_grad = layer.gradients()
+        wide = lambda x: np.asarray(x).astype(np.float64)
+        return cls(wide(forward.step(*forward.args)), wide(kernels["dense"]["kernel"]), wide(x_grad))
+
+
+def scale_rows(scales: Iterable[float]) -> list[list[str]]:
+    """For each magnitude of input, weight and the gradient of the result: the errors of both passes."""
+    rows = []
+    for scale in scales:
+        results = {name: Results.of(_scale_case(name, scale, scale)) for name in CONTESTANTS}
+        expected = _expect(_scale_case(BFLOAT16, scale, scale))
+        for field in ("out", "x_grad", "kernel_grad"):
+            errors = [relative_error(getattr(each, field), getattr(expected, field)) for each in results.values()]
+            rows.append([f"{scale:g}", _FIELDS[field], *(f"{error:.3f}" for error in errors)])
+    return rows
+
+
+def span_rows(spans: Iterable[float]) -> list[list[str]]:
+    """For each kind of large rows, and how large they are: the errors of what the small rows make.
+
+    Where a row of the input is large, that of the gradient is small by as much: each row contributes the same to the
+    gradient of the weight. The result is compared where the input is small, its gradient where the result's is.
+    """
+    rows = []
+    for layout, large in LAYOUTS.items():
+        is_large = np.zeros((*SHAPE[:2], 1), bool)
+        is_large[large] = True
+        small = {"out": ~is_large[..., 0], "x_grad": is_large[..., 0], "kernel_grad": slice(None)}
+        for span in spans:
+            factors = np.where(is_large, span, 1.0).astype(np.float32)
+            results = {name: Results.of(_scale_case(name, 1.0, 1.0, factors)) for name in CONTESTANTS}
+            expected = _expect(_scale_case(BFLOAT16, 1.0, 1.0, factors))
+            for field, where in small.items():
+                read = lambda each, field=field, where=where: getattr(each, field)[where]
+                errors = [relative_error(read(each), read(expected)) for each in results.values()]
+                rows.append([layout, f"{span:g}", _FIELDS[field], *(f"{error:.3f}" for error in errors)])
+    return rows
+
+
+_FIELDS = {"out": "result", "x_grad": "gradient of the input", "kernel_grad": "gradient of the weight"}
+
+
+def _scale_case(name: str, scale: float, weight_scale: float, factors: np.ndarray | float = 1.0) -> Case:
+    """A dense layer whose operands have a magnitude; the gradient of its result has that of the input."""
+    made = case(name, Layer, SHAPE)
+    dense = made.variables["params"]["dense"]
+    # Normal numbers, as the input and the gradient: the loss is a mean.
+    kernel = dense["kernel"] * (weight_scale * np.sqrt(SHAPE[-1]))
+    variables = made.variables | {"params": {"dense": dense | {"kernel": _round(kernel)}}}
+    x, target = made.x * (scale * factors), made.target * (scale * made.target.size / factors)
+    return dataclasses.replace(made, variables=variables, x=_round(x), target=_round(target))
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """Numbers of bfloat16, which all contestants begin with."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _expect(layer: Case) -> Results:
+    """What the layer computes in float64."""
+    with jax.enable_x64(True):
+        return Results.of(in_float64(layer, Layer))
+
+
+if __name__ == "__main__":
+    main()
