@@ -1,4 +1,4 @@
-"""The libraries that compute dense layers in 8-bit floating point: jmp_policy, Flax and qwix, and plain bfloat16."""
+"""Those who compute dense layers in floating point of 8 and 4 bits: jmp_policy, Flax and qwix, and plain bfloat16."""
 
 import dataclasses
 import functools
@@ -37,31 +37,54 @@ def with_qwix(by_channel: bool, made: type[linen.Module]) -> linen.Module:
     import qwix
 
     formats = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}
-    rule = qwix.QtRule(module_path=LAYERS, disable_channelwise_axes=not by_channel, **formats)
-    return qwix.quantize_model(by_hand(made), qwix.QtProvider([rule]))
+    return _apply_rule(qwix.QtRule(module_path=LAYERS, disable_channelwise_axes=not by_channel, **formats), made)
 
 
-def ours(recipe: str, made: type[linen.Module]) -> linen.Module:
-    """With jmp_policy, small layers as well, as the others."""
-    return jmp.with_policy(made(), f"float8(recipe={recipe},min_size=0)_from_mixed_bfloat16")
+def with_qwix_blocks(format: str, block_size: int, made: type[linen.Module]) -> linen.Module:
+    """With qwix, in blocks: all three products, as ours. Its rule has no blocks for the gradient of the input."""
+    import qwix
+
+    formats = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), format)
+    residuals = dict.fromkeys(("dlhs_residual_qtype", "drhs_residual_qtype"), format)
+    tiles = dict.fromkeys(("dlhs_tile_size", "drhs_tile_size"), block_size)
+    return _apply_rule(
+        qwix.QtRule(module_path=LAYERS, tile_size=block_size, additional_qt_config=tiles | residuals, **formats), made
+    )
+
+
+def ours(format: str, made: type[linen.Module]) -> linen.Module:
+    """With jmp_policy."""
+    return jmp.with_policy(made(), f"{format}_from_mixed_bfloat16")
 
 
 BFLOAT16 = "bfloat16"
-OURS = ("current", "current/row", "delayed")
+OURS = {
+    "current": "float8(recipe=current,min_size=0)",
+    "current/row": "float8(recipe=current/row,min_size=0)",
+    "delayed": "float8(recipe=delayed,min_size=0)",
+    "mxfp8": "mxfp8(min_size=0)",
+    "nvfp4": "nvfp4(min_size=0)",
+}
+"""Our formats, by what the tables call them: small layers are in them as well, as they are in the others."""
+
 PEERS = {
     "delayed": ("flax Fp8DirectDotGeneralOp", "flax Fp8DotGeneralOp"),
     "current": ("qwix",),
     "current/row": ("qwix by channel",),
+    "mxfp8": ("qwix mxfp8",),
+    "nvfp4": ("qwix nvfp4",),
 }
-"""The contestants that do the same as ours, by our recipe."""
+"""The contestants that do the same as ours, by our name."""
 
 CONTESTANTS: dict[str, Made] = {
     BFLOAT16: by_hand,
-    **{recipe: functools.partial(ours, recipe) for recipe in OURS},
+    **{name: functools.partial(ours, format) for name, format in OURS.items()},
     "flax Fp8DirectDotGeneralOp": functools.partial(with_flax, fp8_ops.Fp8DirectDotGeneralOp),
     "flax Fp8DotGeneralOp": functools.partial(with_flax, fp8_ops.Fp8DotGeneralOp),
     "qwix": functools.partial(with_qwix, False),
     "qwix by channel": functools.partial(with_qwix, True),
+    "qwix mxfp8": functools.partial(with_qwix_blocks, "mxfp8", 32),
+    "qwix nvfp4": functools.partial(with_qwix_blocks, "nvfp4", 16),
 }
 
 
@@ -124,6 +147,12 @@ def relative_error(got: Any, expected: Any) -> float:
     """The norm of the difference of two trees over the norm of what is expected, in float64."""
     flat = lambda tree: np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
     return float(np.linalg.norm(flat(got) - flat(expected)) / np.linalg.norm(flat(expected)))
+
+
+def _apply_rule(rule: Any, made: type[linen.Module]) -> linen.Module:
+    import qwix
+
+    return qwix.quantize_model(by_hand(made), qwix.QtProvider([rule]))
 
 
 def _loss(model: linen.Module, variables: Any, x: jax.Array, target: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ._memory import remember_weakly
 from ._policy import Policy
-from ._policy_map import Match, PolicyMap
+from ._policy_map import Match, PolicyMap, forget_name
 from ._trees import Args, Kwargs, PyTree
 
 
@@ -247,15 +247,16 @@ def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, w
       by_map: whether it is a map that was given.
       written: the dtype that its author wrote, if any.
     """
+    policy = forget_name(match.policy)
     if written is not None:
-        return ModuleInfo(kind, match.policy, "author's dtype", np.dtype(written), is_named=True)
+        return ModuleInfo(kind, policy, "author's dtype", np.dtype(written), is_named=True)
     if by_map:
         key = None if match.rule is None else match.rule.key
         rule = "default" if key is None else key if isinstance(key, str) else key.__qualname__
         named = attached or (match.rule is not None and match.boundary)
     else:
         rule, named = "its own policy" if attached else "inherited", attached
-    return ModuleInfo(kind, match.policy, rule, match.policy.compute_dtype, is_named=named)
+    return ModuleInfo(kind, policy, rule, policy.compute_dtype, is_named=named)
 
 
 _ADAPTERS = {

@@ -1,12 +1,21 @@
 """Formats in which a block of numbers shares a scale: MXFP8, MXFP4 and NVFP4. Data only."""
 
 import dataclasses
+import functools
+import re
 from typing import Literal
 
 from ._float8_format import check_count, check_flag, check_word, spell_options
+from ._messages import quote
 
 _MIN_SIZE = 4096
 """The number of elements below which a product takes less time than the conversions around it, as for integers."""
+
+_NO_NAMES = "none"
+_KEPT_NAMES = (
+    "head|lm_head|logits|logits_dense|logitdense|classifier|stem|conv_init|patch_embed|patch_embedding|patch_embeddings"
+)
+"""What heads and first layers are called: in Flax's examples, MaxText, T5X, and the Flax models of Hugging Face."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +119,11 @@ class NVFP4:
     The scale of a block is an e4m3, and a float32 scale for the whole tensor keeps those in range. As `MXFP8`
     otherwise.
 
+    What computes logits, and the first layer of images, stays in the compute dtype, because its error is the largest:
+    layers are known by names, their own and those of the modules around them, and nothing is known of the model itself
+    or of functions. It holds under a rule of a `PolicyMap` as well: a rule that is to quantize the head says
+    `nvfp4(keep=none)`. A weight that is stored in blocks already is multiplied so, whatever its layer is called.
+
     Args:
       activations, min_size: as for `MXFP8`.
       block_size: how many numbers share a scale. Hardware multiplies blocks of 16.
@@ -118,7 +132,10 @@ class NVFP4:
       hadamard: whether the gradient of a weight mixes 16 rows of both operands before they are rounded (a Hadamard
         transform with fixed signs), which spreads an outlier among them.
       stochastic_rounding: whether gradients are rounded up or down at random, right on average. That needs a key: in
-        linen `rngs={"rounding": key}`.
+        linen `rngs={"rounding": key}`, in nnx `jmp_policy.nnx.set_rounding(model, rngs)`, for functions
+        `quant.dot_general(..., key=)`. What is not differentiated draws nothing, and needs no key.
+      keep: the names of modules, separated by `|`, inside of which weights stay in the compute dtype; `"none"` for
+        nothing. Names of modules are compared in lower case, with a number such as `_0` at their end and without.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.
@@ -128,6 +145,8 @@ class NVFP4:
     >>> import jmp_policy as jmp
     >>> str(jmp.quant.NVFP4()), str(jmp.quant.NVFP4(hadamard=True))
     ('nvfp4', 'nvfp4(hadamard=true)')
+    >>> str(jmp.quant.NVFP4(keep="head|decoder"))
+    'nvfp4(keep=decoder|head)'
     """
 
     activations: bool = True
@@ -135,6 +154,7 @@ class NVFP4:
     square_weights: bool = True
     hadamard: bool = False
     stochastic_rounding: bool = False
+    keep: str = _KEPT_NAMES
     min_size: int = _MIN_SIZE
 
     def __post_init__(self) -> None:
@@ -142,6 +162,12 @@ class NVFP4:
         for name in ("square_weights", "hadamard", "stochastic_rounding"):
             check_flag(self, name)
         _check_even(self)
+        if self.hadamard and self.block_size & (self.block_size - 1):
+            raise ValueError(
+                f"The Hadamard transform of block_size numbers is of a power of two, got {self.block_size}. "
+                "For example: NVFP4(block_size=16, hadamard=True)."
+            )
+        object.__setattr__(self, "keep", _normalize_names(self.keep))
 
     @property
     def bits(self) -> int:
@@ -149,12 +175,86 @@ class NVFP4:
         return 4
 
     def __str__(self) -> str:
-        options = ("activations", "square_weights", "hadamard", "stochastic_rounding", "min_size")
+        options = ("activations", "square_weights", "hadamard", "stochastic_rounding", "keep", "min_size")
         return _spell(self, "nvfp4", 16, *options)
 
 
 BlockFormat = MXFP8 | MXFP4 | NVFP4
 """Formats in which a block of numbers shares a scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptNVFP4(NVFP4):
+    """What `NVFP4` is for the modules that it keeps in the compute dtype.
+
+    Attributes:
+      name: by which it keeps them.
+    """
+
+    name: str = ""
+
+    @property
+    def plain(self) -> NVFP4:
+        """The format of all other modules."""
+        return NVFP4(**{field.name: getattr(self, field.name) for field in dataclasses.fields(NVFP4)})
+
+    def __str__(self) -> str:
+        return str(self.plain)
+
+
+def find_kept_name(format: object, path: str) -> str | None:
+    """The first name on the path of a module that a format keeps; `None` if it keeps none of them.
+
+    >>> find_kept_name(NVFP4(), "encoder/Head_0/dense"), find_kept_name(NVFP4(keep="none"), "head")
+    ('Head_0', None)
+    """
+    if not keeps_names(format):
+        return None
+    assert isinstance(format, NVFP4)
+    names = _split_names(format.keep)
+    return next((name for name in path.split("/") if not names.isdisjoint(_spell_both(name))), None)
+
+
+def keeps_names(format: object) -> bool:
+    """Whether what a format does to a module may depend on the names of modules."""
+    return isinstance(format, NVFP4) and format.keep != _NO_NAMES
+
+
+def keep_module(format: NVFP4, name: str) -> KeptNVFP4:
+    """What a format is for a module that it keeps by this name."""
+    return KeptNVFP4(**{field.name: getattr(format, field.name) for field in dataclasses.fields(NVFP4)}, name=name)
+
+
+def draws_noise(format: object) -> bool:
+    """Whether products in a format, where they are differentiated, need a key."""
+    return isinstance(format, NVFP4) and format.activations and format.stochastic_rounding
+
+
+@functools.lru_cache
+def _split_names(keep: str) -> frozenset[str]:
+    return frozenset(keep.split("|"))
+
+
+def _spell_both(name: str) -> tuple[str, str]:
+    lower = name.lower()
+    return lower, re.sub(r"_\d+$", "", lower)
+
+
+def _normalize_names(keep: object) -> str:
+    """Names in lower case and in order, so that formats which keep the same are equal.
+
+    Raises:
+      TypeError: it is no string.
+      ValueError: a name has a letter that no string of a policy could hold.
+    """
+    example = "For example: NVFP4(keep='head|logits'), or 'none' for nothing."
+    if not isinstance(keep, str):
+        raise TypeError(f"keep is a string of names, got {quote(keep)}. {example}")
+    names = {name.strip().lower() for name in keep.split("|")} - {"", _NO_NAMES}
+    for name in sorted(names):
+        if re.fullmatch(r"[\w.-]+", name) is None:
+            raise ValueError(f"{quote(name)} of keep is not the name of a module. {example}")
+    return _KEPT_NAMES if names == _split_names(_KEPT_NAMES) else "|".join(sorted(names)) or _NO_NAMES
 
 
 def _check_common(format: BlockFormat) -> None:

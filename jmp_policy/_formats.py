@@ -9,6 +9,11 @@ from ._block_formats import (
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
     BlockFormat as BlockFormat,
+    KeptNVFP4 as KeptNVFP4,
+    draws_noise as draws_noise,
+    find_kept_name as find_kept_name,
+    keep_module as keep_module,
+    keeps_names as keeps_names,
 )
 from ._dtypes import did_you_mean
 from ._float8_format import (
@@ -141,7 +146,7 @@ KINDS = tuple(_KINDS)
 _SLASH = {"int4": "block_size", "float8": "amax_history_length"} | dict.fromkeys(
     ("mxfp8", "mxfp4", "nvfp4"), "block_size"
 )
-_WORDS = ("recipe", "gradients", "scale_rounding")
+_WORDS = ("recipe", "gradients", "scale_rounding", "keep")
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 

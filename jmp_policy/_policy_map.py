@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import re
 import threading
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from ._dtypes import parse_dtype
+from ._formats import NVFP4, KeptNVFP4, find_kept_name, keep_module, keeps_names
 from ._grammar import parse_policy
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import describe, quote
@@ -117,8 +119,9 @@ class PolicyMap:
         own = _find_rank(self, path, types.get(path))
         rank = min([own, *(_find_rank(self, outer, types.get(outer)) for outer in list_paths_to(path)[:-1])])
         if rank == len(self.rules):
-            return Match(self._default_policy(path, types), None, boundary=path == "")
-        return Match(self.rules[rank].policy, self.rules[rank], boundary=own == rank)
+            return Match(_keep_by_name(self._default_policy(path, types), path), None, boundary=path == "")
+        rule = self.rules[rank]
+        return Match(_keep_by_name(rule.policy, path), rule, boundary=own == rank)
 
     def loss_scale(self) -> LossScale:
         """Dynamic if any policy of the map computes in float16, else a no-op.
@@ -207,6 +210,47 @@ class PolicyMap:
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
         return PolicyMap, (_rule_pairs(self.rules), self.default)
+
+
+def match_policy(
+    given: Policy | PolicyMap, path: str, module_type: type | Mapping[str, type] | None = None
+) -> Match:
+    """What a policy or a map says of a module: the one place where a path decides.
+
+    Args:
+      given: what the model was given.
+      path: module names joined by `/`.
+      module_type: as for `PolicyMap.resolve`.
+    """
+    if isinstance(given, PolicyMap):
+        return given.match(path, module_type)
+    return Match(_keep_by_name(given, path), None, boundary=False)
+
+
+def reads_names(given: Policy | PolicyMap) -> bool:
+    """Whether the quantization of any policy keeps modules by their names."""
+    if isinstance(given, Policy):
+        return keeps_names(given.quantization)
+    default = given.default or read_default()
+    return any(keeps_names(rule.policy.quantization) for rule in given.rules) or reads_names(default)
+
+
+def _keep_by_name(policy: Policy, path: str) -> Policy:
+    """A policy as it holds for a module, whose names may keep it in the compute dtype."""
+    name = find_kept_name(policy.quantization, path)
+    return policy if name is None else _keep(policy, name)
+
+
+def forget_name(policy: Policy) -> Policy:
+    """A policy as it was given, whatever module it holds for."""
+    format = policy.quantization
+    return policy.replace(quantization=format.plain) if isinstance(format, KeptNVFP4) else policy
+
+
+@functools.lru_cache(256)
+def _keep(policy: Policy, name: str) -> Policy:
+    assert isinstance(policy.quantization, NVFP4)
+    return policy.replace(quantization=keep_module(policy.quantization, name))
 
 
 _INTERNED: weakref.WeakValueDictionary[tuple, PolicyMap] = weakref.WeakValueDictionary()

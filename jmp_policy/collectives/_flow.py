@@ -27,9 +27,9 @@ class Operation(NamedTuple):
 
 
 _CONTRACTING = frozenset({
-    "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "reduce_sum", "reduce_window_sum",
-    "custom_vjp_call", "pallas_call",
-    "dot", "convolution", "ragged-dot", "reduce", "reduce-window", "custom-call",
+    "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot", "reduce_sum",
+    "reduce_window_sum", "custom_vjp_call", "pallas_call",
+    "dot", "convolution", "ragged-dot", "scaled-dot", "reduce", "reduce-window", "custom-call",
 })  # fmt: skip
 """Of jaxprs, and of HLO. A gradient of an activation gets into one of these, a gradient of a parameter into none."""
 

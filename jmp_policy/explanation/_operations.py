@@ -14,6 +14,7 @@ from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
 from .._paths import list_paths_to
 from ..interpreter import walk
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._half_sums import HalfSum, find_half_sum
 from ._observation import read_path
 
@@ -58,8 +59,8 @@ class Operation:
 
     @property
     def computes(self) -> bool:
-        """Whether it does arithmetic."""
-        return self.name not in STRUCTURAL
+        """Whether it does arithmetic, other than that of rounding into a quantized format."""
+        return self.name not in STRUCTURAL and ROUNDING_SCOPE not in self.scope
 
 
 def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
@@ -102,7 +103,9 @@ def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str,
     for operation in program:
         path = read_path(operation.scope)
         if path is not None and operation.computes:
-            found[path].update(dict.fromkeys(str(v.dtype) for v in operation.operands if v.dtype is not None))
+            # Behind the two that a `scaled_dot` multiplies are the scales of their blocks.
+            read = operation.operands[:2] if operation.name == "scaled_dot" else operation.operands
+            found[path].update(dict.fromkeys(str(v.dtype) for v in read if v.dtype is not None))
     return {path: tuple(dtypes) for path, dtypes in found.items()}
 
 

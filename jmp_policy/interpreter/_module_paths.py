@@ -16,7 +16,11 @@ AUTOCAST = "jmp_autocast"
 RECORD = "jmp_record"
 """The scope of what a recorder measures, which is no part of the user's program."""
 
-_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD))
+ROUNDING_SCOPE = "jmp_rounding"
+"""The scope of what rounds the operands of a product into a quantized format, and back: conversions, which are no part
+of what a layer computes in; no part of a path."""
+
+_NO_SCOPES = frozenset(("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING_SCOPE))
 
 
 class Modules(NamedTuple):

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from .._formats import find_kept_name
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import MapRule, Match, PolicyMap
+from .._policy_map import MapRule, Match, PolicyMap, match_policy, reads_names
 from ..explanation._written import describe_written_dtypes
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
@@ -136,8 +137,16 @@ class ActivePolicy:
 
     @functools.cached_property
     def has_paths(self) -> bool:
-        """Whether a rule may tell modules of equal fields apart by where they stand."""
+        """Whether modules of equal fields may be told apart by where they stand."""
+        if self._reads_names:
+            return True
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
+
+    def describe_place(self, names: tuple[str, ...]) -> Any:
+        """What tells a module apart from those of equal fields: under one policy, the name that it is kept by."""
+        if isinstance(self.policy, Policy):
+            return find_kept_name(self.policy.quantization, "/".join(names))
+        return names
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
@@ -146,7 +155,11 @@ class ActivePolicy:
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is its own, if that is one."""
         if isinstance(self.policy, Policy):
-            return self._match_everywhere
+            if not self._reads_names:
+                return self._match_everywhere
+            path = self.given.place.path(path_of(module)[len(self.path) :])
+            found = match_policy(self.policy, path)
+            return dataclasses.replace(found, policy=self._fill_compute_dtype(found.policy))
         names, kind, met = path_of(module)[len(self.path) :], type(module), NOTES.get().types
         place = self.given.place
         path = place.path(names)
@@ -189,6 +202,10 @@ class ActivePolicy:
         """What holds for all modules inside, where a policy and not a map was given."""
         assert isinstance(self.policy, Policy)
         return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
+
+    @functools.cached_property
+    def _reads_names(self) -> bool:
+        return reads_names(self.policy)
 
     @functools.cached_property
     def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:

@@ -80,7 +80,8 @@ def _call_inside(
     # The method runs with the policy's dtypes in the fields of its module. Under a map, where a jitted module stands is
     # part of the key of its program.
     fields = fill_fields(module, match.policy, until_it_returns=is_method)
-    paths = add_paths_to_jit_keys(module.scope) if active.has_paths else _UNCHANGED  # type: ignore[arg-type]
+    scope: Any = module.scope
+    paths = add_paths_to_jit_keys(scope, active.describe_place) if active.has_paths else _UNCHANGED
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
         if isinstance(module, nn.MultiHeadDotProductAttention):
             _check_cache(module)

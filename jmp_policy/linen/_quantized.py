@@ -15,14 +15,15 @@ from .._float8_format import Float8
 from .._formats import Quantization, StoredFormat, stored_format_of
 from .._policy import Policy
 from .._trees import Args
-from ..quant import QuantizedArray, dot_general, einsum, take
+from ..quant import QuantizedArray, dot_general, take
 from ..quant._array import Misread, is_quantized
+from ..quant._block_product import ROUNDING
 from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer, spell_format
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
-from ._layer_table import compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
+from ._layer_table import LAYERS, compute_einsum, find_bias_shape, find_equation, is_default, layer_of, open_layer, rewritten_by
 from ._place import path_of, path_text
 
 _MULTIPLIES = "_jmp_multiplies"
@@ -204,7 +205,12 @@ def _make_fields(module: nn.Module, format: StoredFormat) -> dict[str, Any]:
     if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
-    return {"promote_dtype": ours, layer.field: layer.make_multiply()}
+    return {"promote_dtype": ours, layer.field: layer.make_multiply(format, functools.partial(_draw_key, module))}
+
+
+def _draw_key(module: nn.Module) -> jax.Array | None:
+    """A key for the noise of a product, `None` without one: `make_rng` would take that of the parameters instead."""
+    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
 
 
 def _multiplying_layer(module: nn.Module) -> WeightedLayer | None:
@@ -253,7 +259,8 @@ def _call_einsum(
     with temporarily_set(module, {_MULTIPLIES: True}):
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_quote_path(module, "kernel"))
-    return compute_einsum(module, equation, inputs, kernel, promote, einsum)
+    multiply = LAYERS[nn.Einsum].make_multiply(format, functools.partial(_draw_key, module))
+    return compute_einsum(module, equation, inputs, kernel, promote, multiply)
 
 
 def _call_embed(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array) -> Any:

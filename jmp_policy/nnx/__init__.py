@@ -3,6 +3,7 @@
 - `Optimizer` skips steps that overflowed.
 - `value_and_grad` and `grad` scale the loss and return true gradients.
 - `cast_params` stores the Params of a model in the param dtype of a policy.
+- `set_rounding` gives the layers of a policy with stochastic rounding their keys.
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
@@ -13,3 +14,4 @@ from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._optimizer import Optimizer as Optimizer
 from ._quantized import QuantizedParam as QuantizedParam
+from ._rounding import set_rounding as set_rounding

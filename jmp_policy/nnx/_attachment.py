@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 
 from .._float8_state import OVERWRITE
-from .._formats import stored_format_of
+from .._formats import KeptNVFP4, stored_format_of
 from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap
+from .._policy_map import Match, PolicyMap, match_policy
 from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
 from ._layers import (
@@ -107,7 +107,7 @@ class Attachment:
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
         """Gives the policy to the modules in a value that stands at a path inside a tree."""
         # The policy of the module around it lacks its quantization where that one rewrites the weights inside.
-        rewritten = policy is not self._find_match("/".join(path[:-1])).policy
+        rewritten = policy != self._find_match("/".join(path[:-1])).policy
         return self._attach_value(value, path, _Around(policy, rewritten=rewritten))
 
     def _attach_value(self, value: Node, path: Path, around: _Around | None) -> Node:
@@ -198,7 +198,7 @@ class Attachment:
             base=base,
             policy=policy,
             given=self.given,
-            lineage=self._find_lineage(path),
+            lineage=self._find_lineage(path, match.policy),
             effect=effect,
             keep=self.keep if is_root else (),
             dtype_source=source,
@@ -255,12 +255,11 @@ class Attachment:
             )
 
     def _find_match(self, path: str) -> Match:
-        if isinstance(self.given, PolicyMap):
-            return self.given.match(path, self.types)
-        return Match(self.given, None, boundary=False)
+        return match_policy(self.given, path, self.types)
 
-    def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
-        if not isinstance(self.given, PolicyMap):
+    def _find_lineage(self, path: Path, policy: Policy) -> tuple[tuple[str, type], ...]:
+        # Under one policy, where modules of equal specs share a class, only those kept by name are told by their paths.
+        if not isinstance(self.given, PolicyMap) and not isinstance(policy.quantization, KeptNVFP4):
             return ()
         paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
         return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._adapter import Hook, Method, ModelInfo, ModuleInfo, describe_module
 from .._policy import Policy
-from .._policy_map import Match, PolicyMap
+from .._policy_map import PolicyMap, match_policy
 from .._trees import Args, Kwargs, PyTree
 from ..quant._array import is_quantized
 from ._calls import hook_calls
@@ -119,10 +119,7 @@ class _Tree:
             return ModuleInfo(type(module))
         relative = given.strip_path(path)
         given.types[relative] = spec.base
-        if isinstance(given.policy, PolicyMap):
-            match = given.policy.match(relative, given.types)
-        else:
-            match = Match(given.policy, None, boundary=False)
+        match = match_policy(given.policy, relative, given.types)
         info = describe_module(
             spec.base,
             match,

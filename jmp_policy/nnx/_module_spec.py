@@ -9,6 +9,7 @@ from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._float8 import make_float8_layer
 from ._quantized_embed import make_quantized_embed
+from ._rounding import make_rounding_layer
 
 SPEC = "__jmp_role__"
 """The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part
@@ -49,6 +50,8 @@ class Product(enum.Enum):
     """With the functions in its attributes."""
     FLOAT8 = enum.auto()
     """In 8-bit floating point, in a subclass that knows the state of the layer."""
+    ROUNDED_AT_RANDOM = enum.auto()
+    """In blocks, and gradients with noise, in a subclass that knows the stream of the layer's keys."""
     QUANTIZED_ROWS = enum.auto()
     """By the rows of a quantized table, in a subclass of the embedding that reads them."""
 
@@ -84,6 +87,8 @@ class ModuleSpec:
         """The class whose methods run; no field, because it has no name by which it could be pickled."""
         if self.product is Product.FLOAT8 and isinstance(self.policy.quantization, Float8):
             return make_float8_layer(self.base, self.policy.quantization)
+        if self.product is Product.ROUNDED_AT_RANDOM:
+            return make_rounding_layer(self.base)
         return make_quantized_embed(self.base) if self.product is Product.QUANTIZED_ROWS else self.base
 
     @property

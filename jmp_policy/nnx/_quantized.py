@@ -18,6 +18,7 @@ from ._float8 import make_state, why_wide
 from ._layer_table import find_layer, find_weight, weight_name
 from ._module_spec import Product
 from ._nodes import Attributes
+from ._rounding import draw_nothing, draws_keys
 
 
 class QuantizedParam(nnx.Variable):
@@ -48,7 +49,7 @@ def make_quantized_attributes(base: type, attributes: Attributes, quantization: 
     if not isinstance(weight.value, QuantizedArray) and why_left(weight.value.shape, weight.layout, format):
         return {}
     promote = layer.promote(format, attributes["promote_dtype"], as_tuple=True, layout=weight.layout)
-    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply()} if layer.field else {})
+    return {"promote_dtype": promote} | ({layer.field: layer.make_multiply(format, draw_nothing)} if layer.field else {})
 
 
 def choose_product(base: type, attributes: Attributes, quantization: Quantization | None) -> Product:
@@ -56,8 +57,10 @@ def choose_product(base: type, attributes: Attributes, quantization: Quantizatio
     if is_float8(base, attributes, quantization):
         return Product.FLOAT8
     # The functions of an embedding are methods, and not attributes that a policy could replace.
-    reads_rows = issubclass(base, nnx.Embed) and make_quantized_attributes(base, attributes, quantization)
-    return Product.QUANTIZED_ROWS if reads_rows else Product.OWN
+    replaced = make_quantized_attributes(base, attributes, quantization)
+    if replaced and issubclass(base, nnx.Embed):
+        return Product.QUANTIZED_ROWS
+    return Product.ROUNDED_AT_RANDOM if draws_keys(base, replaced, quantization) else Product.OWN
 
 
 def describe_quantization(base: type, attributes: Attributes, policy: Policy) -> str:

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 from ..interpreter import is_float, walk
 from ..interpreter._program import Atom
 
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 
 MOVING = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p",
@@ -118,6 +118,7 @@ def _count_combining(eqn: JaxprEqn) -> int:
 
 _FLOPS = {
     "dot_general": _count_dot,
+    "scaled_dot": _count_dot,
     "conv_general_dilated": _count_convolution,
     "ragged_dot": _count_ragged_dot,
     "ragged_dot_general": _count_ragged_dot,

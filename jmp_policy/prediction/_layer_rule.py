@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._paths import list_paths_to
 from .._policy import Policy
-from .._policy_map import PolicyMap
+from .._policy_map import PolicyMap, match_policy
 from ..autocast._place import Functions
 from ..autocast._tables import FUNCTIONS
 from ..interpreter import Body, Kind, Rule, Value, float_dtype
@@ -129,4 +129,4 @@ class LayerRule(Rule):
         return next((outer for outer in reversed(list_paths_to(path)) if outer in self._types), None)
 
     def _policy_at(self, path: str) -> Policy:
-        return self._policy.resolve(path, self._types) if isinstance(self._policy, PolicyMap) else self._policy
+        return match_policy(self._policy, path, self._types).policy

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .._float8_format import Float8
-from .._formats import MXFP8, BlockFormat, Int4, Quantization
+from .._formats import MXFP8, BlockFormat, Int4, KeptNVFP4, Quantization
 from .._policy import Policy
-from .._policy_map import PolicyMap
+from .._policy_map import PolicyMap, match_policy
 from ..interpreter._program import is_backward
 from ..statistics._observed import ObservedProgram
 from ..statistics._row import Row
@@ -16,7 +16,7 @@ from ._flow import Operation
 from ._layer_rule import HALF
 from ._trial import Written
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+PRODUCTS = frozenset(("dot_general", "scaled_dot", "conv_general_dilated"))
 
 
 class NarrowValue(NamedTuple):
@@ -74,10 +74,9 @@ def list_quantized_values(
         if operation.name not in PRODUCTS:
             continue
         direction = _find_direction(operation, rows)
-        rule = policy.resolve(operation.path, types) if isinstance(policy, PolicyMap) else policy
-        kind = rule.quantization
+        kind = match_policy(policy, operation.path, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
-        if kind is None or not _is_inside(operation.path, types):
+        if kind is None or isinstance(kind, KeptNVFP4) or not _is_inside(operation.path, types):
             continue
         if weights and max(np.prod(rows[i].shape) for i in weights[0]) < kind.min_size:
             continue

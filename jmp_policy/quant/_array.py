@@ -22,6 +22,7 @@ from .._formats import (
 )
 from .._rounding import round_to_half
 from .._trees import Uncast, is_array
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._block_numbers import Blocks, dequantize, pack_e2m1, unpack_e2m1
 from ._block_operands import round_weight
 from ._clip import Clip, check_clip, choose_bounds, choose_peak
@@ -99,6 +100,7 @@ class QuantizedArray(Uncast):
         """The sharding of the values."""
         return self.values.sharding
 
+    @jax.named_scope(ROUNDING_SCOPE)
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The weight as an ordinary array.
 

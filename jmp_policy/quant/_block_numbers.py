@@ -290,7 +290,8 @@ def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> ja
     """
     limit = float(jnp.finfo(dtype).max)
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
-    return jnp.where(is_finite, jnp.clip(x, -limit, limit), otherwise).astype(dtype)
+    # The constant in an array of its own: what goes from a nan back to its origin would end at a literal.
+    return lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype)
 
 
 def _round_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:

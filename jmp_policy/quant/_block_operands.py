@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._block_formats import MXFP8, NVFP4, BlockFormat
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._block_numbers import Blocks, quantize_mx, quantize_nv
 
 _MX_DTYPES = {
@@ -18,6 +20,7 @@ _MX_DTYPES = {
 
 # No operand passes a derivative on: JAX would find zero in the arithmetic on bits, and say nothing.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@jax.named_scope(ROUNDING_SCOPE)
 def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds the input of a layer in blocks along an axis.
 
@@ -36,6 +39,7 @@ def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blo
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@jax.named_scope(ROUNDING_SCOPE)
 def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds a weight in blocks along an axis: the numbers that `quantize` stores are these, along its inputs.
 
@@ -56,6 +60,7 @@ def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Bl
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+@jax.named_scope(ROUNDING_SCOPE)
 def round_gradient(g: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int, block: int) -> Blocks:
     """Rounds the gradient of a layer's result in blocks along an axis.
 
@@ -91,6 +96,39 @@ def _refuse_derivative(*args: Any) -> Any:
 
 for _round in (round_input, round_weight, round_gradient):
     _round.defjvp(_refuse_derivative)
+
+
+def mix_rows(x: jax.Array, block: int) -> jax.Array:
+    """Multiplies each block of rows by a Hadamard matrix with fixed signs, in float32.
+
+    It is orthonormal, so that a product of two operands that sums over rows is the same of mixed ones, while a number
+    that is much larger than its neighbours is spread among all of them.
+
+    Args:
+      x: floating, `(batch, rows, features)`.
+      block: how many rows are mixed, a power of two that divides their number.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4, 2025, section 4 (random Hadamard transforms).
+    """
+    batch, rows, features = x.shape
+    blocks = x.astype(jnp.float32).reshape(batch, rows // block, block, features)
+    mixed = jnp.einsum("ij,bnjf->bnif", make_hadamard(block), blocks, precision=lax.Precision.HIGHEST)
+    return mixed.reshape(x.shape)
+
+
+@functools.cache
+def make_hadamard(size: int) -> np.ndarray:
+    """An orthonormal Hadamard matrix, Sylvester's, whose columns have fixed signs.
+
+    The signs are a bent function of the bits of the column. Equal rows, and rows whose signs alternate in any way of
+    Sylvester's, become rows of equal magnitudes; without signs all of them would come together in one.
+
+    >>> (make_hadamard(4) * 2).astype(int).tolist()
+    [[1, 1, 1, -1], [1, -1, 1, 1], [1, 1, -1, 1], [1, -1, -1, -1]]
+    """
+    rows, columns = np.arange(size)[:, None], np.arange(size)
+    pairs = columns & (columns >> 1) & 0x55555555
+    return ((-1.0) ** (np.bitwise_count(rows & columns) + np.bitwise_count(pairs)) / np.sqrt(size)).astype(np.float32)
 
 
 def pad_axis(x: jax.Array, axis: int, block: int) -> jax.Array:

@@ -10,16 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._block_formats import BlockFormat
+from .._block_formats import NVFP4, BlockFormat, draws_noise
 from .._mapped_axes import vary
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._amax_history import varying_axes
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Convolution, Labels
 from ._block_numbers import Blocks, dequantize
-from ._block_operands import pad_axis, round_gradient, round_input, round_weight
+from ._block_operands import mix_rows, pad_axis, round_gradient, round_input, round_weight
+from ._platform_forms import fence_on_cpu
 
 _PRODUCT = (((2,), (1,)), ((0,), (0,)))
 """`(batch, rows, n)` times `(batch, n, columns)`, as `lax.dot_general` says it."""
+
+ROUNDING = "rounding"
+"""What Flax's models call the stream of the keys for noise."""
 
 
 def block_product(
@@ -38,11 +43,14 @@ def block_product(
       left: floating.
       weight: floating, which is rounded from the dtype it has; or stored.
       format: how to round.
-      key: of the noise of `stochastic_rounding`.
+      key: of the noise of `stochastic_rounding`, for the derivative.
 
     Returns:
       The result in the dtype of `left`, or in the preferred one of the operation. The gradient of a floating weight has
       its dtype, and is computed from sums in float32.
+
+    Raises:
+      ValueError: a product is differentiated, and has no key to round gradients at random by.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
@@ -60,13 +68,21 @@ def block_product(
     return _split_axes(out, operation, order, left.shape, weight.shape)
 
 
-def is_matmul(operation: Bilinear) -> bool:
+def is_matmul(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Whether an operation is a product of matrices, in which blocks can lie along the axes that are summed over.
 
-    A convolution is none, nor is an einsum that sums one of its operands alone.
+    A convolution is none, nor is an einsum that sums one of its operands alone, or repeats one.
+
+    Args:
+      operation: what to compute.
+      left: the shape of the input.
+      right: the shape of the weight.
     """
-    alone = (set(operation.left) ^ set(operation.right)) - set(operation.out)
-    return not isinstance(operation.compute, Convolution) and not alone
+    if isinstance(operation.compute, Convolution):
+        return False
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    return not alone and all(lengths[label] == others[label] for label in lengths.keys() & others.keys())
 
 
 def has_stored_order(operation: Bilinear) -> bool:
@@ -148,6 +164,13 @@ def _forward(spec: _ProductSpec, rows: jax.Array, weight: jax.Array, key: jax.Ar
     return out, (rows, weight, key)
 
 
+def _forward_for_gradient(
+    spec: _ProductSpec, rows: jax.Array, weight: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    _check_key(spec, key)
+    return _forward(spec, rows, weight, key)
+
+
 def _backward(spec: _ProductSpec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     rows, weight, key = residuals
     keys = (None, None) if key is None else jax.random.split(key)
@@ -155,7 +178,7 @@ def _backward(spec: _ProductSpec, residuals: Any, grad: jax.Array) -> tuple[Any,
     return rows_grad, _grad_weight(spec, grad, rows, keys[1]).astype(weight.dtype), None
 
 
-_multiply_rounded.defvjp(_forward, _backward)
+_multiply_rounded.defvjp(_forward_for_gradient, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -171,13 +194,35 @@ def _forward_stored(
     return _multiply(round_input(rows, spec.format, 2, spec.format.block_size), weight, spec.dtype), (like, weight, key)
 
 
+def _forward_stored_for_gradient(
+    spec: _ProductSpec, rows: jax.Array, weight: Blocks, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    _check_key(spec, key)
+    return _forward_stored(spec, rows, weight, key)
+
+
 def _backward_stored(spec: _ProductSpec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     like, weight, key = residuals
     key = None if key is None else jax.random.split(key)[0]
     return _grad_rows(spec, grad, dequantize(weight, 1), key).astype(like.dtype), None, None
 
 
-_multiply_stored.defvjp(_forward_stored, _backward_stored)
+_multiply_stored.defvjp(_forward_stored_for_gradient, _backward_stored)
+
+
+def _check_key(spec: _ProductSpec, key: jax.Array | None) -> None:
+    """Checks that there is a key for the noise of a product that is differentiated; others draw none.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if key is None and draws_noise(spec.format):
+        raise ValueError(
+            f"{str(spec.format)!r} rounds gradients at random, and a product that is differentiated has no key. Pass "
+            f"one: model.apply(variables, x, rngs={{{ROUNDING!r}: key}}) in linen, in nn.scan and nn.vmap with "
+            f"split_rngs={{{ROUNDING!r}: True}}; jmp_policy.nnx.set_rounding(model, nnx.Rngs({ROUNDING}=0)) in nnx; or "
+            "quant.dot_general(..., key=key)."
+        )
 
 
 def _grad_rows(spec: _ProductSpec, grad: jax.Array, weight: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -191,9 +236,11 @@ def _grad_rows(spec: _ProductSpec, grad: jax.Array, weight: jax.Array, key: jax.
 def _grad_weight(spec: _ProductSpec, grad: jax.Array, rows: jax.Array, key: jax.Array | None) -> jax.Array:
     """The gradient of the weight: the input times the gradient of the result; the sum is over the rows."""
     format, block = spec.format, spec.format.block_size
-    inputs = round_input(pad_axis(rows, 1, block), format, 1, block)
-    grads = round_gradient(pad_axis(grad, 1, block), key, format, 1, block)
-    return _multiply(_transpose(inputs), grads, jnp.float32)
+    rows, grad = pad_axis(rows, 1, block), pad_axis(grad, 1, block)
+    if isinstance(format, NVFP4) and format.hadamard:
+        rows, grad = mix_rows(rows, block), mix_rows(grad, block)
+    inputs = round_input(rows, format, 1, block)
+    return _multiply(_transpose(inputs), round_gradient(grad, key, format, 1, block), jnp.float32)
 
 
 def _transpose(blocks: Blocks) -> Blocks:
@@ -202,6 +249,9 @@ def _transpose(blocks: Blocks) -> Blocks:
 
 def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
     """Multiplies `(batch, rows, n)` by `(batch, n, columns)`, with sums in float32."""
+    if not left.values.shape[2]:  # the gradient of a weight that no row was multiplied by; `scaled_dot` divides by zero
+        return lax.dot_general(left.values.astype(dtype), right.values.astype(dtype), _PRODUCT)
+    left, right = fence_on_cpu((left, right))
     out = lax.scaled_dot(
         left.values,
         right.values,
@@ -210,6 +260,8 @@ def _multiply(left: Blocks, right: Blocks, dtype: Any) -> jax.Array:
         dimension_numbers=_PRODUCT,
         preferred_element_type=jnp.float32,
     )
-    for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
-        out = out if scale is None else out * scale
+    out = fence_on_cpu(out)
+    with jax.named_scope(ROUNDING_SCOPE):
+        for scale in (left.tensor_scale, right.tensor_scale):  # one after the other: their product may underflow
+            out = out if scale is None else out * scale
     return out.astype(dtype)

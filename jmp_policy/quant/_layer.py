@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._float8_format import Float8
-from .._formats import BlockFormat, Int4, StoredFormat
+from .._formats import BlockFormat, Int4, StoredFormat, draws_noise
 from ._amax_history import State, needs_state
 from ._array import QuantizedArray
 from ._float8_product import float8_product, why_sizes_wide, why_weight_wide
@@ -76,13 +76,18 @@ class Multiply:
     Attributes:
       own: what the layer computes any other product with.
       operation: its name in `OPERATIONS`.
+      key: draws the key of the noise of a product, or `None` where nothing is there to draw it from; itself `None`
+        where the format has no noise.
     """
 
     own: Callable[..., Any]
     operation: str
+    key: Callable[[], jax.Array | None] | None = dataclasses.field(default=None, compare=False)  # as `state` below
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         quantized = any(isinstance(operand, QuantizedArray | Unquantized) for operand in operands)
+        if quantized and self.key is not None:
+            options["key"] = self.key()
         return (OPERATIONS[self.operation].quantized if quantized else self.own)(*operands, **options)
 
 
@@ -157,10 +162,20 @@ class WeightedLayer:
         """The function that the layer multiplies with if its author gave it no other."""
         return None if self.operation is None else OPERATIONS[self.operation].default
 
-    def make_multiply(self) -> Multiply:
-        """Makes what takes the place of that function where the weight is quantized."""
+    def draws_noise(self, format: object) -> bool:
+        """Whether the layer's product in a format draws noise: convolutions compute in the compute dtype."""
+        return self.operation in ("dot_general", "einsum") and draws_noise(format)
+
+    def make_multiply(self, format: object, key: Callable[[], jax.Array | None]) -> Multiply:
+        """Makes what takes the place of that function where the weight is quantized.
+
+        Args:
+          format: of the policy.
+          key: draws a key for each product, if the format has noise.
+        """
         assert self.operation is not None
-        return Multiply(OPERATIONS[self.operation].default, self.operation)
+        default = OPERATIONS[self.operation].default
+        return Multiply(default, self.operation, key if self.draws_noise(format) else None)
 
     def make_float8_multiply(self, format: Float8, state: Callable[[], State]) -> Float8Multiply:
         """Makes what takes the place of that function under a float8 policy.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .._formats import PER_CHANNEL, BlockFormat, Int4, StoredFormat
+from .._formats import PER_CHANNEL, BlockFormat, Int4, KeptNVFP4, StoredFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +138,8 @@ def why_left(shape: tuple[int, ...], layout: Layout, quantization: StoredFormat)
     """
     if isinstance(quantization, BlockFormat) and not layout.channels:
         return WHY_TABLES_WIDE
+    if isinstance(quantization, KeptNVFP4):
+        return f"nvfp4 keeps what is named {quantization.name!r}, unless keep=none"
     size = layer_size(shape, layout)
     if size < quantization.min_size or size == 0:
         return f"{size} elements are fewer than min_size={quantization.min_size}"
@@ -166,10 +168,13 @@ def block_length(layout: Layout, quantization: Int4 | BlockFormat, where: str = 
     if isinstance(quantization, Int4) and (block == PER_CHANNEL or length <= block):
         return length
     if length % block:
-        fitting = max(n for n in range(1, block + 1) if length % n == 0)
+        # Two numbers of 4 bits of floating point are a byte, so that their blocks are even.
+        step = 2 if isinstance(quantization, BlockFormat) and quantization.bits == 4 else 1
+        fitting = max((n for n in range(step, block + 1, step) if length % n == 0), default=None)
         kind = str(quantization).partition("(")[0].partition("/")[0]
+        remedy = "Leave" if fitting is None else f"The largest that do are of {fitting}: '{kind}/{fitting}', or leave"
         raise ValueError(
-            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. The largest that do are of "
-            f"{fitting}: '{kind}/{fitting}', or leave the weight out by a rule of a PolicyMap: {{'path': 'float32'}}."
+            f"Blocks of {block} do not divide the {length} inputs of the weight{where}. {remedy} the weight out by a "
+            "rule of a PolicyMap: {'path': 'float32'}."
         )
     return block

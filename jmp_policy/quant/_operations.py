@@ -1,6 +1,7 @@
 """The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ from jax import lax
 
 from .._dtypes import DTypeLike, is_floating_dtype
 from .._float8_format import Float8
-from .._formats import Quantization, parse_quantization
+from .._formats import BlockFormat, Quantization, draws_noise, parse_quantization
 from ._amax_history import State, needs_state, new_state
 from ._array import QuantizedArray
 from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum
+from ._block_product import block_product, is_matmul
 from ._float8_product import float8_product, why_weight_wide
-from ._layout import Layout, table_layout
+from ._layout import Layout, block_length, table_layout
 from ._product import multiply_quantized
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
@@ -30,30 +32,40 @@ def dot_general(
     out_sharding: Sharding | None = None,
     quantization: Quantization | str | None = None,
     state: State | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `jax.lax.dot_general` with a quantized weight on the right, or in 8-bit floating point.
+    """Computes `jax.lax.dot_general` with a quantized weight on the right, or in narrow floating point.
+
+    A floating `rhs` may have its axes in any order. Blocks that are stored are multiplied as blocks where the axes of
+    `rhs` are in the order of a batch, what is summed over, outputs; elsewhere `rhs` is dequantized to the dtype of
+    `lhs`, and `lhs` is not rounded.
 
     Args:
       lhs: real floating, of any shape.
       rhs: a `QuantizedArray`, which says how to compute with it; or a floating array. `quantization` says how to
-        quantize that, with a scale for each row or column that is summed over.
+        quantize that: with a scale for each row or column that is summed over, or in blocks along these.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as for JAX; products in 8 bits ignore it.
       preferred_element_type: the dtype of the result; `None` for the dtype of `lhs`.
       out_sharding: as for JAX.
-      quantization: `Int8`, `Int4`, `Float8`, or their string, for a floating `rhs`; with `None` it is JAX's own
-        operation. `Float8` computes the reverse-mode derivative in 8 bits as well, and leaves small products alone.
+      quantization: `Int8`, `Int4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating `rhs`; with
+        `None` it is JAX's own operation. `Float8`, and formats of blocks with `activations`, compute the reverse-mode
+        derivative in narrow numbers as well. `Float8` alone leaves small products alone.
       state: for `Float8` with `DelayedScaling`, as `float8_state` makes it. Its gradient is the next state.
+      key: for `NVFP4` with `stochastic_rounding`, a new one for each product of each step. The derivative draws from
+        it, and from nothing else: under `jax.jit` the same numbers on any mesh. In `jax.shard_map` each device draws
+        for the part that it has; fold `jax.lax.axis_index` into the key, that their noise may differ.
 
     Returns:
       The product, as JAX would order its axes. Its derivative passes straight through the rounding, to `lhs` and to a
       floating `rhs`.
 
     Raises:
-      TypeError: `lhs`, or an `rhs` to quantize, is not floating; or the derivative of a product in float8 is
-        differentiated.
+      TypeError: `lhs`, or an `rhs` to quantize, is not floating; or the derivative of a product in float8, or of one
+        of blocks by blocks, is differentiated.
       ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
-        another one; or a state is missing, or given to a recipe that has none.
+        another one; or a state or key is missing, or given to a format that has none. A missing key shows where the
+        product is differentiated.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
@@ -61,7 +73,7 @@ def dot_general(
     [2.0, 2.0, 2.0]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state)
+    return _multiply(describe_dot_general(lhs, rhs, dimension_numbers, **options), quantization, state, key)
 
 
 def einsum(
@@ -74,8 +86,9 @@ def einsum(
     out_sharding: Sharding | None = None,
     quantization: Quantization | str | None = None,
     state: State | None = None,
+    key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in 8-bit floating point.
+    """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in narrow floating point.
 
     Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
 
@@ -84,7 +97,7 @@ def einsum(
     [[4.0, 4.0]]
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state)
+    return _multiply(describe_einsum(equation, lhs, rhs, **options), quantization, state, key)
 
 
 def conv_general_dilated(
@@ -100,7 +113,8 @@ def conv_general_dilated(
     """Computes `jax.lax.conv_general_dilated` with a quantized filter, or with both operands rounded to float8.
 
     With `Int8` an example of the batch has one scale, because windows overlap. With `Float8` the numbers of 8 bits are
-    multiplied in bfloat16 or float32. Other arguments, result and errors are as for JAX's operation and for
+    multiplied in bfloat16 or float32. Formats of blocks round the filter alone, in blocks along all that a window sums
+    over, and the product is in the dtype of `lhs`. Other arguments, result and errors are as for JAX's operation and for
     `dot_general`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -189,14 +203,18 @@ def float8_state(quantization: Quantization | str) -> State:
     return new_state(format)
 
 
-def _multiply(call: Call, quantization: Quantization | str | None, state: State | None) -> jax.Array:
+def _multiply(
+    call: Call, quantization: Quantization | str | None, state: State | None, key: jax.Array | None = None
+) -> jax.Array:
     operation, lhs, rhs = call
     format = parse_quantization(quantization)
     _check_state(format, state)
     if isinstance(rhs, QuantizedArray | Unquantized):
         _check_format(rhs, format)
+        _check_key(rhs.format, key)
         _check_floating(lhs)
-        return multiply_quantized(operation, lhs, rhs)
+        return multiply_quantized(operation, lhs, rhs, key)
+    _check_key(format, key)
     if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
         return operation.compute(lhs, rhs)
     _check_floating(lhs)
@@ -205,7 +223,14 @@ def _multiply(call: Call, quantization: Quantization | str | None, state: State 
         if why_weight_wide(operation, lhs.shape, rhs.shape, format) is not None:
             return operation.compute(lhs, rhs.astype(lhs.dtype))
         return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
-    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)))
+    if isinstance(format, BlockFormat):
+        _check_floating(rhs)
+        if format.activations and is_matmul(operation, lhs.shape, rhs.shape):
+            # In whatever order the axes are: nothing has stored the weight as blocks.
+            inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
+            block_length(Layout((inputs,), 1), format)
+            return block_product(operation, lhs, rhs, format, key)
+    return multiply_quantized(operation, lhs, Unquantized(rhs, format, _find_layout(operation, rhs.shape)), key)
 
 
 def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
@@ -233,6 +258,15 @@ def _check_state(format: Quantization | None, state: State | None) -> None:
         )
     if state is not None and not needs_state(format):
         raise ValueError(f"{str(format)!r} has no state, and got one. For example: quantization='float8'.")
+
+
+def _check_key(format: Quantization | None, key: jax.Array | None) -> None:
+    """Checks that a key is given to a format that draws noise alone; whether one is missing, the derivative knows."""
+    if key is not None and not draws_noise(format):
+        raise ValueError(
+            f"{format and str(format)!r} draws no noise, and got a key. For example: "
+            "quantization='nvfp4(stochastic_rounding=true)'."
+        )
 
 
 def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:

@@ -19,13 +19,16 @@ from ._platform_forms import measure_row_amax, narrow_sums
 from ._weight import StoredWeight, Unquantized, fake_quantize
 
 
-def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> jax.Array:
+def multiply_quantized(
+    operation: Bilinear, left: jax.Array, weight: StoredWeight, key: jax.Array | None = None
+) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight.
 
     With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
     multiplied into int32, and the sums by both scales in float32; on an NVIDIA GPU a result in bfloat16 is rounded
     twice, before the scales and after them. That needs one scale for all weights of a sum. Formats of blocks with
-    `activations` multiply blocks by blocks: see `block_product`. Where a weight has other scales, and for other
+    `activations` multiply blocks by blocks: see `block_product`. That needs blocks along all that is summed over, and
+    the axes of the weight in the order of stored blocks: of a batch, of inputs, of outputs. Elsewhere, and for other
     formats, the weight is dequantized to the dtype of `left`.
 
     The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
@@ -35,6 +38,7 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
       operation: what to compute.
       left: floating.
       weight: the right operand.
+      key: of the noise of `NVFP4` with `stochastic_rounding`.
 
     Returns:
       The result in the dtype of `left`, or in the preferred one of the operation.
@@ -44,9 +48,9 @@ def multiply_quantized(operation: Bilinear, left: jax.Array, weight: StoredWeigh
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    if isinstance(weight.format, BlockFormat) and weight.format.activations and _fits_blocks(operation, weight):
+    if isinstance(weight.format, BlockFormat) and weight.format.activations and _fits_blocks(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
-        return block_product(operation, left, right, weight.format)
+        return block_product(operation, left, right, weight.format, key)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not _is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
@@ -61,11 +65,11 @@ def _quantize_weight(weight: Unquantized) -> QuantizedArray:
     return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
 
 
-def _fits_blocks(operation: Bilinear, weight: StoredWeight) -> bool:
-    """Whether the blocks of a weight lie along all that each sum of an operation takes in."""
+def _fits_blocks(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
+    """Whether the blocks of a weight, as they are stored, lie along all that each sum of an operation takes in."""
     blocked = {axis % weight.ndim for axis in weight.layout.axes}
     lies_along = set(operation.summed_axes(operation.right)) == blocked
-    return lies_along and is_matmul(operation) and has_stored_order(operation)
+    return lies_along and is_matmul(operation, left.shape, weight.shape) and has_stored_order(operation)
 
 
 def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:

@@ -14,7 +14,7 @@ from .._get_policy import get_policy
 from .._messages import warn_user
 from .._paths import list_paths_to
 from .._policy import Policy
-from .._policy_map import PolicyMap
+from .._policy_map import PolicyMap, match_policy
 from .._signatures import PolicySpec
 from .._trees import PyTree
 from ._array import QuantizedArray
@@ -134,7 +134,7 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
             return value
         bias, depth = _unbox(_find_bias(params, path)), stacks.count_axes(module)
         layout = weight_layout(name, array.shape, None if bias is None else np.shape(bias), depth)
-        policy = given if isinstance(given, Policy) else given[module]
+        policy = match_policy(given, module).policy
         new = quantizer.quantize_weight(module, name, array, layout, policy)
         if new is None:
             return value

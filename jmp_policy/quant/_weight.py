@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from .._formats import Int4, StoredFormat
+from .._formats import Int4, KeptNVFP4, StoredFormat
+from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._array import QuantizedArray, quantize_array
 from ._layout import Layout, block_length, choose_format, why_left
 
@@ -73,6 +74,7 @@ class _FakeQuantization:
     dtype: Any
 
 
+@jax.named_scope(ROUNDING_SCOPE)
 def _round(array: jax.Array, spec: _FakeQuantization) -> jax.Array:
     return quantize_array(array, spec.format, spec.layout).dequantize(spec.dtype)
 
@@ -108,7 +110,8 @@ def match_format(array: QuantizedArray, format: StoredFormat, where: str = "") -
     Raises:
       ValueError: the policy stores other numbers.
     """
-    format = choose_format(format, array.layout)
+    # A weight that is stored in blocks is multiplied so: what keeps others keeps them from being rounded.
+    format = choose_format(format.plain if isinstance(format, KeptNVFP4) else format, array.layout)
     same_kind = type(array.format) is type(format)
     if same_kind and dataclasses.replace(array.format, **_computing(format)) == format:
         return array if array.format == format else dataclasses.replace(array, format=format)

@@ -6,8 +6,8 @@ cotangent, and moves of numbers from place to place. Any other operation is opaq
 
 from jax.extend.core import JaxprEqn
 
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"})
-"""Products of two tensors, which sum over what both have."""
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general", "scaled_dot"})
+"""Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
 
 SUMS = frozenset({"cumsum", "reduce_sum", "reduce_window_sum"})
 """Sums over some axes of one tensor."""

@@ -93,7 +93,7 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
     return ("matmuls", *chosen)
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_PRODUCTS = ("dot_general", "scaled_dot", "conv_general_dilated")
 _SUSPECTS = ("integer_pow", "square", "div", "mul", "exp", "rsqrt", "add", "sub", "add_any", "reduce_sum")
 """Operations that lose numbers in half, the most suspicious first."""
 

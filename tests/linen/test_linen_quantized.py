@@ -17,6 +17,21 @@ from jmp_policy import quant
 
 INT8, WEIGHTS = "int8(min_size=0)_from_mixed_bfloat16", "int8(activations=false,min_size=0)_from_float32"
 INT4 = "int4/4(min_size=0)_from_mixed_bfloat16"
+MXFP8 = "mxfp8/8(min_size=0)_from_mixed_bfloat16"
+BLOCKS = {
+    MXFP8: 0.06,
+    "mxfp8/8(activations=false,min_size=0)_from_float32": 0.04,
+    "nvfp4/8(min_size=0)_from_mixed_bfloat16": 0.4,
+    "nvfp4/8(activations=false,min_size=0)_from_float32": 0.3,
+    "mxfp4/8(activations=true,min_size=0)_from_mixed_bfloat16": 0.4,
+    "mxfp4/8(min_size=0)_from_float32": 0.3,
+}
+"""The formats of blocks, and how far off they may be."""
+TABLES = (
+    "Embed", "Embed of one", "Embed attended to", "subclass with its own attend", "subclass that reads twice",
+    "subclass whose methods call each other", "the same inside",
+)  # fmt: skip
+"""What these leave."""
 
 SOME = (
     "Dense", "DenseGeneral over two axes", "Einsum in another order", "Conv of a line", "Embed", "Embed attended to",
@@ -57,8 +72,12 @@ def relative_error(tree, reference):
 
 
 @pytest.mark.parametrize(
-    ("policy", "names", "bound"), [(INT8, tuple(CASES), 0.03), (WEIGHTS, SOME, 0.02), (INT4, SOME, 0.2)]
-)
+    ("policy", "names", "bound"),
+    [
+        (INT8, tuple(CASES), 0.03), (WEIGHTS, SOME, 0.02), (INT4, SOME, 0.2), (MXFP8, tuple(CASES), 0.06),
+        *((policy, SOME, bound) for policy, bound in BLOCKS.items() if policy != MXFP8),
+    ],
+)  # fmt: skip
 def test_training_computes_what_the_quantized_weights_compute(policy, names, bound):
     """One jitted function with both kinds of weights; each is a program of its own."""
     variables = {name: variables_of_all()[name] for name in names}

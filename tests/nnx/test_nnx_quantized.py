@@ -26,6 +26,9 @@ POLICIES = [
     "int8(min_size=0)_from_mixed_bfloat16",
     "int8(activations=false,min_size=0)_from_float32",
     "int4/4(min_size=0)_from_mixed_bfloat16",
+    "mxfp8/4(min_size=0)_from_mixed_bfloat16",
+    "nvfp4/4(min_size=0)_from_mixed_bfloat16",
+    "mxfp4/4(min_size=0)_from_float32",
 ]
 
 
@@ -128,6 +131,8 @@ LAYERS = {
     "a user's method": Layer(lambda rngs: Subclass(8, 4, rngs=rngs), X, lambda layer, x: layer.doubled(layer(x))),
     "a model": Layer(Block, X),
 }
+ROUNDS = "round_nearest_even|f8E4M3FN|f4E2M1FN"
+"""What is in a program that rounds to integers, or to narrow floating point."""
 READS_ROWS = ("Embed", "Embed of a user")  # quantized, of the rows that are read; before, of these rows alone
 
 
@@ -157,7 +162,7 @@ def dataflow(program):
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in READS_ROWS])
 def test_training_computes_what_the_quantized_layer_will(name, policy):
     trained = lowered(name, lambda model: jmp.with_policy(model, policy))
-    assert "round_nearest_even" in trained.as_text()
+    assert re.search(ROUNDS, trained.as_text())
     assert dataflow(trained) == dataflow(lowered(name, lambda model: quantize(model, policy)))
 
 
