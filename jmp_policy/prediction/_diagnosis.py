@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
 from ..autocast._scopes import root_policy
-from ..measurement._what_if import parse_format
+from ..measurement._what_if import FloatFormat, parse_format
 from ..statistics._observed import ObservedProgram
 from ..statistics._row import Row
 from ..statistics._stats import Stats
@@ -155,7 +155,9 @@ class _Trial:
         return not any(row.primitive and row.primitive not in PRODUCTS for row in self.rows)
 
     def _find_masked(self, format: str) -> set[int]:
-        return find_masked(self._operations, self.rows, float(parse_format(format).max))
+        known = parse_format(format)
+        assert isinstance(known, FloatFormat)
+        return find_masked(self._operations, self.rows, known.max)
 
 
 def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
