@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    multiply = functools.partial(_multiply_blocks, operation, format)
+    multiply: Callable[..., jax.Array] = functools.partial(_multiply_blocks, operation, format)
     out_sharding = _find_out_sharding(operation, left, weight)
     if out_sharding is not None:
         multiply = jax.sharding.auto_axes(multiply, out_sharding=out_sharding)
