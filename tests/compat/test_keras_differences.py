@@ -176,6 +176,12 @@ def a_history_has_a_positive_length():
             keras.QuantizedFloat8DTypePolicy("float8", "float32", length)
 
 
+@checks.holds('`"mxfp8"`, `"nvfp4"`')
+def formats_of_blocks_are_modes():
+    for mode in ("mxfp8", "nvfp4", "mxfp4"):
+        assert jmp.get_policy(keras.QuantizedDTypePolicy(mode, "float32")) is jmp.get_policy(f"{mode}_from_float32")
+
+
 @checks.holds("`gptq`, `awq`, `ternary`")
 def other_quantizations_are_errors_by_name_and_in_files():
     for mode in ("gptq/4/128", "awq/4/128", "ternary"):
