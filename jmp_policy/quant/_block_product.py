@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,11 +55,11 @@ def block_product(
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, 2023, section 6; `lax.scaled_dot` multiplies.
     """
-    multiply: Callable[..., jax.Array] = functools.partial(_multiply_blocks, operation, format)
     out_sharding = _find_out_sharding(operation, left, weight)
-    if out_sharding is not None:
-        multiply = jax.sharding.auto_axes(multiply, out_sharding=out_sharding)
-    return multiply(left, weight, key)
+    if out_sharding is None:
+        return _multiply_blocks(operation, format, left, weight, key)
+    multiply: Any = functools.partial(_multiply_blocks, operation, format)
+    return jax.sharding.auto_axes(multiply, out_sharding=out_sharding)(left, weight, key)
 
 
 def _find_out_sharding(
