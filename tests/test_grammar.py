@@ -134,6 +134,8 @@ recipes = st.one_of(
 )
 roundings = st.sampled_from(["up", "floor"])
 even = st.integers(1, 2**40).map(lambda half: 2 * half)
+powers = st.integers(1, 40).map(lambda exponent: 2**exponent)
+kept = st.lists(st.sampled_from(["head", "stem", "Dense_0"]), unique=True).map("|".join)
 quantizations = st.one_of(
     st.none(),
     st.builds(Int8, activations=st.booleans(), min_size=counts),
@@ -141,7 +143,8 @@ quantizations = st.one_of(
     st.builds(Float8, recipes, st.integers(1, 2**40), counts, st.booleans(), counts),
     st.builds(MXFP8, st.booleans(), st.integers(2, 2**40), st.sampled_from(["e4m3", "e5m2"]), roundings, counts),
     st.builds(MXFP4, st.booleans(), even, roundings, counts),
-    st.builds(NVFP4, st.booleans(), even, st.booleans(), st.booleans(), st.booleans(), min_size=counts),
+    st.builds(NVFP4, st.booleans(), even, st.booleans(), st.just(False), st.booleans(), kept, counts),
+    st.builds(NVFP4, st.booleans(), powers, st.booleans(), st.just(True), st.booleans(), kept, counts),
 )
 
 
