@@ -143,13 +143,13 @@ class _EdgeFinder:
 
     def find_sources(self, line: Line) -> list[Edge]:
         """What the value of a line was made of."""
-        found = (self._follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
-        return list(dict.fromkeys(edge for edges in found for edge in edges))
+        is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
+        follow = self._follow_bits if is_of_bits else self._follow
+        return self._join(follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
 
     def find_results(self) -> list[Edge]:
         """What the results of the program are."""
-        found = (self._follow(atom, (), ()) for atom in self._program.outvars)
-        return list(dict.fromkeys(edge for edges in found for edge in edges))
+        return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
 
     def list_operands(self, line: Line) -> list[tuple[int, float, float]]:
         """Of the first operands of a line the rows, scales and shifts."""
@@ -188,6 +188,33 @@ class _EdgeFinder:
             self._found[key] = []  # a carry that goes around unchanged comes back here
             self._found[key] = self._find(atom, around, turns)
         return self._found[key]
+
+    def _follow_bits(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """The rows of the floats whose bits an integer was made of; none from other turns of a loop, or a branch.
+
+        The scale of a block is nan because of integers that stand for its largest magnitude.
+        """
+        if isinstance(atom, Literal) or is_measurable(atom):
+            return self._follow(atom, around, turns)
+        key = _key(around), turns, id(atom)
+        if key not in self._found:
+            self._found[key] = self._find_bits(atom, around, turns)
+        return self._found[key]
+
+    def _find_bits(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        body = around[-1][1] if around else self._program
+        made = self._list_makers(body).get(var)
+        if made is None:
+            if not around or around[-1][0].primitive.name not in _CALLS or var not in body.invars:
+                return []
+            return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
+        eqn, i = made
+        if eqn.primitive.name in _CALLS:
+            inside = body_of(eqn.params[_CALLS[eqn.primitive.name]])
+            return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
+        if eqn.primitive.name in ("cond", "while", "scan"):
+            return []
+        return self._join(self._follow_bits(atom, around, turns) for atom in eqn.invars)
 
     def _find(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
         body = around[-1][1] if around else self._program

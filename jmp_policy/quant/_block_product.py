@@ -58,8 +58,10 @@ def block_product(
     out_sharding = _find_out_sharding(operation, left, weight)
     if out_sharding is None:
         return _multiply_blocks(operation, format, left, weight, key)
-    multiply: Any = functools.partial(_multiply_blocks, operation, format)
-    return jax.sharding.auto_axes(multiply, out_sharding=out_sharding)(left, weight, key)
+    multiply: Any = jax.sharding.auto_axes(
+        functools.partial(_multiply_blocks, operation, format), out_sharding=out_sharding
+    )
+    return multiply(left, weight, key)
 
 
 def _find_out_sharding(

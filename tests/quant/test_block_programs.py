@@ -72,8 +72,10 @@ def test_records_measure_the_products(format):
     np.testing.assert_allclose(loss, jax.jit(loss_fn)(*args), rtol=2.0**-20)
 
 
-def test_a_nan_is_followed_through_blocks_to_where_it_began():
-    loss_fn, (params, x) = make_step("mxfp8(min_size=0)")
+@pytest.mark.parametrize("format", ["mxfp8(min_size=0)", "mxfp4(activations=true,min_size=0)", "nvfp4(min_size=0)"])
+def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
+    """Four bits have no nan: it is in the scale, which is made of the bits of the largest magnitude."""
+    loss_fn, (params, x) = make_step(format)
     origin = numerics.first_nonfinite(loss_fn)(params, x.at[0, 0].set(jnp.nan))[1]
     assert "argument `x`" in str(origin)
 
