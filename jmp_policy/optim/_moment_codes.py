@@ -65,7 +65,7 @@ class DynamicCode:
     States, NeurIPS 2023.
 
     >>> code = DynamicCode(4, is_signed=True)
-    >>> code.values.round(4).tolist()[7:]
+    >>> [round(value, 4) for value in code.values.tolist()[7:]]
     [0.0, 0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
     >>> code.encode(jnp.float32([0, 0.21, -1])).tolist()
     [7, 11, 0]
@@ -75,7 +75,7 @@ class DynamicCode:
     is_signed: bool
 
     # An entry's place is how many entries its decade has, a power of two, plus its place in the decade: in float32, the
-    # exponent of a place is the decade, and its mantissa the place there. Zero is just before the first, 1 after the last.
+    # exponent of a place is the decade, and its mantissa the place there. Zero is before all of them, 1 after.
 
     @property
     def values(self) -> np.ndarray:
