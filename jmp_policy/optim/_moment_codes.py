@@ -176,9 +176,7 @@ class DynamicCode:
     def _choose_neighbour(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
         value = self._find_value(nearest)
         other = jnp.minimum(nearest + jnp.where(x < value, np.int32(-1), np.int32(1)), self._top)
-        bits = 8 * noise.dtype.itemsize
-        chance = (noise.astype(jnp.int32) * 2 + 1).astype(jnp.float32) * np.float32(0.5**bits / 2)
-        is_other = jnp.abs(x - value) > jnp.abs(self._find_value(other) - value) * chance
+        is_other = jnp.abs(x - value) > jnp.abs(self._find_value(other) - value) * _make_chance(noise)
         return jnp.where(is_other, other, nearest)
 
 
@@ -210,7 +208,7 @@ class UnsignedFloatCode:
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         # A code differs by a constant from the exponent and the first three bits of the mantissa of float32.
         words = jnp.minimum(jnp.maximum(lax.bitcast_convert_type(x, jnp.int32), 0), _ONE)
-        up = np.int32(2**19 - 1) if noise is None else noise.astype(jnp.int32) << 20 - 8 * noise.dtype.itemsize
+        up = np.int32(2**19 - 1) if noise is None else (_make_chance(noise) * np.float32(2**20)).astype(jnp.int32)
         codes = ((words + up) >> 20) - _WORD_OF_0
         return jnp.maximum(codes, (words > 0).astype(jnp.int32)).astype(jnp.uint8)
 
@@ -245,7 +243,7 @@ class LinearCode:
         if noise is None:
             codes = jnp.ceil(steps - np.float32(0.5))
         else:
-            codes = jnp.floor(steps + noise.astype(jnp.float32) * np.float32(0.5 ** (8 * noise.dtype.itemsize)))
+            codes = jnp.floor(steps + _make_chance(noise))
         return jnp.clip(codes.astype(jnp.int32), 0, 2**self.bits - 1).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
@@ -278,3 +276,9 @@ def _is_above(magnitude: jax.Array, is_negative: jax.Array, border: float) -> ja
     if nearest == border:
         return magnitude + is_negative.astype(jnp.int32) > nearest.view(np.int32)
     return magnitude > nearest.view(np.int32) - np.int32(nearest > border)
+
+
+def _make_chance(noise: jax.Array) -> jax.Array:
+    """Numbers between 0 and 1, of which neither is one: a decay by less than a step of them is not always rounded."""
+    bits = 8 * noise.dtype.itemsize
+    return (noise.astype(jnp.int32) * 2 + 1).astype(jnp.float32) * np.float32(0.5**bits / 2)
