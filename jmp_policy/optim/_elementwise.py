@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..interpreter import bodies_of
 from ..numerics._source import find_calling_line
@@ -45,6 +46,22 @@ def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
         elif not _is_elementwise(eqn):
             return (eqn,)
     return ()
+
+
+def find_constants(program: Jaxpr) -> list[float | None]:
+    """For each result of a program the number that all of its elements are; `None` where the program does not say.
+
+    >>> import jax, jax.numpy as jnp
+    >>> find_constants(jax.make_jaxpr(lambda x: (x, jnp.zeros_like(x), jnp.full(3, 0.5)))(jnp.ones(2)).jaxpr)
+    [None, 0.0, 0.5]
+    """
+    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+    return [_find_constant(makers.get(var)) if isinstance(var, Var) else None for var in program.outvars]
+
+
+def _find_constant(eqn: JaxprEqn | None) -> float | None:
+    is_full = eqn is not None and eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+    return float(eqn.invars[0].val) if is_full and np.ndim(eqn.invars[0].val) == 0 else None
 
 
 def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:

@@ -5,13 +5,14 @@ and columns, so that a device's part holds whole blocks, and a scale lies where 
 array, as elsewhere, would be cut by every split along its columns.)
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
-from ._moment_codes import Code
+from ._moment_codes import MomentCode
 
 _ROWS, _COLUMNS = 32, 8
 """The sides of a block. TPUs keep bytes in tiles of 32 rows, and the columns of a tile cannot be split without a copy."""
@@ -58,14 +59,14 @@ def choose_sides(shape: Shape, block_size: int) -> Shape | None:
     return tuple(sides) if left <= 4 else None
 
 
-def quantize(x: jax.Array, code: Code, sides: Shape, noise: jax.Array | None = None) -> Blocks:
+def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> Blocks:
     """Writes a moment in blocks.
 
     Args:
       x: float32, whose axes are multiples of `sides`.
       code: what a number is written as, relative to the largest magnitude of its block.
       sides: of a block.
-      noise: for stochastic rounding, as `Code.encode` takes it.
+      noise: for stochastic rounding, as `MomentCode.encode` takes it.
 
     Returns:
       The blocks. The scale of a block with a nan is nan, with an infinity infinite, so that all of its numbers are
@@ -77,7 +78,7 @@ def quantize(x: jax.Array, code: Code, sides: Shape, noise: jax.Array | None = N
     return Blocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
 
 
-def dequantize(blocks: Blocks, code: Code, sides: Shape) -> jax.Array:
+def dequantize(blocks: Blocks, code: MomentCode, sides: Shape) -> jax.Array:
     """The float32 numbers of a moment in blocks."""
     return code.decode(blocks.codes) * _spread(blocks.scale, sides)
 
@@ -90,6 +91,19 @@ def read_sides(blocks: Blocks, shape: Shape) -> Shape:
 def scale_shape(shape: Shape, sides: Shape) -> Shape:
     """The shape of the scales of a moment."""
     return tuple(length // side for length, side in zip(shape, sides, strict=True))
+
+
+def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
+    """Places a first scale on devices as its moment lies there, if whole blocks do."""
+    sharding = getattr(moment, "sharding", None)
+    is_traced = isinstance(moment, jax.core.Tracer)
+    if is_traced or not isinstance(sharding, NamedSharding):
+        return scale
+    try:
+        sharding.shard_shape(scale.shape)
+    except ValueError:
+        return scale
+    return jax.device_put(scale, sharding)
 
 
 def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:

@@ -1,6 +1,11 @@
 """Which fields of an optimizer's state are moments, and moments of what."""
 
+from collections.abc import Callable
 from typing import Any
+
+import jax
+
+from .._trees import PyTree
 
 MU, NU = "mu", "nu"
 """Averages of gradients, and averages of their squares."""
@@ -36,3 +41,36 @@ def roles_of(node: object) -> dict[str, str]:
     fields = getattr(node, "_fields", ())
     named: Any = _ROLES_OF.get(type(node).__name__)
     return named or {name: _ROLES[name] for name in fields if name in _ROLES}
+
+
+def map_moments(fun: Callable[[str, PyTree], Any], state: PyTree, otherwise: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A state with `fun(role, field)` in place of each field of moments, and `otherwise` of each other leaf."""
+
+    def visit(node: Any) -> Any:
+        if not has_moments(node):
+            return otherwise(node)
+        roles = roles_of(node)
+        fields = {name: getattr(node, name) for name in node._fields}
+        return node._replace(
+            **{name: fun(roles[name], x) if name in roles else map_moments(fun, x, otherwise) for name, x in fields.items()}
+        )
+
+    return jax.tree.map(visit, state, is_leaf=has_moments)
+
+
+def list_moments(state: PyTree) -> list[tuple[str, PyTree]]:
+    """The fields of moments of a state with their roles, in the order of its leaves.
+
+    >>> import optax
+    >>> [role for role, _ in list_moments(optax.adam(1e-3).init({}))]
+    ['mu', 'nu']
+    """
+    found = []
+    map_moments(lambda role, field: found.append((role, field)), state)
+    return found
+
+
+def list_roles(state: PyTree) -> list[str | None]:
+    """For each leaf of a state its role; `None` where it is no moment."""
+    marked = map_moments(lambda role, field: jax.tree.map(lambda _: role, field), state, lambda _: "")
+    return [role or None for role in jax.tree.leaves(marked)]
