@@ -213,8 +213,9 @@ class UnsignedFloatCode:
         return jnp.maximum(codes, (words > 0).astype(jnp.int32)).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        values = lax.bitcast_convert_type((codes.astype(jnp.int32) + _WORD_OF_0) << 20, jnp.float32)
-        return jnp.where(codes > 0, values, np.float32(0))
+        codes = codes.astype(jnp.int32)
+        words = jnp.where(codes > 0, (codes + _WORD_OF_0) << 20, 0)
+        return lax.bitcast_convert_type(words, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
