@@ -20,7 +20,8 @@ class MomentCode(Protocol):
     """Entries from -1 or 0 to 1, and the rounding of numbers to them.
 
     A code is the place of its entry in ascending order. It takes a byte where it has 4 bits, too: packing two is the
-    caller's part. So are scales: a block is divided by its own, and that is nan if one of its numbers is.
+    caller's part. So are scales: a block is divided by its number that is largest in magnitude, with its sign, since
+    every code has 1 and none has -1; and by nan, if it has one.
     """
 
     @property
