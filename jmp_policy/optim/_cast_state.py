@@ -14,6 +14,7 @@ from .._trees import PyTree, cast_floating
 from ._moments import MU, NU, has_moments, roles_of
 from ._step import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
 
+
 def cast_state(
     inner: Transformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:

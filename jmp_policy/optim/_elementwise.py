@@ -9,15 +9,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..interpreter import bodies_of
 from ..numerics._source import find_calling_line
 
-_ELEMENTWISE = frozenset(
-    (
-        "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp "
-        "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt "
-        "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier "
-        "or population_count pow pvary reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-        "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"
-    ).split()
-)
+# fmt: off
+_ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
+    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log",
+    "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or",
+    "population_count", "pow", "pvary", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "xor",
+})
+# fmt: on
 """Operations each of whose results is made of the operands in its own place."""
 
 
@@ -60,8 +62,10 @@ def find_constants(program: Jaxpr) -> list[float | None]:
 
 
 def _find_constant(eqn: JaxprEqn | None) -> float | None:
-    is_full = eqn is not None and eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
-    return float(eqn.invars[0].val) if is_full and np.ndim(eqn.invars[0].val) == 0 else None
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return None
+    number = eqn.invars[0]
+    return float(number.val) if isinstance(number, Literal) and np.ndim(number.val) == 0 else None
 
 
 def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
@@ -76,14 +80,18 @@ def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
 
 
 def _is_number(atom: Any) -> bool:
-    return math.prod(getattr(atom.aval, "shape", ())) <= 1
+    return math.prod(_shape(atom)) <= 1
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     arrays = [atom for atom in eqn.invars if not _is_number(atom)]
     if not arrays:  # an array of numbers: of one number alone
         return eqn.primitive.name == "broadcast_in_dim"
-    shapes = {atom.aval.shape for atom in (*arrays, *eqn.outvars)}
+    shapes = {_shape(atom) for atom in (*arrays, *eqn.outvars)}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 

@@ -1,7 +1,7 @@
 """Large parameters taken piece by piece, so that no whole float32 copy of a moment is ever alive."""
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ _PARTS = 8
 """Over so many devices each axis may be split, if it is long enough, and still every device has its part of a chunk."""
 
 
-class Chunks(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chunks:
     """How an array is cut: a chunk has the same rows of each of several parts of the array.
 
     An axis that is cut counts its parts, the chunks of a part, and the blocks of a chunk. A device that has whole parts
@@ -72,13 +73,14 @@ class Chunks(NamedTuple):
         return starts, sizes, shape
 
 
-def plan_chunks(shape: Shape, sides: Shape, least: int) -> Chunks:
+def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = True) -> Chunks:
     """Chooses chunks of whole blocks.
 
     Args:
       shape: of the array.
       sides: of its blocks.
       least: how many chunks there should be; there are fewer where the axes have too few divisors.
+      cuts_columns: whether the last axis may be cut.
 
     >>> plan_chunks((4096, 1024), (32, 8), 16)
     Chunks(parts=(8, 128), counts=(16, 1))
@@ -89,7 +91,8 @@ def plan_chunks(shape: Shape, sides: Shape, least: int) -> Chunks:
     counts = [1] * len(shape)
     rows, columns = range(len(shape) - 2, -1, -1), [len(shape) - 1]
     # Rows first, which cost nothing to cut anywhere; what would be left with too few parts for the devices comes last.
-    for axes, parts in ((rows, _PARTS), (columns, _PARTS), (rows, 1), (columns, 1)):
+    order = [(rows, _PARTS), (columns, _PARTS), (rows, 1), (columns, 1)]
+    for axes, parts in order if cuts_columns else order[:1]:
         for axis in axes:
             need = math.ceil(least / math.prod(counts))
             counts[axis] *= _choose_divisor(blocks[axis] // counts[axis], need, parts)

@@ -51,9 +51,11 @@ def map_moments(fun: Callable[[str, PyTree], Any], state: PyTree, otherwise: Cal
             return otherwise(node)
         roles = roles_of(node)
         fields = {name: getattr(node, name) for name in node._fields}
-        return node._replace(
-            **{name: fun(roles[name], x) if name in roles else map_moments(fun, x, otherwise) for name, x in fields.items()}
-        )
+        visited = {
+            name: fun(roles[name], field) if name in roles else map_moments(fun, field, otherwise)
+            for name, field in fields.items()
+        }
+        return node._replace(**visited)
 
     return jax.tree.map(visit, state, is_leaf=has_moments)
 
@@ -65,7 +67,7 @@ def list_moments(state: PyTree) -> list[tuple[str, PyTree]]:
     >>> [role for role, _ in list_moments(optax.adam(1e-3).init({}))]
     ['mu', 'nu']
     """
-    found = []
+    found: list[tuple[str, PyTree]] = []
     map_moments(lambda role, field: found.append((role, field)), state)
     return found
 

@@ -1,5 +1,6 @@
 """The update of an optimizer whose moments are in 8 bits, piece by piece."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,26 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 from .._rounding import is_half
 from .._trees import PyTree
 from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import Blocks, Shape, dequantize, quantize, read_sides
-from ._moment_chunks import plan_chunks
+from ._moment_chunks import Chunks, plan_chunks
 from ._moment_codes import MomentCode
 from ._moments import list_roles
 from ._step import Transformation, keep_dtypes, with_extra_args
 
 _CHUNKS = 128
-"""Into how many chunks all quantized moments together are cut: each number of one takes 8 to 12 bytes for its update."""
+"""Into how many chunks all quantized moments together are cut: the update of one takes 8 to 12 bytes a number."""
 
 
 class QuantizedMomentsState(NamedTuple):
     """The state of `quantize_state`.
 
     Attributes:
-      inner_state: the state of the wrapped transformation, in which uint8 codes stand for the moments that are quantized.
+      inner_state: the state of the wrapped transformation; moments that are quantized are uint8 codes.
       scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones for what is not quantized.
       key: the data of the random key for the next step, uint32; `None` where codes are rounded to nearest.
     """
@@ -62,7 +64,7 @@ class QuantizedUpdate:
             )
         # Outside of jit, JAX would trace and compile the loops anew at each step.
         leaves = jax.tree.leaves((updates, state, params, extra))
-        is_eager = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer) for x in leaves)
+        is_eager = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in leaves)
         return (self._compiled if is_eager else self._update)(updates, state, params, extra)
 
     def _update(
@@ -100,7 +102,7 @@ class _Call:
         # A leaf belongs to the parameter whose path is the end of its own, and whose shape it has.
         grads = {path[1:]: i for i, (path, _) in enumerate(paths[:first])}
         self._owners = [self._find_owner(path[1:], leaf, grads) for path, leaf in paths]
-        self._large = sorted({self._owners[i] for i in self._codes})
+        self._large = sorted({self._owner(i) for i in self._codes})
 
     def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
         """Runs the optimizer on whole float32 moments."""
@@ -128,11 +130,11 @@ class _Call:
         """Updates one parameter chunk by chunk: its update, and all of the state that belongs to it."""
         own = [i for i, other in enumerate(self._owners) if other == owner]
         written = [i for i in own if i < self._results.num_leaves]
-        rest = [i for i, other in enumerate(self._owners) if other == owner and i not in written or other is None]
+        rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
         sides = next(self._sides(i) for i in own if i in self._codes)
-        chunks = plan_chunks(self._leaves[owner].shape, sides, least)
+        plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, least)
 
-        def run(carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
+        def run(chunks: Chunks, carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
             read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
 
             def turn(n: jax.Array, carry: list[Any]) -> list[Any]:
@@ -155,7 +157,12 @@ class _Call:
 
         carried = [_widen(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
         key = None if noise is None else jax.random.fold_in(noise, owner)
-        results = _run_on_automatic_axes(run, carried, [self._leaves[i] for i in rest], key)
+        results = _run_on_automatic_axes(
+            _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
+            carried,
+            [self._leaves[i] for i in rest],
+            key,
+        )
         return dict(zip(written, results, strict=True))
 
     def _run(self, values: Sequence[Any]) -> list[Any]:
@@ -171,8 +178,14 @@ class _Call:
         """Leaf `i`, with its scales where it is a moment in blocks."""
         return Blocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
 
+    def _owner(self, i: int) -> int:
+        """The parameter of a moment in blocks."""
+        owner = self._owners[i]
+        assert owner is not None
+        return owner
+
     def _sides(self, i: int) -> Shape:
-        return read_sides(self._blocks(i), self._leaves[self._owners[i]].shape)
+        return read_sides(self._blocks(i), self._leaves[self._owner(i)].shape)
 
     def _read(self, i: int, leaf: Any, sides: Shape | None = None) -> Any:
         """Leaf `i`, or a chunk of it, as the optimizer sees it."""
@@ -202,7 +215,8 @@ class _Call:
         """Checks that the optimizer does to a part of a large parameter what it does to the whole."""
         values = self._select(lambda i: self._owners[i] is None or self._owners[i] in self._large)
         arrays = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array | np.ndarray)}
-        kinds = {i: jax.ShapeDtypeStruct(x.shape, jnp.float32 if i in self._codes else x.dtype) for i, x in arrays.items()}
+        dtypes = {i: jnp.float32 if i in self._codes else x.dtype for i, x in arrays.items()}
+        kinds = {i: jax.ShapeDtypeStruct(x.shape, dtypes[i]) for i, x in arrays.items()}
         run = lambda arrays: self._run([arrays.get(i, x) for i, x in enumerate(values)])
         mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
         if mixing:
@@ -225,10 +239,22 @@ def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
     return key
 
 
+def _choose_by_platform(run: Callable[..., Any], *, tpu: Chunks, default: Chunks) -> Callable[..., Any]:
+    """`run` with the chunks for the platform that it is compiled for.
+
+    To cut columns, a TPU copies the whole array into another layout and back. It keeps larger chunks in fast memory.
+    """
+    if tpu == default:
+        return functools.partial(run, default)
+    branches = {"tpu": functools.partial(run, tpu), "default": functools.partial(run, default)}
+    return lambda *args: lax.platform_dependent(*args, **branches)
+
+
 def _run_on_automatic_axes(run: Any, carried: list[Any], *rest: Any) -> list[Any]:
     """`run`, on a mesh whose axes are part of types: chunks have more axes, and lie where their arrays do."""
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, carried)
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
         return run(carried, *rest)
-    return jax.sharding.auto_axes(run, out_sharding=shardings)(carried, *rest)
+    on_automatic_axes: Any = jax.sharding.auto_axes(run, out_sharding=shardings)
+    return on_automatic_axes(carried, *rest)
