@@ -1,4 +1,4 @@
-"""The train steps of the tables of `benchmarks.compiled`: policies, autocast, and what an optimizer's check costs."""
+"""The train steps of the tables of `benchmarks.compiled`: policies, autocast, an optimizer's check and its state."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from benchmarks._optimizer_cost import count_parameters
 from benchmarks._optimizer_steps import Steps, bfloat16_steps, float16_steps
 from benchmarks._optimizer_updates import half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
+from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks.architectures._programs import by_hand as architecture_by_hand
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -92,3 +93,23 @@ def half_optimizer(size: int = PARAMETERS) -> Iterator[Row]:
         unit = 4 * count_parameters(made.params)
         yield Row((name,), plain, unit=unit)
         yield Row((f"{name}, skip_nonfinite",), checked, plain, unit=unit)
+
+
+def small_state(given: tuple[int, int] = (4096, 6), whole: int = 6 * 4096**2) -> Iterator[Row]:
+    """AdamW with moments of fewer and fewer bits: an update, and a whole step by `optim.minimize`.
+
+    XLA counts the bytes of a loop for one turn: what it says of `quantize_state`, which goes through its parameters in
+    pieces, says nothing; temporaries and peak are of the whole program.
+
+    Args:
+      given: width and depth of what is updated.
+      whole: about how many parameters a whole step has.
+    """
+    params = describe_params(*given)
+    for name, tx in small_state_optimizers().items():
+        entry = Entry(f"small state, update: {name}", functools.partial(update_program, tx, params))
+        yield Row(("update", name), entry, unit=count_parameters(params))
+    made = Steps(whole, "mixed_bfloat16")
+    for name, tx in small_state_optimizers().items():
+        entry = Entry(f"small state, whole step: {name}", functools.partial(made.minimized, tx))
+        yield Row(("whole step", name), entry, unit=count_parameters(made.params))

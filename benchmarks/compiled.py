@@ -23,7 +23,7 @@ import jax
 
 from benchmarks._compiled import Figures, figures, products
 from benchmarks._compiled_formats import float8, int8
-from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, zero_cost
+from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
 from benchmarks._markdown import table
 from benchmarks._targets import TARGETS, Target
 
@@ -64,6 +64,9 @@ TABLES = {
     ),
     "half": Table(
         "A train step of 100 M bfloat16 parameters, in multiples of 4 bytes each", ("optimizer",), half_optimizer
+    ),
+    "small_state": Table(
+        "AdamW of 100 M float32 parameters with small moments, in bytes for each", ("program", "optimizer"), small_state
     ),
     "float8": Table(_FLOAT8, ("model", "whose", "recipe"), float8),
     "float8_cublas": Table(f"{_FLOAT8}, by cuBLAS", ("model", "whose", "recipe"), float8, CUBLAS),
