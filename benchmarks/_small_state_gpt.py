@@ -34,8 +34,10 @@ def gpt_contestants(b2: float = 0.99) -> dict[str, optax.GradientTransformation]
     """AdamW as the demo has it, and with its moments stored in fewer bits, by name."""
     adamw = optax.adamw(_schedule, b2=b2, weight_decay=0.01)
     key = jax.random.key(0)
+    nudged = optax.adamw(lambda step: (1 + 1e-6) * _schedule(step), b2=b2, weight_decay=0.01)
     return {
         "AdamW": adamw,
+        "AdamW, learning rate 1e-6 higher": nudged,  # how far two runs are apart that differ by rounding errors
         "quantize_state": jmp.optim.quantize_state(adamw),
         "quantize_state, stochastic": jmp.optim.quantize_state(adamw, stochastic=key),
         "quantize_state, embeddings too": jmp.optim.quantize_state(adamw, where=".*"),

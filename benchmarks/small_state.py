@@ -4,8 +4,9 @@ Run from the root of the repository:
 
     python -m benchmarks.small_state [--only TABLE ...] [--quick]
 
-Three tables. `updates`: bytes of state and of temporaries, and process time, of an update; programs take turns. `sparse`: the largest weight and the loss of a model whose embeddings rarely have a gradient. `gpt`: the
-validation loss of the demo's GPT.
+Three tables. `updates`: bytes of state and of temporaries, and process time, of an update; programs take turns.
+`sparse`: the largest weight and the loss of a model whose embeddings rarely have a gradient. `gpt`: validation losses of
+the demo's GPT.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def gpt_table(quick: bool) -> str:
     """Validation losses of the demo's GPT, and those over AdamW's of the same seed."""
     seeds, steps = ((0,), 1) if quick else ((0, 1), GPT_STEPS)
     config = GPTConfig(depth=1, context=16) if quick else GPTConfig()
-    names = list(gpt_contestants())[: 2 if quick else None]
+    names = ["AdamW", "quantize_state"] if quick else list(gpt_contestants())
     losses: dict[str, list[float]] = {}
     state = {}
     for run in train_gpts(names, seeds, steps, config):

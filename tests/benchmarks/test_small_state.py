@@ -1,4 +1,4 @@
-"""What the benchmark of moments in 8 bits says, in little: bytes, sparse embeddings, and that its tables are printed."""
+"""What the benchmark of moments in 8 bits says, in little."""
 
 import jax
 import pytest
