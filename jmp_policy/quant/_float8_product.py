@@ -235,7 +235,12 @@ def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.d
 
 
 def grad_left(
-    operation: Bilinear, grad: jax.Array, right: jax.Array, like: core.ShapedArray, dtype: np.dtype
+    operation: Bilinear,
+    grad: jax.Array,
+    right: jax.Array,
+    like: core.ShapedArray,
+    dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Computes the gradient of the left operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
@@ -243,11 +248,16 @@ def grad_left(
         transpose = jax.linear_transpose(lambda left: convolve(left, right.astype(dtype)), like.update(dtype=dtype))
         return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
-    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
+    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding, precision)
 
 
 def grad_right(
-    operation: Bilinear, grad: jax.Array, left: jax.Array, like: core.ShapedArray, dtype: np.dtype
+    operation: Bilinear,
+    grad: jax.Array,
+    left: jax.Array,
+    like: core.ShapedArray,
+    dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Computes the gradient of the right operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
@@ -255,7 +265,7 @@ def grad_right(
         transpose = jax.linear_transpose(lambda right: convolve(left.astype(dtype), right), like.update(dtype=dtype))
         return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
-    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
+    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding, precision)
 
 
 def left_transpose(operation: Bilinear) -> Bilinear:
@@ -286,6 +296,7 @@ def _contract(
     out: Labels,
     dtype: np.dtype,
     sharding: Sharding | None,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Multiplies two labelled arrays by one `dot_general`; the result has the axes of `out`, and is sharded like it."""
     # Labels of both operands are summed over, or, where the result has them, axes of a batch.
@@ -295,7 +306,8 @@ def _contract(
     # `dot_general` puts the axes of the batch first, then the others of the left, then of the right.
     made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
     options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
-    product = lax.dot_general(left, right, (where(summed), where(batch)), preferred_element_type=dtype, **options)
+    options |= {"precision": precision, "preferred_element_type": dtype}
+    product = lax.dot_general(left, right, (where(summed), where(batch)), **options)
     order = tuple(map(made.index, out))
     return product if order == tuple(range(len(out))) else lax.transpose(product, order)
 
