@@ -17,8 +17,8 @@ from ._trees import PyTree, cast_floating
 class WideResults:
     """What each result was that a layer rounded while the call of one boundary runs.
 
-    A result is known as the object that it is: one that was computed with, or that went through a `jit`, is another one.
-    What it was is kept for as long as anything else keeps the result.
+    A result is known as the object that it is: one that was computed with, or went through a `jit`, is another. What it
+    was is kept for as long as anything else keeps the result.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ def widen_method(
         return next_fun
 
     def call_wide(*args: Any, **kwargs: Any) -> Any:
-        if not _is_open(module):
+        if not _is_open(module, dtype):
             return next_fun(*args, **kwargs)
         own = _METHODS.get(function)
         if own is not None:
@@ -58,18 +58,19 @@ def round_method(
 def has_wide_sums(module: nn.Module, policy: Policy) -> bool:
     """Whether a bound module hands over what it sums in the accumulate dtype of its policy."""
     layer, dtype = layer_of(type(module)), find_accumulate_dtype(policy)
-    if layer is None or dtype is None or not _is_open(module):
+    if layer is None or dtype is None or not _is_open(module, dtype):
         return False
-    is_narrow = is_narrower(jnp.zeros((), policy.compute_dtype), dtype) if policy.compute_dtype else True
-    return is_narrow and (layer.operation == "einsum" or isinstance(module, nn.Embed) or open_layer(module) is not None)
+    return layer.operation == "einsum" or isinstance(module, nn.Embed) or open_layer(module) is not None
 
 
 def _is_of_layer(module: nn.Module, function: Callable[..., Any]) -> bool:
     return layer_of(type(module)) is not None and function.__module__.startswith("flax.linen.")
 
 
-def _is_open(module: nn.Module) -> bool:
-    """Whether the author of a layer left open how it promotes and sums."""
+def _is_open(module: Any, dtype: np.dtype) -> bool:
+    """Whether the author of a layer left open how it promotes and sums, and it computes in a narrower dtype."""
+    if module.dtype is not None and np.dtype(module.dtype).itemsize >= dtype.itemsize:
+        return False
     is_own = is_default(module, "promote_dtype") and not rewritten_by(module)
     return is_own and getattr(module, "preferred_element_type", None) is None
 
@@ -79,9 +80,9 @@ def _make_fields(module: nn.Module, dtype: np.dtype) -> dict[str, Any]:
     layer: WeightedLayer | None = open_layer(module)
     if layer is None or layer.field is None or layer.operation is None:
         return {}
-    own = getattr(module, layer.field)
     promote: Any = module.promote_dtype  # type: ignore[attr-defined]
-    wide = widen_functions(promote, layer.default if own is None else own, layer.operation, dtype, as_tuple=False)
+    multiply: Any = getattr(module, layer.field) or layer.default
+    wide = widen_functions(promote, multiply, layer.operation, dtype, as_tuple=False)
     return dict(zip(("promote_dtype", layer.field), wide, strict=True))
 
 
@@ -101,11 +102,11 @@ def _call_attend(module: nn.Embed, dtype: np.dtype, own: Callable[..., Any], que
     """`nn.Embed.attend`."""
     table = jnp.asarray(module.embedding)
     stands_for_table = jnp.zeros((), table.dtype)
-    promoted, _ = module.promote_dtype(query, stands_for_table, dtype=module.dtype)  # type: ignore[misc]
-    if not is_narrower(promoted, dtype):
+    inputs: Any = module.promote_dtype(query, stands_for_table, dtype=module.dtype)[0]
+    if not is_narrower(inputs, dtype):
         return own(query)
-    operation = label_dot(promoted.ndim, 2, Dot((((promoted.ndim - 1,), (1,)), ((), ()))))
-    return wide_product(operation, promoted, table, dtype, promoted.dtype)
+    operation = label_dot(inputs.ndim, 2, Dot((((inputs.ndim - 1,), (1,)), ((), ()))))
+    return wide_product(operation, inputs, table, dtype, inputs.dtype)
 
 
 _METHODS: dict[Any, Callable[..., Any]] = {

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._dtypes import is_floating_dtype
 from .._policy import Policy
@@ -16,7 +17,8 @@ from ._bilinear import Call
 from ._float8_product import why_weight_wide
 from ._layer import Float8Multiply, Multiply, Promote
 from ._operations import OPERATIONS
-from ._weight import Unquantized
+from ._product import is_block_product, is_integer_product
+from ._weight import Unquantized, fake_quantize
 from ._wide_product import wide_product
 
 
@@ -76,13 +78,14 @@ class MultiplyWide:
         if self._is_quantized(call):
             out = self.own(*operands, **options | {"preferred_element_type": self.dtype})
         else:
-            out = wide_product(*call, self.dtype, call.lhs.dtype)
+            out = wide_product(call.operation, call.lhs, _read_numbers(call.rhs), self.dtype, call.lhs.dtype)
         return out if self.adds_wide else out.astype(call.lhs.dtype)
 
     def _is_quantized(self, call: Call) -> bool:
         """Whether what would be there otherwise computes this product in narrow numbers."""
-        if isinstance(self.own, Multiply):
-            return isinstance(call.rhs, QuantizedArray | Unquantized)
+        if isinstance(call.rhs, QuantizedArray | Unquantized):
+            is_block = is_block_product(call.operation, call.lhs, call.rhs)
+            return is_block or is_integer_product(call.operation, call.rhs)
         if not isinstance(self.own, Float8Multiply):
             return False
         return why_weight_wide(call.operation, call.lhs.shape, call.rhs.shape, self.own.format) is None
@@ -108,6 +111,13 @@ def find_accumulate_dtype(policy: Policy) -> np.dtype | None:
     """
     dtype = policy.accumulate_dtype
     return None if dtype is None else np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _read_numbers(weight: Any) -> jax.Array:
+    """A weight as floating numbers, as it is stored for its size alone; nothing differentiates one that is."""
+    if isinstance(weight, QuantizedArray):
+        return lax.stop_gradient(weight.dequantize())
+    return fake_quantize(weight) if isinstance(weight, Unquantized) else weight
 
 
 def widen_functions(
