@@ -288,3 +288,19 @@ def test_an_accumulate_dtype_that_is_the_compute_dtype_changes_nothing():
         jax.make_jaxpr(jmp.with_policy(Net(), f"p=f32,c=bf16,o=f32{a}").apply)(variables, X) for a in ("", ",a=bf16")
     ]
     assert str(programs[0]) == str(programs[1])
+
+
+def test_explain_says_which_layers_hand_over_unrounded_sums():
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(64, name="written", dtype=jnp.float32)(nn.Embed(16, 64, name="table")(x))
+            x = nn.ConvTranspose(64, (3,), name="transposed")(x)
+            return nn.Dense(8, name="open")(x)
+
+    explanation = jmp.explain(jmp.with_policy(Part(), WIDE), jnp.zeros((2, 6), jnp.int32))
+    paths = ["open", "written", "transposed", "table"]
+    assert [explanation[path].accumulate_dtype for path in paths] == ["float32", "", "", ""]
+    assert str(explanation).count("sums f32") == 1
+    tied = jmp.explain(jmp.with_policy(Tied(), WIDE), jnp.arange(6))
+    assert [row.accumulate_dtype for row in tied.rows] == ["", "float32", "float32"]

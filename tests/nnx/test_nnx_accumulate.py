@@ -185,3 +185,9 @@ def test_an_open_compute_dtype_is_told_by_the_inputs():
     assert not is_rounded(model(X.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match=r"^Products of 'float32' cannot be accumulated in 'bfloat16'"):
         jmp.with_policy(layer, "p=f32,c=none,o=f32,a=bf16")(X)
+
+
+def test_explain_says_which_layers_hand_over_unrounded_sums():
+    explanation = jmp.explain(jmp.with_policy(Net(nnx.Rngs(0)), WIDE), X)
+    paths = ["", "first", "second", "second/lora", "head"]
+    assert [explanation[path].accumulate_dtype for path in paths] == ["", *["float32"] * 4]
