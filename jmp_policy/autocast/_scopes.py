@@ -39,6 +39,7 @@ class Scope(NamedTuple):
       compute_dtype: the dtype of its low operations; `None` as in the rest of the function.
       treatment: how its operations are treated together; `None` for each by itself.
       output_dtype: what its results are cast to where they are used outside; `None` leaves them.
+      accumulate_dtype: what its products hand over their sums in; `None` as in the rest.
       precision: the matmul precision of its products, and what it stands instead of; `None` as in the rest.
       path: where it begins, for an operation in it.
     """
@@ -46,6 +47,7 @@ class Scope(NamedTuple):
     compute_dtype: np.dtype | None = None
     treatment: str | None = None
     output_dtype: np.dtype | None = None
+    accumulate_dtype: np.dtype | None = None
     precision: tuple[str, str | None] | None = None
     path: str = ""
 
@@ -90,6 +92,12 @@ class Scopes:
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether products of a scope may hand over their sums in another dtype than they compute in."""
+        scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
+        return any(scope.accumulate_dtype not in (None, scope.compute_dtype) for scope in scopes)
 
     def find(self, path: str, backward: bool) -> Scope | None:
         """What holds at a path, in the backward pass or not; `None` for what holds everywhere."""
@@ -147,8 +155,9 @@ def _make_scope(rule: Policy | str, root: Policy) -> Scope:
         return Scope(treatment=rule)
     precision = None if rule.precision is None else (rule.precision, root.precision)
     if rule.compute_dtype == np.float32:
-        return Scope(None, "full", rule.output_dtype, precision)
-    return Scope(rule.compute_dtype, None, rule.output_dtype, precision)
+        return Scope(None, "full", rule.output_dtype, precision=precision)
+    accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # without one, in the scope, as without any
+    return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision)
 
 
 def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
@@ -196,6 +205,11 @@ def _check_policy(policy: Policy, where: str = "") -> None:
         raise ValueError(
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
+        )
+    if policy.accumulate_dtype not in (None, dtype, np.float32):
+        raise ValueError(
+            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
+            f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
     if policy.quantization is not None:
         refused = "multiplies nothing in 8 bits" if isinstance(policy.quantization, Float8) else "quantizes no weights"
