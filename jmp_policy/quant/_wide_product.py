@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 
 from .._dtypes import at_least_float32
 from .._mapped_axes import vary
+from ..interpreter._program import PRODUCT_SCOPE
 from ._amax_history import varying_axes
 from ._bilinear import Bilinear, Convolution
 from ._block_product import is_matmul
@@ -129,10 +130,11 @@ def _choose_form(spec: _ProductSpec, compute: Callable[..., jax.Array], *operand
     BF16 x BF16 = F32" in 6 of 54 products under `vmap`, jax 0.10.2 and 0.12; barriers around them change nothing. Where
     it has one, it casts them, too.
     """
-    if spec.compute_dtype.itemsize > 2:
+    if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
     cast = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
-    return lax.platform_dependent(*operands, cpu=cast, default=compute)
+    with jax.named_scope(PRODUCT_SCOPE):
+        return lax.platform_dependent(*operands, cpu=cast, default=compute)
 
 
 def _grads_of_convolution(

@@ -1,13 +1,15 @@
 """`wide_product` against float64 and against what it replaces: for each operation, forward and backward."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
+import jmp_policy as jmp
 from jmp_policy.quant._operations import OPERATIONS
 from jmp_policy.quant._wide_product import wide_product
 
@@ -64,12 +66,11 @@ def error(found, true):
     return np.linalg.norm(np.asarray(found, np.float64) - true) / np.linalg.norm(true)
 
 
-def products_of(fun, *args):
-    """The dtypes of the operands and of the result of every product of a function's program."""
-    eqns = [
-        eqn for eqn in jax.make_jaxpr(fun)(*args).eqns if eqn.primitive.name in ("dot_general", "conv_general_dilated")
-    ]
-    return [(*(var.aval.dtype.name for var in eqn.invars), eqn.outvars[0].aval.dtype.name) for eqn in eqns]
+def exported_products(fun, platform, *args):
+    """The dtypes of the operands and of the result of every product of an exported program."""
+    text = export.export(jax.jit(fun), platforms=[platform])(*args).mlir_module()
+    found = re.findall(r"stablehlo\.(?:dot_general|convolution)\W.* : \((.*), (.*)\) -> (.*?)(?: loc.*)?\n", text)
+    return [tuple(re.sub(r".*x|>", "", kind) for kind in kinds) for kinds in found]
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
@@ -99,11 +100,20 @@ def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     )
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_operands_are_half_in_every_product_and_sums_are_not(name):
+def test_operands_are_half_in_every_product_and_sums_are_not(name, platform):
     left, right, grad = operands(name, "bfloat16")
     backward = lambda left, right, grad: with_gradients(functools.partial(product, name), left, right, grad)
-    assert products_of(backward, left.astype(jnp.bfloat16), right, grad) == [("bfloat16", "bfloat16", "float32")] * 3
+    found = exported_products(backward, platform, left.astype(jnp.bfloat16), right, grad)
+    assert found == [("bf16", "bf16", "f32")] * 3
+
+
+def test_a_report_on_a_cpu_shows_the_products_of_accelerators():
+    left, right, grad = operands("dense", "bfloat16")
+    backward = lambda left, right, grad: with_gradients(functools.partial(product, "dense"), left, right, grad)
+    matmuls = str(jmp.numerics.audit(backward)(left.astype(jnp.bfloat16), right, grad)).splitlines()[2]
+    assert matmuls.split()[:3] == ["bfloat16", "1", "2"]
 
 
 def test_jax_itself_rounds_the_gradient_of_a_float32_weight():
