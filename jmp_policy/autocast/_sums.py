@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
-from ..interpreter import Body, Kind, Value
-from ..interpreter._program import Atom
+from ..interpreter import Body, Kind, Value, body_of, is_float
+from ..interpreter._program import Atom, Program, replace_body
 from ..quant._bilinear import Bilinear, Convolution, Dot, label_convolution, label_dot
 from ..quant._wide_product import wide_product
 from ._marks import Colour, is_sum
@@ -89,7 +89,36 @@ def _trace_product(
     # The precision is the equation's, whatever the default one is here.
     with context.manager, jax.default_matmul_precision(None):
         [eqn] = jax.make_jaxpr(product)(*types).eqns
-    return eqn
+    varying = types[0].manual_axis_type
+    if not varying.varying:
+        return eqn
+    return eqn.replace(params={**eqn.params, "call_jaxpr": _vary_inside(eqn.params["call_jaxpr"], varying)})
+
+
+def _vary_inside(program: Program, axes: Any) -> Program:
+    """A program whose floating values differ between devices, which JAX finds out inside of a `shard_map` only."""
+    made: dict[Atom, Atom] = {}
+
+    def read(atom: Atom) -> Atom:
+        if isinstance(atom, Literal) or not is_float(atom):
+            return atom
+        aval: Any = atom.aval
+        return made.setdefault(atom, type(atom)(aval.update(manual_axis_type=axes)))
+
+    old = body_of(program)
+    eqns = [
+        eqn.replace(
+            invars=[*map(read, eqn.invars)], outvars=[*map(read, eqn.outvars)], params=_vary_params(eqn.params, axes)
+        )
+        for eqn in old.eqns
+    ]
+    return replace_body(program, [*map(read, old.invars)], eqns, [*map(read, old.outvars)])
+
+
+def _vary_params(params: dict[str, Any], axes: Any) -> dict[str, Any]:
+    if "branches" not in params:
+        return params
+    return {**params, "branches": tuple(_vary_inside(branch, axes) for branch in params["branches"])}
 
 
 def _describe_product(name: str, params: dict[str, Any], types: Sequence[core.ShapedArray]) -> Bilinear:
