@@ -21,8 +21,8 @@ from ._place import EquationPlace, PlaceFinder, find_functions
 from ._precision import PrecisionFinder, is_applied_to_each, is_castable
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
-from ._scopes import COMPUTE_DTYPES, Scope, Scopes
-from ._sums import PRODUCTS, as_low, find_sums_dtype, is_stored, keeps_sums, round_sum, write_product
+from ._scopes import COMPUTE_DTYPES, Scope, Scopes, find_sums_dtype
+from ._sums import PRODUCTS, as_low, is_stored, keeps_sums, round_sum, write_product
 from ._tables import Precision
 
 _FLOAT32 = np.dtype(np.float32)

@@ -25,6 +25,8 @@ from ..interpreter._program import is_backward
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
 """What autocast casts from and to; values of other dtypes stay as they were traced."""
 
+_SUMS = {None, np.dtype(np.float32)}
+
 TREATMENTS = ("full", "narrow", "infer", "low")
 """How the operations of a function or scope may be treated together."""
 
@@ -97,7 +99,7 @@ class Scopes:
     def accumulates(self) -> bool:
         """Whether products of a scope may hand over their sums in another dtype than they compute in."""
         scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
-        return any(scope.accumulate_dtype not in (None, scope.compute_dtype) for scope in scopes)
+        return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
 
     def find(self, path: str, backward: bool) -> Scope | None:
         """What holds at a path, in the backward pass or not; `None` for what holds everywhere."""
@@ -164,6 +166,11 @@ def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
     return [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
 
 
+def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
+    """The dtype in which products hand over their sums; `None` where that is the compute dtype."""
+    return None if accumulate_dtype is None or accumulate_dtype == compute_dtype else accumulate_dtype
+
+
 def root_policy(policy: Policy | PolicyMap) -> Policy:
     """The policy of what no scope covers."""
     return policy[""] if isinstance(policy, PolicyMap) else policy
@@ -206,7 +213,7 @@ def _check_policy(policy: Policy, where: str = "") -> None:
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
         )
-    if policy.accumulate_dtype not in (None, dtype, np.float32):
+    if find_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
         raise ValueError(
             f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
             f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."

@@ -2,20 +2,24 @@
 
 Under a policy with an accumulate dtype, a product's result is float32 that may be had in the compute dtype. What is
 linear keeps it as it is, for it keeps nothing for the backward pass; what runs in float32 reads it; all else, and first
-the next product, takes it rounded, as if the product had handed over that.
+the next product, takes it rounded, as if the product had handed over that. So does the sum of two activations: a
+residual stream in float32 is read, and kept, by all norms along it, and doubled the bytes of a GPT's step on a TPU.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..interpreter import Body, Kind, Value, body_of, is_float
-from ..interpreter._program import Atom, Program, replace_body
+from ..interpreter import Body, Kind, Value, body_of
+from ..interpreter._program import Atom
 from ..quant._bilinear import Bilinear, Convolution, Dot, label_convolution, label_dot
 from ..quant._wide_product import wide_product
 from ._marks import Colour, is_sum
@@ -25,17 +29,14 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """What has a rule for its sums. A `ragged_dot_general` has none, and hands over its result in the compute dtype."""
 
 
-def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype) -> np.dtype | None:
-    """The dtype in which products hand over their sums; `None` where that is the compute dtype."""
-    return None if accumulate_dtype in (None, compute_dtype) else accumulate_dtype
-
-
 def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
     """Whether an equation that follows its inputs keeps the sums among them as they are."""
     name = eqn.primitive.name
     if name in ("mul", "div"):  # by a number, as of a temperature, it is linear
         factors = values if name == "mul" else values[1:]
         return any(value.kind.dtype is not None and value.kind.mark.numbers for value in factors)
+    if name in ("add", "sub", "add_any"):  # of a bias; a residual stream would be kept in float32 for norms
+        return sum(value.kind.mark.colour in (Colour.LOW, Colour.SUM) for value in values) == 1
     return name in KEEPING_SUMS
 
 
@@ -87,38 +88,35 @@ def _trace_product(
     operation = _describe_product(name, dict(params), types)
     product = lambda left, right: wide_product(operation, left, right, dtype, compute_dtype)
     # The precision is the equation's, whatever the default one is here.
-    with context.manager, jax.default_matmul_precision(None):
-        [eqn] = jax.make_jaxpr(product)(*types).eqns
-    varying = types[0].manual_axis_type
-    if not varying.varying:
-        return eqn
-    return eqn.replace(params={**eqn.params, "call_jaxpr": _vary_inside(eqn.params["call_jaxpr"], varying)})
+    with jax.default_matmul_precision(None):
+        if types[0].manual_axis_type.varying:
+            return _trace_in_shard_map(product, types)
+        with context.manager:
+            [eqn] = jax.make_jaxpr(product)(*types).eqns
+            return eqn
 
 
-def _vary_inside(program: Program, axes: Any) -> Program:
-    """A program whose floating values differ between devices, which JAX finds out inside of a `shard_map` only."""
-    made: dict[Atom, Atom] = {}
-
-    def read(atom: Atom) -> Atom:
-        if isinstance(atom, Literal) or not is_float(atom):
-            return atom
-        aval: Any = atom.aval
-        return made.setdefault(atom, type(atom)(aval.update(manual_axis_type=axes)))
-
-    old = body_of(program)
-    eqns = [
-        eqn.replace(
-            invars=[*map(read, eqn.invars)], outvars=[*map(read, eqn.outvars)], params=_vary_params(eqn.params, axes)
+def _trace_in_shard_map(product: Callable[..., jax.Array], types: Sequence[core.ShapedArray]) -> JaxprEqn:
+    """The equation of a product of values that differ between devices, as only in a `shard_map` JAX writes them."""
+    inner = types[0].sharding.mesh
+    manual = [name for name, kind in zip(inner.axis_names, inner.axis_types, strict=True) if kind == AxisType.Manual]
+    mesh = inner.update_axis_types(dict.fromkeys(manual, AxisType.Auto))
+    # Each operand is split along its first axis, over as many devices as it differs on.
+    axes = tuple(name for name in manual if name in types[0].manual_axis_type.varying)
+    count, split = math.prod(mesh.shape[name] for name in axes), PartitionSpec(axes)
+    arguments = [
+        type.update(
+            shape=(count * type.shape[0], *type.shape[1:]),
+            sharding=NamedSharding(mesh, type.sharding.spec),
+            manual_axis_type=type.manual_axis_type.update(varying=frozenset()),
         )
-        for eqn in old.eqns
+        for type in types
     ]
-    return replace_body(program, [*map(read, old.invars)], eqns, [*map(read, old.outvars)])
-
-
-def _vary_params(params: dict[str, Any], axes: Any) -> dict[str, Any]:
-    if "branches" not in params:
-        return params
-    return {**params, "branches": tuple(_vary_inside(branch, axes) for branch in params["branches"])}
+    one = lambda *operands: jnp.expand_dims(product(*operands), 0)
+    with jax.sharding.use_abstract_mesh(mesh):
+        many = jax.shard_map(one, in_specs=split, out_specs=split, axis_names=set(manual))
+        [eqn] = jax.make_jaxpr(many)(*arguments).eqns
+    return body_of(eqn.params["jaxpr"]).eqns[0]
 
 
 def _describe_product(name: str, params: dict[str, Any], types: Sequence[core.ShapedArray]) -> Bilinear:
