@@ -41,6 +41,11 @@ def find_line(eqn: JaxprEqn) -> str:
     return choose_line(_list_frames(eqn))
 
 
+def find_calling_line(eqn: JaxprEqn) -> str:
+    """Finds the innermost frame that is not JAX's own, be it a library's; none is the empty string."""
+    return next((_write_line(f) for f in _list_frames(eqn) if not _is_from(_JAX, f.file_name)), "")
+
+
 def choose_line(frames: Sequence[Any]) -> str:
     """Chooses the line that `find_line` returns from frames, innermost first."""
     others = (_write_line(frame) for frame in frames if _is_from(_LIBRARIES, frame.file_name))

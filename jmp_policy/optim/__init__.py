@@ -17,7 +17,7 @@ Half-precision parameters:
 - `master_weights` keeps float32 copies (`MasterWeightsState`), or the bits that are missing (`SplitWeightsState`).
 - `kahan` compensates rounding (`KahanState`), `stochastic_rounding` rounds by chance (`StochasticRoundingState`).
 - `master_params` and `with_master_params` read and write their float32 values.
-- `cast_state` stores moments in dtypes of their own.
+- `cast_state` stores moments in dtypes of their own, `quantize_state` in 8 bits (`QuantizedMomentsState`).
 """
 
 from .._scaled_state import LossScaledState as LossScaledState
@@ -34,6 +34,8 @@ from ._master_weights import (
 )
 from ._minimize import minimize as minimize
 from ._provenance import ProvenanceState as ProvenanceState
+from ._quantize_state import quantize_state as quantize_state
+from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
 from ._step import step as step
 from ._stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,

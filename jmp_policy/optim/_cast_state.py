@@ -11,24 +11,8 @@ import optax
 from .._dtypes import DTypeLike, parse_dtype
 from .._rounding import is_half
 from .._trees import PyTree, cast_floating
+from ._moments import MU, NU, has_moments, roles_of
 from ._step import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
-
-_MU, _NU = "mu_dtype", "nu_dtype"
-
-# The names of fields that mean the same in every state of optax that has them ...
-_ROLES = {
-    "mu": _MU, "trace": _MU, "ema": _MU, "exp_avg": _MU,
-    "nu": _NU, "nu_max": _NU, "exp_avg_sq": _NU, "sum_of_squares": _NU, "v_row": _NU, "v_col": _NU,
-}  # fmt: skip
-# ... and the states whose names mean something of their own.
-_ROLES_OF = {
-    "FactoredState": {"v_row": _NU, "v_col": _NU, "v": _NU},
-    "ScaleByAdaDeltaState": {"e_g": _NU, "e_x": _NU},
-    "ScaleByAdanState": {"m": _MU, "v": _MU, "n": _NU},
-    "ScaleByAdemamixState": {"m1": _MU, "m2": _MU, "nu": _NU},
-    "ScaleBySM3State": {"mu": _NU, "nu": _MU},
-    "ScaleBySimplifiedAdEMAMixState": {"m": _MU, "n": _NU},
-}
 
 
 def cast_state(
@@ -64,7 +48,7 @@ def cast_state(
     """
     check_transformation(inner)
     check_not_outermost(inner, "cast_state")
-    given = {_MU: mu_dtype, _NU: nu_dtype}
+    given = {MU: mu_dtype, NU: nu_dtype}
     dtypes = {role: _moment_dtype(dtype, role) for role, dtype in given.items() if dtype is not None}
     if not dtypes:
         raise ValueError("cast_state needs a dtype. For example: cast_state(optax.adamw(1e-3), nu_dtype='float32').")
@@ -76,7 +60,7 @@ def cast_state(
         return _cast_moments(state, dtypes)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        wide = _cast_moments(state, {_MU: None, _NU: None})
+        wide = _cast_moments(state, {MU: None, NU: None})
         updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
         return updates, keep_dtypes(state, new_state)
 
@@ -84,11 +68,11 @@ def cast_state(
 
 
 def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
-    parsed = parse_dtype(dtype, where=f" for {role}")
+    parsed = parse_dtype(dtype, where=f" for {role}_dtype")
     if parsed.itemsize < 2:
         raise ValueError(
-            f"{role} must have 16 bits or more, got {parsed.name!r}: moments of a narrower format need scales beside "
-            f"them, which cast_state does not keep. For example: {role}='bfloat16'."
+            f"{role}_dtype must have 16 bits or more, got {parsed.name!r}: moments of a narrower format need scales "
+            f"beside them, which quantize_state keeps. For example: {role}_dtype='bfloat16'."
         )
     return parsed
 
@@ -97,12 +81,12 @@ def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTre
     """A state with its moments in the dtype of their role; `None` widens half precision to float32."""
 
     def cast(node: Any) -> Any:
-        if not _is_moments(node):
+        if not has_moments(node):
             return node
-        moments = {name: (getattr(node, name), role) for name, role in _roles(node).items() if role in dtypes}
+        moments = {name: (getattr(node, name), role) for name, role in roles_of(node).items() if role in dtypes}
         return node._replace(**{name: _cast(moment, dtypes[role]) for name, (moment, role) in moments.items()})
 
-    return jax.tree.map(cast, state, is_leaf=_is_moments)
+    return jax.tree.map(cast, state, is_leaf=has_moments)
 
 
 def _cast(moment: PyTree, dtype: np.dtype | None) -> PyTree:
@@ -113,21 +97,13 @@ def _widen_half(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
 
 
-def _is_moments(node: object) -> bool:
-    return isinstance(node, tuple) and bool(_roles(node))
-
-
-def _roles(node: object) -> dict[str, str]:
-    fields = getattr(node, "_fields", ())
-    return _ROLES_OF.get(type(node).__name__) or {name: _ROLES[name] for name in fields if name in _ROLES}
-
-
 def _check_roles(state: PyTree, dtypes: dict[str, np.dtype]) -> None:
-    nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_moments) if _is_moments(node)]
-    found = sorted({f"{type(node).__name__}.{name} ({role})" for node in nodes for name, role in _roles(node).items()})
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=has_moments) if has_moments(node)]
+    kinds = {(type(node).__name__, name, role) for node in nodes for name, role in roles_of(node).items()}
+    found = sorted(f"{kind}.{name} ({role}_dtype)" for kind, name, role in kinds)
     for role in dtypes:
-        if not any(role in _roles(node).values() for node in nodes):
+        if not any(role in roles_of(node).values() for node in nodes):
             raise ValueError(
-                f"{role} is for moments that this optimizer does not have. It has {', '.join(found) or 'none'}. "
+                f"{role}_dtype is for moments that this optimizer does not have. It has {', '.join(found) or 'none'}. "
                 "For example: cast_state(optax.adamw(1e-3), nu_dtype='float32')."
             )

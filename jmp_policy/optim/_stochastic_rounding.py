@@ -77,7 +77,7 @@ def stochastic_rounding(
     >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
     ([0.99609375, 1.0], True)
     """
-    return half_parameters(inner, _Random(_check_key(key), specs))
+    return half_parameters(inner, _Random(check_key(key), specs))
 
 
 class _Random(Storage):
@@ -141,12 +141,16 @@ def _draw_part(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> j
     return lax.dynamic_slice(noise, starts, shape)
 
 
-def _check_key(key: Any) -> jax.Array:
-    """Makes the key one of `jax.random.key`; the older `jax.random.PRNGKey` makes arrays of uint32."""
+def check_key(key: Any, name: str = "key") -> jax.Array:
+    """Makes the key one of `jax.random.key`; the older `jax.random.PRNGKey` makes arrays of uint32.
+
+    Raises:
+      TypeError: the argument of this name is not one random key.
+    """
     is_array = isinstance(key, jax.Array)
     if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
         return key
     if is_array and key.dtype == jnp.uint32 and key.ndim == 1:
         return jax.random.wrap_key_data(key)
     got = f"{jax.typeof(key)}" if is_array else repr(key)
-    raise TypeError(f"key must be one random key, got {got}. For example: jax.random.key(0).")
+    raise TypeError(f"{name} must be one random key, got {got}. For example: jax.random.key(0).")

@@ -1,0 +1,150 @@
+"""Arrays of moments as codes of 8 bits, and a scale for each block of them.
+
+A block is a tile: 32 rows of 8 columns where the array has as many. Parameters are split over devices along whole rows
+and columns, so that a device's part holds whole blocks, and a scale lies where its block does. (Blocks of the flattened
+array, as elsewhere, would be cut by every split along its columns.)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from ._moment_codes import MomentCode
+
+_ROWS, _COLUMNS = 32, 8
+"""The sides of a block. TPUs keep bytes in tiles of 32 rows, and cannot split their columns without a copy."""
+
+Shape = tuple[int, ...]
+
+
+class Blocks(NamedTuple):
+    """A moment, in blocks.
+
+    Attributes:
+      codes: uint8 of the shape of the moment.
+      scale: the largest magnitude of each block, float32; each axis is as many times shorter as a block is long.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def choose_sides(shape: Shape, block_size: int) -> Shape | None:
+    """How many numbers of each axis a block has.
+
+    Args:
+      shape: of the moment.
+      block_size: how many numbers a block has at most, a power of two.
+
+    Returns:
+      Powers of two that divide the axes; `None` where blocks of a quarter of that size do not fit.
+
+    >>> choose_sides((768, 3072), 256), choose_sides((768, 12, 64), 256), choose_sides((3, 3), 256)
+    ((32, 8), (8, 4, 8), None)
+    """
+    sides = [1] * len(shape)
+    last = len(shape) - 1
+    order = [(last - 1, _ROWS), (last, _COLUMNS), *((axis, _ROWS) for axis in range(last - 2, -1, -1))]
+    order += [(axis, block_size) for axis in range(last, -1, -1)]
+    left = block_size
+    for axis, most in order:
+        if axis >= 0:
+            divisor = shape[axis] & -shape[axis]  # the largest power of two that divides it
+            grown = max(sides[axis], min(divisor, most, sides[axis] * left))
+            left //= grown // sides[axis]
+            sides[axis] = grown
+    return tuple(sides) if left <= 4 else None
+
+
+def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> Blocks:
+    """Writes a moment in blocks.
+
+    Args:
+      x: float32, whose axes are multiples of `sides`.
+      code: what a number is written as, relative to the largest magnitude of its block.
+      sides: of a block.
+      noise: for stochastic rounding, as `MomentCode.encode` takes it.
+
+    Returns:
+      The blocks. The scale of a block with a nan is nan, with an infinity infinite, so that all of its numbers are
+      nan once they are read.
+    """
+    scale = _find_scales(x, sides)
+    around = _spread(scale, sides)
+    relative = x / jnp.where(around == 0, 1, around)
+    return Blocks(code.encode(relative) if noise is None else code.encode(relative, noise), scale)
+
+
+def dequantize(blocks: Blocks, code: MomentCode, sides: Shape) -> jax.Array:
+    """The float32 numbers of a moment in blocks."""
+    return code.decode(blocks.codes) * _spread(blocks.scale, sides)
+
+
+def read_sides(blocks: Blocks, shape: Shape) -> Shape:
+    """The sides of the blocks of a moment of this shape, by the shapes of its arrays."""
+    return tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
+
+
+def scale_shape(shape: Shape, sides: Shape) -> Shape:
+    """The shape of the scales of a moment."""
+    return tuple(length // side for length, side in zip(shape, sides, strict=True))
+
+
+def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
+    """Places a first scale on devices as its moment lies there, if whole blocks do."""
+    sharding = getattr(moment, "sharding", None)
+    is_traced = isinstance(moment, Tracer)
+    if is_traced or not isinstance(sharding, NamedSharding):
+        return scale
+    try:
+        sharding.shard_shape(scale.shape)
+    except ValueError:
+        return scale
+    return jax.device_put(scale, sharding)
+
+
+def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
+    """The number of each block whose magnitude is largest, with its sign.
+
+    Divided by it, that number is 1, which all codes have: -1 they lack, and a moment that is written every step would
+    lose .7 % of a negative block's scale each time. Compared as integers with the sign in the last bit, since a maximum
+    of floats may lose a nan on CPUs.
+    """
+    words = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (words << 1) | (words >> 31)
+    for axis, side in enumerate(sides[:-1]):
+        if side > 1:
+            bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
+    step = 1
+    while step < sides[-1]:  # neighbours, then neighbours of neighbours: on TPUs, columns are dear to reshape
+        bits = lax.max(bits, _shift(bits, -step))
+        step *= 2
+    bits = bits[..., :: sides[-1]]
+    return lax.bitcast_convert_type((bits >> 1) | (bits << 31), jnp.float32)
+
+
+def _spread(scale: jax.Array, sides: Shape) -> jax.Array:
+    """The scale of the block of each number."""
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    if sides[-1] > 1:
+        gap = sides[-1] - 1
+        bits = lax.pad(bits, jnp.int32(0), [*[(0, 0, 0)] * (bits.ndim - 1), (0, gap, gap)])
+    step = 1
+    while step < sides[-1]:
+        bits = lax.bitwise_or(bits, _shift(bits, step))
+        step *= 2
+    for axis, side in enumerate(sides[:-1]):
+        if side > 1:
+            wide = (*bits.shape[: axis + 1], side, *bits.shape[axis + 1 :])
+            bits = lax.broadcast_in_dim(bits, wide, [i for i in range(len(wide)) if i != axis + 1])
+            bits = bits.reshape(*bits.shape[:axis], -1, *bits.shape[axis + 2 :])
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _shift(bits: jax.Array, by: int) -> jax.Array:
+    """The array with each column moved by so many places, and zeros where none came."""
+    return lax.pad(bits, bits.dtype.type(0), [*[(0, 0, 0)] * (bits.ndim - 1), (by, -by, 0)])

@@ -1,0 +1,286 @@
+"""Numbers of 8 and 4 bits for the moments of an optimizer, relative to the largest number of their block.
+
+Encoders and decoders are elementwise and have no tables, so that XLA fuses them into the loops that call them. They
+return the same bits on every platform, eager or compiled: what must be exact is compared as integers, and no rounded
+product is added to anything, since compilers may write both as one operation that rounds once.
+"""
+
+import dataclasses
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = TypeVar("Array", jax.Array, np.ndarray)
+
+
+class MomentCode(Protocol):
+    """Entries from -1 or 0 to 1, and the rounding of numbers to them.
+
+    A code is the place of its entry in ascending order. It takes a byte where it has 4 bits, too: packing two is the
+    caller's part. So are scales: a block is divided by its number that is largest in magnitude, with its sign, since
+    every code has 1 and none has -1; and by nan, if it has one.
+    """
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def is_signed(self) -> bool: ...
+
+    @property
+    def values(self) -> np.ndarray:
+        """All entries, ascending, in float32."""
+        ...
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        """Rounds to the nearest entry, of two equally near ones the lower; or at random to one of both neighbours.
+
+        Args:
+          x: float32. What is beyond the entries is clipped, and nan becomes any of them.
+          noise: uniformly random uint8 or uint16, of the shape of `x`. The nearer neighbour is the likelier: over all
+            noise of n bits, the average is right within 2**-n of the neighbours' distance.
+
+        Returns:
+          Codes, uint8.
+        """
+        ...
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """The entries that codes stand for, in float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicCode:
+    """Decades below 1, each with twice the entries of the one below it; zero; and 1, of which the negative is missing.
+
+    A decade's entries are the middles of equal intervals between a tenth of a power of ten and that power. There is one
+    decade fewer than there are bits. With 8 bits they are bitsandbytes' `create_dynamic_map`, in every bit: as float32
+    of PyTorch on a CPU that multiplies and adds in one rounding, from which a CPU without FMA is up to 2 ulp away.
+
+    Source: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016; Dettmers et al., 8-bit
+    Optimizers via Block-wise Quantization, ICLR 2022; with 4 bits Li et al., Memory Efficient Optimizers with 4-bit
+    States, NeurIPS 2023.
+
+    >>> code = DynamicCode(4, is_signed=True)
+    >>> [round(value, 4) for value in code.values.tolist()[7:]]
+    [0.0, 0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
+    >>> code.encode(jnp.float32([0, 0.21, -1])).tolist()
+    [7, 11, 0]
+    """
+
+    bits: int
+    is_signed: bool
+
+    # An entry's place is how many entries its decade has, a power of two, plus its place in the decade: in float32, the
+    # exponent of a place is the decade, and its mantissa the place there. Zero is before all of them, 1 after.
+
+    @property
+    def values(self) -> np.ndarray:
+        decades = []
+        for count, tens in self._decades:
+            ends = _find_end(np.arange(count + 1, dtype=np.int32) * np.int32(128 // count))
+            decades.append((ends[:-1] + ends[1:]) * tens)
+        positive = np.concatenate(decades)
+        negative = -positive[::-1] if self.is_signed else positive[:0]
+        return np.concatenate([negative, np.zeros(1, np.float32), positive, np.ones(1, np.float32)])
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        words = lax.bitcast_convert_type(x, jnp.int32)
+        is_negative = words < 0
+        magnitude = words & 0x7FFFFFFF if self.is_signed else jnp.maximum(words, 0)
+        place = self._find_nearest(magnitude, is_negative)
+        if noise is not None:
+            place = self._choose_neighbour(lax.bitcast_convert_type(magnitude, jnp.float32), place, noise)
+        codes = self._offset + jnp.where(is_negative, -place, place)
+        return jnp.maximum(codes, 0).astype(jnp.uint8)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        place = codes.astype(jnp.int32) - self._offset
+        value = self._find_value(jnp.abs(place))
+        return jnp.where(place < 0, -value, value) if self.is_signed else value
+
+    @property
+    def _decades(self) -> list[tuple[int, np.float32]]:
+        """How many entries each decade has, and the power of ten at its end, times `_UNIT`."""
+        return [
+            (1 << i + (not self.is_signed), np.float32(10.0 ** (i + 2 - self.bits)) * _UNIT)
+            for i in range(self.bits - 1)
+        ]
+
+    @property
+    def _top(self) -> int:
+        """The place of 1."""
+        return 1 << self.bits - self.is_signed
+
+    @property
+    def _zero(self) -> int:
+        """The place of zero."""
+        return 0 if self.is_signed else 1
+
+    @property
+    def _offset(self) -> int:
+        """What makes a code of a place."""
+        return self._top - 1 if self.is_signed else -1
+
+    def _find_value(self, place: jax.Array) -> jax.Array:
+        tens = jnp.float32(0)
+        for count, each in self._decades:
+            tens = jnp.where(place >= count, each, tens)
+        words = lax.bitcast_convert_type(place.astype(jnp.float32), jnp.int32)
+        start = (words >> 16) & 127
+        length = 128 >> jnp.maximum((words >> 23) - 127, 0)  # the place 0 has no exponent
+        value = (_find_end(start) + _find_end(start + length)) * tens
+        return jnp.where(place == self._top, np.float32(1), value)
+
+    def _find_nearest(self, magnitude: jax.Array, is_negative: jax.Array) -> jax.Array:
+        """Finds the place of the nearest entry.
+
+        Args:
+          magnitude: the bits of float32, without sign.
+          is_negative: where the larger of two equally near magnitudes is the lower entry.
+        """
+        # The decade, by what lies half way between its first entry and the one before.
+        entries = self.values[self._offset + self._zero :].astype(np.float64)
+        borders = (entries[:-1] + entries[1:]) / 2
+        shift, tens = jnp.int32(0), jnp.float32(_UNIT)
+        for count, each in self._decades:
+            is_above = _is_above(magnitude, is_negative, borders[count - self._zero - 1])
+            shift = jnp.where(is_above, np.int32(8 - count.bit_length()), shift)
+            tens = jnp.where(is_above, each, tens)
+
+        # The nearest end between two of its intervals, and both their entries. A quotient is precise enough for that,
+        # however a platform rounds it.
+        x = lax.bitcast_convert_type(magnitude, jnp.float32)
+        count, length = 128 >> shift, 1 << shift
+        distance = (x / tens * np.float32(_UNIT / 0.9 * 128) - np.float32(0.1 / 0.9 * 128)).astype(jnp.int32)
+        nearest = jnp.maximum(jnp.minimum((distance + (length >> 1)) >> shift, count - 1), 1)
+        end = _find_end(nearest << shift)
+        lower = (_find_end((nearest << shift) - length) + end) * tens
+        upper = (end + _find_end((nearest << shift) + length)) * tens
+
+        # The nearer one, in integers: multiples of the last bit of a number at the decade's beginning.
+        exponent = lax.bitcast_convert_type(tens, jnp.int32) & 0x7F800000
+        scale = lax.bitcast_convert_type(np.int32(250 << 23) - exponent, jnp.float32)
+        both = (lower * scale).astype(jnp.int32) + (upper * scale).astype(jnp.int32)
+        twice = (x * scale).astype(jnp.int32) * 2 + is_negative.astype(jnp.int32)
+        place = count + nearest - (twice <= both).astype(jnp.int32)
+        place = jnp.minimum(place, 2 * count - 1)  # a decade of one entry has no end between two
+
+        is_above_zero = _is_above(magnitude, is_negative, borders[0])
+        is_top = _is_above(magnitude, is_negative, borders[-1])
+        return jnp.where(is_top, self._top, jnp.where(is_above_zero, place, self._zero))
+
+    def _choose_neighbour(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
+        value = self._find_value(nearest)
+        other = jnp.minimum(nearest + jnp.where(x < value, np.int32(-1), np.int32(1)), self._top)
+        is_other = jnp.abs(x - value) > jnp.abs(self._find_value(other) - value) * _make_chance(noise)
+        return jnp.where(is_other, other, nearest)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnsignedFloatCode:
+    """Floating numbers of 5 exponent and 3 mantissa bits, of which the largest is 1; zero stands for zero alone.
+
+    A positive number, however small, becomes 1.25 * 2**-32 or more, so that nothing is divided by the root of a second
+    moment that was rounded to zero.
+
+    >>> code = UnsignedFloatCode()
+    >>> code.decode(code.encode(jnp.float32([0, 1e-30, 0.3, 1]))).tolist()
+    [0.0, 2.9103830456733704e-10, 0.3125, 1.0]
+    """
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def is_signed(self) -> bool:
+        return False
+
+    @property
+    def values(self) -> np.ndarray:
+        values = ((np.arange(256, dtype=np.int32) + _WORD_OF_0) << 20).view(np.float32)
+        return np.where(np.arange(256) > 0, values, np.float32(0))
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        # A code differs by a constant from the exponent and the first three bits of the mantissa of float32.
+        words = jnp.minimum(jnp.maximum(lax.bitcast_convert_type(x, jnp.int32), 0), _ONE)
+        up = np.int32(2**19 - 1) if noise is None else (_make_chance(noise) * np.float32(2**20)).astype(jnp.int32)
+        codes = ((words + up) >> 20) - _WORD_OF_0
+        return jnp.maximum(codes, (words > 0).astype(jnp.int32)).astype(jnp.uint8)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        codes = codes.astype(jnp.int32)
+        words = jnp.where(codes > 0, (codes + _WORD_OF_0) << 20, 0)
+        return lax.bitcast_convert_type(words, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCode:
+    """Equal steps up to 1, without zero.
+
+    Source: Li et al., Memory Efficient Optimizers with 4-bit States, NeurIPS 2023, for second moments.
+
+    >>> LinearCode(4).values.tolist()[:3], LinearCode(4).encode(jnp.float32([0, 0.13, 1])).tolist()
+    ([0.0625, 0.125, 0.1875], [0, 1, 15])
+    """
+
+    bits: int
+
+    @property
+    def is_signed(self) -> bool:
+        return False
+
+    @property
+    def values(self) -> np.ndarray:
+        return np.arange(1, 2**self.bits + 1, dtype=np.float32) * np.float32(0.5**self.bits)
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        # Sums round only what is below the first entry, or by less than the noise.
+        steps = jnp.minimum(x * np.float32(2**self.bits), np.float32(2**self.bits)) - np.float32(1)
+        if noise is None:
+            codes = jnp.ceil(steps - np.float32(0.5))
+        else:
+            codes = jnp.floor(steps + _make_chance(noise))
+        return jnp.clip(codes.astype(jnp.int32), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return (codes.astype(jnp.int32) + 1).astype(jnp.float32) * np.float32(0.5**self.bits)
+
+
+DYNAMIC = DynamicCode(8, is_signed=True)
+DYNAMIC_UNSIGNED = DynamicCode(8, is_signed=False)
+UNSIGNED_FLOAT = UnsignedFloatCode()
+DYNAMIC_4 = DynamicCode(4, is_signed=True)
+LINEAR_4 = LinearCode(4)
+
+_ONE = 127 << 23  # the bits of 1
+_WORD_OF_0 = (_ONE >> 20) - 255  # the code 255 is 1
+
+# Ends of intervals between .1 and 1 are integers of 30 bits, which conversion to float32 rounds to nearest. PyTorch
+# counts those below the middle from .1 as float32 has it, the others from 1.
+_LENGTH, _FIRST_END, _CORRECTION = np.int32(7549747), np.int32(107374184), np.int32(24)
+_UNIT = np.float32(2.0**-31)  # of the sum of two ends
+
+
+def _find_end(k: Array) -> Array:
+    """The end that is `k` 128ths of the way from .1 to 1."""
+    return (k * _LENGTH + (k >= 64).astype(np.int32) * _CORRECTION + _FIRST_END).astype(np.float32)
+
+
+def _is_above(magnitude: jax.Array, is_negative: jax.Array, border: float) -> jax.Array:
+    """Compares bits of float32 with a float64 number; where they are equal, negative numbers are above it."""
+    nearest = np.float32(border)
+    if nearest == border:
+        return magnitude + is_negative.astype(jnp.int32) > nearest.view(np.int32)
+    return magnitude > nearest.view(np.int32) - np.int32(nearest > border)
+
+
+def _make_chance(noise: jax.Array) -> jax.Array:
+    """Numbers between 0 and 1, of which neither is one: a decay by less than a step of them is not always rounded."""
+    bits = 8 * noise.dtype.itemsize
+    return (noise.astype(jnp.int32) * 2 + 1).astype(jnp.float32) * np.float32(0.5**bits / 2)
