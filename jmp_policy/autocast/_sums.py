@@ -58,9 +58,7 @@ def as_low(kind: Kind, dtype: np.dtype) -> Kind:
     return Kind(dtype, kind.mark._replace(colour=Colour.LOW)) if is_sum(kind) else kind
 
 
-def write_product(
-    eqn: JaxprEqn, atoms: Sequence[Atom], kind: Kind, compute_dtype: np.dtype, body: Body
-) -> list[Value]:
+def write_product(eqn: JaxprEqn, atoms: Sequence[Atom], kind: Kind, compute_dtype: np.dtype, body: Body) -> list[Value]:
     """Writes a product of operands in the compute dtype, or float32, whose sums and derivative are `wide_product`'s.
 
     Args:

@@ -195,8 +195,8 @@ def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
 def _list_running(eqn: JaxprEqn) -> list[bool]:
     """Which branches of a `cond` may run in this process: all, or one of a `lax.platform_dependent`.
 
-    Of a product of half-precision numbers whose result is wider it is the one that accelerators run: a report says how a
-    model computes, and not for which products a CPU has no kernel.
+    Of a product of half-precision numbers whose result is wider it is the one that accelerators run: a report says how
+    a model computes, and not for which products a CPU has no kernel.
     """
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
     if platforms is None:

@@ -116,9 +116,11 @@ def _forward(
     memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
     inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
     weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
-    # The product of the 8-bit numbers, times both scales, is the result.
-    values = multiply(operation, inputs.values, weight.values, spec.sums)
-    out = _undo_scales(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
+    # The product of the 8-bit numbers, times both scales, is the result, which nothing rounds before if it is wide.
+    dtype = np.dtype(operation.compute.preferred_element_type or spec.dtype)
+    sums = spec.sums if dtype == spec.dtype else np.dtype(np.float32)
+    values = multiply(operation, inputs.values, weight.values, sums)
+    out = _undo_scales(values, operation, inputs, weight).astype(dtype)
     # A scale per row serves one direction alone, and a weight gradient in the compute dtype wants the input as it was.
     keeps_left = spec.by_row or not spec.format.weight_grad
     return out, _Residuals(left if keeps_left else inputs, right if spec.by_row else weight, memories)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from .._dtypes import at_least_float32
 from .._mapped_axes import vary
 from ..interpreter._program import PRODUCT_SCOPE
 from ._amax_history import varying_axes
-from ._bilinear import Bilinear, Convolution
+from ._bilinear import Bilinear, Convolution, without_preferred_dtype
 from ._block_product import is_matmul
 from ._float8_product import grad_left, grad_right
 
@@ -47,14 +47,14 @@ def wide_product(
     [[0.011810302734375]]
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
-    operation = _without_preferred_dtype(operation)
+    operation = without_preferred_dtype(operation)
     if not _has_our_derivative(operation, left.shape, right.shape):
         return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
     # In `shard_map` a custom derivative varies over devices as its operand does, and JAX sums what they share.
     axes = tuple(varying_axes(left, right))
     left, right = vary(left, axes), vary(right, axes)
-    types = jax.typeof(left), jax.typeof(right)
-    spec = _ProductSpec(operation, dtype, compute_dtype, *types, jax.config.jax_default_matmul_precision)
+    types, config = (jax.typeof(left), jax.typeof(right)), cast(Any, jax.config)
+    spec = _ProductSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
     return _product(spec, left, right)
 
 
@@ -87,10 +87,6 @@ class _ProductSpec:
 def _has_our_derivative(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
     """Whether the gradients of an operation are products as well: not where an einsum sums or repeats one operand."""
     return isinstance(operation.compute, Convolution) or is_matmul(operation, left, right)
-
-
-def _without_preferred_dtype(operation: Bilinear) -> Bilinear:
-    return dataclasses.replace(operation, compute=dataclasses.replace(operation.compute, preferred_element_type=None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -132,9 +128,9 @@ def _choose_form(spec: _ProductSpec, compute: Callable[..., jax.Array], *operand
     """
     if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
-    cast = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
+    widen = lambda *operands: compute(*(operand.astype(spec.sums) for operand in operands))
     with jax.named_scope(PRODUCT_SCOPE):
-        return lax.platform_dependent(*operands, cpu=cast, default=compute)
+        return lax.platform_dependent(*operands, cpu=widen, default=compute)
 
 
 def _grads_of_convolution(

@@ -251,7 +251,10 @@ def test_gradients_of_gradients_are_products_of_half_as_well():
     inner = lambda w: jnp.sum(jax.grad(lambda x: sum_of(mlp)(w, x))(X) ** 2)
     grad = jax.grad(jmp.autocast(inner, WIDE))
     assert set(products(grad, w, platform="tpu")) == {HALF}
-    true = in_float64(lambda w: jax.grad(lambda w: jnp.sum(jax.grad(lambda x: sum_of(mlp)(w, x))(in_float64(jnp.array, X)) ** 2))(w), w)  # noqa: E501
+    true = in_float64(
+        lambda w: jax.grad(lambda w: jnp.sum(jax.grad(lambda x: sum_of(mlp)(w, x))(in_float64(jnp.array, X)) ** 2))(w),
+        w,
+    )  # noqa: E501
     assert error(grad(w), true) < 0.05
 
 
@@ -313,7 +316,9 @@ def test_a_checkpoint_keeps_what_it_is_given_in_half():
     w = make_weights()
     fun = lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x) @ w["down"])(w, x @ w["up"])
     [eqn] = [
-        eqn for eqn in jax.make_jaxpr(jmp.autocast(fun, WIDE))(w, X).eqns if eqn.primitive.name in ("remat2", "checkpoint")
+        eqn
+        for eqn in jax.make_jaxpr(jmp.autocast(fun, WIDE))(w, X).eqns
+        if eqn.primitive.name in ("remat2", "checkpoint")
     ]
     assert "bfloat16" in [str(var.aval.dtype) for var in eqn.invars if var.aval.shape == (4, 8, 32)]
 
@@ -367,7 +372,9 @@ def test_a_prediction_follows_the_policy():
     loss = lambda w, x: jnp.mean(jax.named_scope("head")(jnp.matmul)(x, w["head"]))
     _, stats = jmp.numerics.collect(loss, where="all")(w, x)
     policy = "params=float32,compute=float16,output=float32"
-    plain, wide = (str(jmp.numerics.predict(stats, policy + more, by="autocast")) for more in ("", ",accumulate=float32"))
+    plain, wide = (
+        str(jmp.numerics.predict(stats, policy + more, by="autocast")) for more in ("", ",accumulate=float32")
+    )
     assert "no scope would lose numbers" in wide
     assert "no scope would lose numbers" not in plain
 
@@ -394,7 +401,9 @@ def test_a_transformer_of_nnx_is_nearer_to_its_float32_self():
 
 def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
     policy = "params=float32,compute=bfloat16,output=float32,accumulate=float64"
-    with pytest.raises(ValueError, match=r"^autocast cannot accumulate in 'float64', the accumulate dtype of the policy"):
+    with pytest.raises(
+        ValueError, match=r"^autocast cannot accumulate in 'float64', the accumulate dtype of the policy"
+    ):
         jmp.autocast(mlp, policy)
     with pytest.raises(ValueError, match=r"cannot accumulate in 'float64'.*for the key 'head' of a PolicyMap"):
         jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))

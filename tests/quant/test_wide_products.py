@@ -22,7 +22,8 @@ PRODUCTS = {
     "einsum": ("einsum", (2, 4, 32), (3, 8, 32), ["btd,hkd->bhtk"], {}),
     "ellipsis": ("einsum", (2, 3, 64), (64, 8), ["...d,dk->...k"], {}),
     "convolution": ("conv_general_dilated", (2, 8, 8, 16), (3, 3, 16, 8), [(1, 1), "SAME"], {}),
-    "strided": ("conv_general_dilated", (2, 9, 8, 4), (3, 2, 4, 8), [(2, 1), ((1, 0), (0, 1))], {"rhs_dilation": (1, 2)}),
+    "strided": ("conv_general_dilated", (2, 9, 8, 4), (3, 2, 4, 8), [(2, 1), ((1, 0), (0, 1))],
+                {"rhs_dilation": (1, 2)}),
     "grouped": ("conv_general_dilated", (2, 8, 8, 8), (3, 3, 2, 8), [(1, 1), "SAME"], {"feature_group_count": 4}),
 }  # fmt: skip
 
