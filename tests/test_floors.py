@@ -40,6 +40,7 @@ FLOORS = {
     "_boundary": 5,
     "_full_precision": 5,
     "_grad": 5,
+    "_wide_results": 5,
     "interpreter": 5,
     "reduction": 5,
     "optim": 6,

@@ -51,7 +51,8 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "reduce", "r", "accumulate", "a", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
+          " ", "reduce", "r", "accumulate", "a", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_",
+          "int4/64", "_from_",
           "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "",
           "\0", "\u017f", "\u0130"]  # fmt: skip
 
@@ -191,7 +192,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("c=f16,", r"^'' is not a 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
         ("c=f16,r=f33", r"^Unknown dtype 'f33' in 'r=f33' of policy 'c=f16,r=f33'\. Did you mean 'f32'"),
-        ("c=f16,acumulate=f32", r"^Unknown key 'acumulate' in 'acumulate=f32' in .*Did you mean 'accumulate'\? For exam"),
+        ("c=f16,acumulate=f32", r"^Unknown key 'acumulate' in 'acumulate=f32' in .*Did you mean 'accumulate'\?"),
         ("a=f16,accumulate=f32,c=f16", r"^'accumulate=f32' sets accumulate_dtype a second time in policy 'a=f16,accu"),
         ("c=f16,redcue=f32", r"^Unknown key 'redcue' in 'redcue=f32' in policy .*Did you mean 'reduce'\? For exam"),
         ("r=f16,reduce=f32", r"^'reduce=f32' sets reduce_dtype a second time in policy 'r=f16,reduce=f32'\."),

@@ -157,7 +157,7 @@ def test_policies_are_immutable(any_policy):
         (lambda: Policy(None, "int8", None), r"^Unknown dtype 'int8' for compute_dtype\."),
         (lambda: Policy(None, None, float), r"^Unknown dtype <class 'float'> for output_dtype\."),
         (lambda: Policy(None, None, None, reduce_dtype="f33"), r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean"),
-        (lambda: Policy(None, None, None, accumulate_dtype="f33"), r"^Unknown dtype 'f33' for accumulate_dtype\. Did you"),
+        (lambda: Policy(None, None, None, accumulate_dtype="f33"), r"^Unknown dtype 'f33' for accumulate_dtype\. Did"),
         (lambda: Policy(None, None, None, accumulate_dtype="int32"), r"^Unknown dtype 'int32' for accumulate_dtype\."),
         (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For "),
         (

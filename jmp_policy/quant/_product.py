@@ -48,7 +48,7 @@ def multiply_quantized(
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    if is_block_product(operation, left, weight):
+    if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.

@@ -51,8 +51,8 @@ def with_gradients(fun, left, right, grad):
     return out, *vjp(grad)
 
 
-def product(name, left, right, accumulate=np.float32, compute=np.dtype("bfloat16")):
-    return wide_product(describe(name, left, right).operation, left, right, accumulate, compute)
+def product(name, left, right, accumulate=np.float32, compute="bfloat16"):
+    return wide_product(describe(name, left, right).operation, left, right, accumulate, np.dtype(compute))
 
 
 def exact(name, *arrays):
