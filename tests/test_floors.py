@@ -76,7 +76,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("_formats", "_float8_format"), ("_float8_recipe", "_float8_format"), ("_policy_map", "_grammar"),
               ("_get_policy", "_signatures"),
               ("numerics", "explanation"),
-              ("numerics", "autocast"), ("quant", "explanation"),
+              ("numerics", "autocast"), ("autocast", "quant"), ("quant", "explanation"),
               ("statistics", "measurement"), ("statistics", "report"), ("measurement", "quant"),
               ("numerics", "measurement"), ("numerics", "statistics"), ("numerics", "prediction"),
               ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),

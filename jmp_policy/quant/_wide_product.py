@@ -30,10 +30,10 @@ def wide_product(
 
     Args:
       operation: what to compute; its own `preferred_element_type` is not read.
-      left: in the compute dtype.
+      left: in the compute dtype; or as it is stored, as the right operand.
       right: as it is stored, which its gradient is, too.
       dtype: of the result, as `Policy.accumulate_dtype` has it.
-      compute_dtype: what `right`, and the gradient of the result, are rounded to.
+      compute_dtype: what the operands, and the gradient of the result, are rounded to.
 
     Returns:
       The result in `dtype`.
@@ -48,9 +48,8 @@ def wide_product(
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
     operation = without_preferred_dtype(operation)
-    left = left.astype(compute_dtype)
     if not _has_our_derivative(operation, left.shape, right.shape):
-        return operation.compute(left, right.astype(compute_dtype), dtype)
+        return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
     # In `shard_map` a custom derivative varies over devices as its operand does, and JAX sums what they share.
     axes = tuple(varying_axes(left, right))
     left, right = vary(left, axes), vary(right, axes)
@@ -67,8 +66,8 @@ class _ProductSpec:
       operation: what to compute.
       dtype: of the result.
       compute_dtype: of the operands of every product.
-      left: the type of the left operand: its shape, and how it lies on devices.
-      right: the type of the right operand, as it is stored.
+      left: the type of the left operand, as it is stored: its shape, and how it lies on devices.
+      right: the type of the right operand, likewise.
       precision: the default one where the product was computed; its gradients are where another may be.
     """
 
@@ -96,7 +95,8 @@ def _product(spec: _ProductSpec, left: jax.Array, right: jax.Array) -> jax.Array
 
 
 def _forward(spec: _ProductSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
-    right = right.astype(spec.compute_dtype)  # which is kept for the backward pass, as without this function
+    # Which are kept for the backward pass, as without this function.
+    left, right = left.astype(spec.compute_dtype), right.astype(spec.compute_dtype)
     compute = functools.partial(spec.operation.compute, preferred=spec.dtype)
     return _choose_form(spec, compute, left, right), (left, right)
 
