@@ -1,4 +1,4 @@
-"""Numbers of 8 and 4 bits for the moments of an optimizer, relative to the largest number of their block.
+"""Numbers of 8 bits for the moments of an optimizer, relative to the largest number of their block.
 
 Encoders and decoders are elementwise and have no tables, so that XLA fuses them into the loops that call them. They
 return the same bits on every platform, eager or compiled: what must be exact is compared as integers, and no rounded
@@ -19,16 +19,9 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 class MomentCode(Protocol):
     """Entries from -1 or 0 to 1, and the rounding of numbers to them.
 
-    A code is the place of its entry in ascending order. It takes a byte where it has 4 bits, too: packing two is the
-    caller's part. So are scales: a block is divided by its number that is largest in magnitude, with its sign, since
-    every code has 1 and none has -1; and by nan, if it has one.
+    A code is the place of its entry in ascending order. Scales are the caller's part: a block is divided by its number
+    that is largest in magnitude, with its sign, since every code has 1 and none has -1; and by nan, if it has one.
     """
-
-    @property
-    def bits(self) -> int: ...
-
-    @property
-    def is_signed(self) -> bool: ...
 
     @property
     def values(self) -> np.ndarray:
@@ -58,22 +51,15 @@ class DynamicCode:
     """Decades below 1, each with twice the entries of the one below it; zero; and 1, of which the negative is missing.
 
     A decade's entries are the middles of equal intervals between a tenth of a power of ten and that power. There is one
-    decade fewer than there are bits. With 8 bits they are bitsandbytes' `create_dynamic_map`, in every bit: as float32
-    of PyTorch on a CPU that multiplies and adds in one rounding, from which a CPU without FMA is up to 2 ulp away.
+    decade fewer than there are bits. They are bitsandbytes' `create_dynamic_map`, in every bit: as float32 of PyTorch
+    on a CPU that multiplies and adds in one rounding, from which a CPU without FMA is up to 2 ulp away.
 
     Source: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016; Dettmers et al., 8-bit
-    Optimizers via Block-wise Quantization, ICLR 2022; with 4 bits Li et al., Memory Efficient Optimizers with 4-bit
-    States, NeurIPS 2023.
+    Optimizers via Block-wise Quantization, ICLR 2022.
 
-    >>> code = DynamicCode(4, is_signed=True)
-    >>> [round(value, 4) for value in code.values.tolist()[7:]]
-    [0.0, 0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
-    >>> code.encode(jnp.float32([0, 0.21, -1])).tolist()
-    [7, 11, 0]
+    >>> [round(value, 4) for value in DYNAMIC.values[-3:].tolist()], DYNAMIC.encode(jnp.float32([-1, 0, 1])).tolist()
+    ([0.9789, 0.993, 1.0], [0, 127, 255])
     """
-
-    bits: int
-    is_signed: bool
 
     # An entry's place is how many entries its decade has, a power of two, plus its place in the decade: in float32, the
     # exponent of a place is the decade, and its mantissa the place there. Zero is before all of them, 1 after.
@@ -81,60 +67,36 @@ class DynamicCode:
     @property
     def values(self) -> np.ndarray:
         decades = []
-        for count, tens in self._decades:
+        for count, tens in _DECADES:
             ends = _find_end(np.arange(count + 1, dtype=np.int32) * np.int32(128 // count))
             decades.append((ends[:-1] + ends[1:]) * tens)
         positive = np.concatenate(decades)
-        negative = -positive[::-1] if self.is_signed else positive[:0]
-        return np.concatenate([negative, np.zeros(1, np.float32), positive, np.ones(1, np.float32)])
+        return np.concatenate([-positive[::-1], np.zeros(1, np.float32), positive, np.ones(1, np.float32)])
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         words = lax.bitcast_convert_type(x, jnp.int32)
         is_negative = words < 0
-        magnitude = words & 0x7FFFFFFF if self.is_signed else jnp.maximum(words, 0)
+        magnitude = words & 0x7FFFFFFF
         place = self._find_nearest(magnitude, is_negative)
         if noise is not None:
             place = self._choose_neighbour(lax.bitcast_convert_type(magnitude, jnp.float32), place, noise)
-        codes = self._offset + jnp.where(is_negative, -place, place)
+        codes = _ZERO + jnp.where(is_negative, -place, place)
         return jnp.maximum(codes, 0).astype(jnp.uint8)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        place = codes.astype(jnp.int32) - self._offset
+        place = codes.astype(jnp.int32) - _ZERO
         value = self._find_value(jnp.abs(place))
-        return jnp.where(place < 0, -value, value) if self.is_signed else value
-
-    @property
-    def _decades(self) -> list[tuple[int, np.float32]]:
-        """How many entries each decade has, and the power of ten at its end, times `_UNIT`."""
-        return [
-            (1 << i + (not self.is_signed), np.float32(10.0 ** (i + 2 - self.bits)) * _UNIT)
-            for i in range(self.bits - 1)
-        ]
-
-    @property
-    def _top(self) -> int:
-        """The place of 1."""
-        return 1 << self.bits - self.is_signed
-
-    @property
-    def _zero(self) -> int:
-        """The place of zero."""
-        return 0 if self.is_signed else 1
-
-    @property
-    def _offset(self) -> int:
-        """What makes a code of a place."""
-        return self._top - 1 if self.is_signed else -1
+        return jnp.where(place < 0, -value, value)
 
     def _find_value(self, place: jax.Array) -> jax.Array:
         tens = jnp.float32(0)
-        for count, each in self._decades:
+        for count, each in _DECADES:
             tens = jnp.where(place >= count, each, tens)
         words = lax.bitcast_convert_type(place.astype(jnp.float32), jnp.int32)
         start = (words >> 16) & 127
         length = 128 >> jnp.maximum((words >> 23) - 127, 0)  # the place 0 has no exponent
         value = (_find_end(start) + _find_end(start + length)) * tens
-        return jnp.where(place == self._top, np.float32(1), value)
+        return jnp.where(place == _TOP, np.float32(1), value)
 
     def _find_nearest(self, magnitude: jax.Array, is_negative: jax.Array) -> jax.Array:
         """Finds the place of the nearest entry.
@@ -144,11 +106,11 @@ class DynamicCode:
           is_negative: where the larger of two equally near magnitudes is the lower entry.
         """
         # The decade, by what lies half way between its first entry and the one before.
-        entries = self.values[self._offset + self._zero :].astype(np.float64)
+        entries = self.values[_ZERO:].astype(np.float64)
         borders = (entries[:-1] + entries[1:]) / 2
         shift, tens = jnp.int32(0), jnp.float32(_UNIT)
-        for count, each in self._decades:
-            is_above = _is_above(magnitude, is_negative, borders[count - self._zero - 1])
+        for count, each in _DECADES:
+            is_above = _is_above(magnitude, is_negative, borders[count - 1])
             shift = jnp.where(is_above, np.int32(8 - count.bit_length()), shift)
             tens = jnp.where(is_above, each, tens)
 
@@ -172,11 +134,11 @@ class DynamicCode:
 
         is_above_zero = _is_above(magnitude, is_negative, borders[0])
         is_top = _is_above(magnitude, is_negative, borders[-1])
-        return jnp.where(is_top, self._top, jnp.where(is_above_zero, place, self._zero))
+        return jnp.where(is_top, _TOP, jnp.where(is_above_zero, place, 0))
 
     def _choose_neighbour(self, x: jax.Array, nearest: jax.Array, noise: jax.Array) -> jax.Array:
         value = self._find_value(nearest)
-        other = jnp.minimum(nearest + jnp.where(x < value, np.int32(-1), np.int32(1)), self._top)
+        other = jnp.minimum(nearest + jnp.where(x < value, np.int32(-1), np.int32(1)), _TOP)
         is_other = jnp.abs(x - value) > jnp.abs(self._find_value(other) - value) * _make_chance(noise)
         return jnp.where(is_other, other, nearest)
 
@@ -192,14 +154,6 @@ class UnsignedFloatCode:
     >>> code.decode(code.encode(jnp.float32([0, 1e-30, 0.3, 1]))).tolist()
     [0.0, 2.9103830456733704e-10, 0.3125, 1.0]
     """
-
-    @property
-    def bits(self) -> int:
-        return 8
-
-    @property
-    def is_signed(self) -> bool:
-        return False
 
     @property
     def values(self) -> np.ndarray:
@@ -219,44 +173,11 @@ class UnsignedFloatCode:
         return lax.bitcast_convert_type(words, jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearCode:
-    """Equal steps up to 1, without zero.
-
-    Source: Li et al., Memory Efficient Optimizers with 4-bit States, NeurIPS 2023, for second moments.
-
-    >>> LinearCode(4).values.tolist()[:3], LinearCode(4).encode(jnp.float32([0, 0.13, 1])).tolist()
-    ([0.0625, 0.125, 0.1875], [0, 1, 15])
-    """
-
-    bits: int
-
-    @property
-    def is_signed(self) -> bool:
-        return False
-
-    @property
-    def values(self) -> np.ndarray:
-        return np.arange(1, 2**self.bits + 1, dtype=np.float32) * np.float32(0.5**self.bits)
-
-    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        # Sums round only what is below the first entry, or by less than the noise.
-        steps = jnp.minimum(x * np.float32(2**self.bits), np.float32(2**self.bits)) - np.float32(1)
-        if noise is None:
-            codes = jnp.ceil(steps - np.float32(0.5))
-        else:
-            codes = jnp.floor(steps + _make_chance(noise))
-        return jnp.clip(codes.astype(jnp.int32), 0, 2**self.bits - 1).astype(jnp.uint8)
-
-    def decode(self, codes: jax.Array) -> jax.Array:
-        return (codes.astype(jnp.int32) + 1).astype(jnp.float32) * np.float32(0.5**self.bits)
-
-
-DYNAMIC = DynamicCode(8, is_signed=True)
-DYNAMIC_UNSIGNED = DynamicCode(8, is_signed=False)
+DYNAMIC = DynamicCode()
 UNSIGNED_FLOAT = UnsignedFloatCode()
-DYNAMIC_4 = DynamicCode(4, is_signed=True)
-LINEAR_4 = LinearCode(4)
+
+_ZERO, _TOP = 127, 128
+"""The dynamic code of zero, and the place of 1."""
 
 _ONE = 127 << 23  # the bits of 1
 _WORD_OF_0 = (_ONE >> 20) - 255  # the code 255 is 1
@@ -265,6 +186,9 @@ _WORD_OF_0 = (_ONE >> 20) - 255  # the code 255 is 1
 # counts those below the middle from .1 as float32 has it, the others from 1.
 _LENGTH, _FIRST_END, _CORRECTION = np.int32(7549747), np.int32(107374184), np.int32(24)
 _UNIT = np.float32(2.0**-31)  # of the sum of two ends
+
+_DECADES = [(1 << i, np.float32(10.0 ** (i - 6)) * _UNIT) for i in range(7)]
+"""How many entries each decade has, and the power of ten at its end, times `_UNIT`."""
 
 
 def _find_end(k: Array) -> Array:
