@@ -5,8 +5,8 @@ Run from the root of the repository:
     python -m benchmarks.small_state [--only TABLE ...] [--quick]
 
 Three tables. `updates`: bytes of state and of temporaries, and process time, of an update; programs take turns.
-`sparse`: the largest weight and the loss of a model whose embeddings rarely have a gradient. `gpt`: validation losses of
-the demo's GPT.
+`sparse`: the largest weight and the loss of a model whose embeddings rarely have a gradient. `gpt`: the losses of the
+demo's GPT.
 """
 
 import argparse

@@ -19,7 +19,8 @@ SHORTER = {
     "quickstart": {"2**14, 16": "2**8, 16"},
     "repair": {"STEPS, BATCH = 300, 64": "STEPS, BATCH = 40, 16"},
     "sharded": {"4096, 3": "4096, 1", "BAD_PART = 6, 3, 2": "BAD_PART = 2, 1, 2"},
-    "small_state": {"STEPS = 200": "STEPS = 12", "RARE_STEPS = 4096, 16, 600": "RARE_STEPS = 256, 16, 20"},
+    "small_state": {"STEPS = 200": "STEPS = 12", "RARE_STEPS = 4096, 16, 600": "RARE_STEPS = 256, 16, 20",
+                    "for n in range(10)": "for n in range(1)"},
     "will_it_underflow": {"BEFORE, STEPS, LEARNING_RATE = 60, 60,": "BEFORE, STEPS, LEARNING_RATE = 12, 11,",
                           "depth=2": "depth=1", '"batch_size": 128': '"batch_size": 16'},
 }  # fmt: skip
