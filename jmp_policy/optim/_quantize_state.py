@@ -77,7 +77,7 @@ def quantize_state(
     Raises:
       TypeError: `inner` is not an optax transformation, or `stochastic` is not one random key.
       ValueError: `bits` or `block_size` is none of those; `inner` is one of `jmp_policy.optim` that goes outside; at
-        `init`, `inner` has no moments, or `where` matches no parameter; in a step, `inner` is not elementwise.
+        `init`, `inner` has no moments of the shapes of parameters, or `where` matches no parameter; in a step, `inner` is not elementwise.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
 
@@ -95,12 +95,19 @@ def quantize_state(
     key = None if stochastic is None else check_key(stochastic, "stochastic")
 
     def init(params: PyTree) -> Any:
-        inner_state, scales = _quantize_first(inner, params, choose(params), codes)
+        chosen = choose(params)
+        inner_state, scales = _quantize_first(inner, params, chosen, codes)
         check_not_loss_scaled(inner_state, "quantize_state")
         if not scales:
             raise ValueError(
                 "quantize_state is for optimizers with moments, and the state of this one has none. For example: "
                 "quantize_state(optax.adamw(1e-3))."
+            )
+        if chosen and not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(inner_state)):
+            paths = ", ".join(quote(show_path(path)) for path in list(chosen)[:5])
+            raise ValueError(
+                f"quantize_state found no moments of the shapes of parameters, of {paths}. It is for optimizers that "
+                "treat each number by itself. For example: quantize_state(optax.adamw(1e-3))."
             )
         data = None if key is None else jnp.array(jax.random.key_data(key))  # of its own: a state may be donated
         return QuantizedMomentsState(inner_state, scales, data)
@@ -161,9 +168,8 @@ def show_path(path: Path) -> str:
 
 
 def _compile_patterns(where: str | Sequence[str]) -> list[re.Pattern[str]]:
-    patterns = [where] if isinstance(where, str) else list(where)
     try:
-        return [re.compile(pattern) for pattern in patterns]
+        return [re.compile(pattern) for pattern in ([where] if isinstance(where, str) else where)]
     except (re.error, TypeError) as error:
         raise ValueError(
             f"where={where!r} holds what is no regular expression: {error}. For example: where='.*kernel'."

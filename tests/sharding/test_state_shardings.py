@@ -17,7 +17,7 @@ HALF = {
 }
 SPECS = {"embed": P("fsdp", None), "block": {"w": P(None, "fsdp"), "b": P("fsdp")}, "norm": P()}
 SHARDED = {(32, 8): P("fsdp", None), (8, 16): P(None, "fsdp"), (16,): P("fsdp")}
-SHARDED[1, 2] = P(None, "fsdp")  # the scales of block/w in blocks
+SHARDED |= {(2, 8): P("fsdp", None), (1, 8): P(None, "fsdp")}  # scales of blocks of 16
 
 ADAM = optax.adamw(1e-3)
 OPTIMIZERS = {
@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "kahan": jmp.optim.kahan(ADAM),
     "stochastic_rounding": jmp.optim.stochastic_rounding(ADAM, jax.random.key(0)),
     "cast_state": jmp.optim.skip_nonfinite(jmp.optim.cast_state(ADAM, mu_dtype="bfloat16")),
-    "quantize_state": jmp.optim.loss_scaled(jmp.optim.quantize_state(ADAM, min_size=100), jmp.NoOpLossScale()),
+    "quantize_state": jmp.optim.loss_scaled(jmp.optim.quantize_state(ADAM, 8, 16, 100, ".*"), jmp.NoOpLossScale()),
     "all of them": jmp.optim.loss_scaled(
         optax.MultiSteps(jmp.optim.kahan(optax.inject_hyperparams(optax.adamw)(1e-3)), 2).gradient_transformation(),
         jmp.DynamicLossScale(),
