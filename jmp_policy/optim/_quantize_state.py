@@ -24,6 +24,9 @@ Path = tuple[Any, ...]
 
 Where = Callable[[str, Any], bool] | str | Sequence[str]
 
+CODES: dict[str, MomentCode] = {MU: DYNAMIC, NU: UNSIGNED_FLOAT}
+"""What moments are written as, by their roles."""
+
 _EMBEDDING = re.compile(r"(.*/)?([^/]*embed[^/]*|w[tp]e)(/.*)?", re.IGNORECASE)
 """The paths of tables of embeddings."""
 
@@ -119,7 +122,7 @@ def quantize_state(
 def _choose_codes(bits: int) -> dict[str, MomentCode]:
     if bits != 8:
         raise ValueError(f"bits must be 8, got {quote(bits)}. For example: quantize_state(optax.adamw(1e-3), bits=8).")
-    return {MU: DYNAMIC, NU: UNSIGNED_FLOAT}
+    return CODES
 
 
 def _check_block_size(block_size: int) -> None:
