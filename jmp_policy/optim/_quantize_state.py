@@ -160,7 +160,7 @@ class _Choice:
     def _covers(self, path: Path, leaf: Any) -> bool:
         text = show_path(path)
         if self._where is None:
-            return _EMBEDDING.fullmatch(text) is None
+            return not is_embedding(text)
         if callable(self._where):
             return bool(self._where(text, leaf))
         return any(pattern.fullmatch(place) for place in list_paths_to(text) for pattern in self._where)
@@ -168,6 +168,15 @@ class _Choice:
 
 def show_path(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_embedding(path: str) -> bool:
+    """Whether a parameter's path says that it is a table of embeddings.
+
+    >>> is_embedding("decoder/token_embedding/table"), is_embedding("wte"), is_embedding("blocks/0/kernel")
+    (True, True, False)
+    """
+    return _EMBEDDING.fullmatch(path) is not None
 
 
 def _compile_patterns(where: str | Sequence[str]) -> list[re.Pattern[str]]:
