@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..optim._moment_blocks import Blocks, Shape, dequantize, quantize
@@ -61,7 +60,7 @@ class Moment:
 def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
     """The roles of the moments of a target by their paths, in their order.
 
-    Classes tell them, which savers drop, and so does `nnx.state`: there names do, if they mean the same in all of optax.
+    Classes tell them. Where `nnx.state` dropped those, names do that mean the same in all of optax.
     """
     roles = list_roles(target, is_leaf=is_whole)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}

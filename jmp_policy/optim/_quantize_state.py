@@ -80,7 +80,8 @@ def quantize_state(
     Raises:
       TypeError: `inner` is not an optax transformation, or `stochastic` is not one random key.
       ValueError: `bits` or `block_size` is none of those; `inner` is one of `jmp_policy.optim` that goes outside; at
-        `init`, `inner` has no moments of the shapes of parameters, or `where` matches no parameter; in a step, `inner` is not elementwise.
+        `init`, `inner` has no moments of the shapes of parameters, or `where` matches no parameter; in a step, `inner`
+        is not elementwise.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
 

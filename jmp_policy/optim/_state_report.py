@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import is_floating_dtype
@@ -185,7 +186,7 @@ def _explain(path: str, moment: Any) -> str:
 def _count_bytes(leaf: Any) -> int:
     if not is_array(leaf):
         return 0
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return leaf.size * np.dtype(leaf.dtype).itemsize
 

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
-from optimizer_registry import bits
 from quantized_moments import make_grads
 
 import jmp_policy as jmp
@@ -18,14 +17,12 @@ from jmp_policy import optim
 
 SHAPES = {"wide": (128, 256), "tall": (256, 64), "b": (64,)}
 SPECS = {"wide": P("fsdp", "tensor"), "tall": P(("fsdp", "tensor"), None), "b": P("tensor")}
-LIMIT = 64 * 64  # half of the smaller large leaf's numbers on a quarter of the devices
+EDGE = 64  # numbers at the edge of a chunk whose columns are split, which XLA sends to the next device
 
 OPTIMIZERS = {
     "adamw": lambda: optim.quantize_state(optax.adamw(1e-2), min_size=500),
     "stochastic": lambda: optim.quantize_state(optax.adamw(1e-2), min_size=500, stochastic=jax.random.key(0)),
-    "scaled": lambda: optim.loss_scaled(
-        optim.quantize_state(optax.lion(1e-3), min_size=500), jmp.DynamicLossScale()
-    ),
+    "scaled": lambda: optim.loss_scaled(optim.quantize_state(optax.lion(1e-3), min_size=500), jmp.DynamicLossScale()),
 }
 
 
@@ -53,8 +50,8 @@ def expected(name):
 def assert_close(one, other):
     """Codes bit for bit, floats but for their last bits."""
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        compare = np.testing.assert_array_equal if x.dtype.kind in "ui" else np.testing.assert_allclose
-        compare(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path), **({} if x.dtype.kind in "ui" else {"rtol": 2e-6}))
+        rtol = 2e-6 if jnp.issubdtype(x.dtype, jnp.floating) else 0.0
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, err_msg=jax.tree_util.keystr(path))
 
 
 def gathered(text):
@@ -73,7 +70,7 @@ def test_automatic_axes_give_the_state_of_one_device_and_gather_nothing(name):
     state = jax.jit(tx.init, out_shardings=places)(params)
     step = jax.jit(functools.partial(optim.step, tx), out_shardings=(shardings, places), donate_argnums=(1, 2))
     compiled = step.lower(place(make_grads(params, 0), shardings), state, params).compile()
-    assert max(gathered(compiled.as_text()), default=0) < LIMIT
+    assert max(gathered(compiled.as_text()), default=0) <= EDGE
     for n in range(3):
         params, state = compiled(place(make_grads(params, n), shardings), state, params)
     assert_close((params, state), expected(name))
@@ -145,8 +142,13 @@ def test_a_device_without_whole_blocks_or_without_their_scales_is_an_error():
         state = tx.init(params)
         specs = jax.tree.map(lambda x: P(), state)._replace(inner_state=optax.TraceState({"w": P("fsdp")}))
         step = jax.shard_map(
-            lambda g, s: tx.update(g, s), mesh=mesh, in_specs=({"w": P("fsdp")}, specs), out_specs=({"w": P("fsdp")}, specs)
+            lambda g, s: tx.update(g, s),
+            mesh=mesh,
+            in_specs=({"w": P("fsdp")}, specs),
+            out_specs=({"w": P("fsdp")}, specs),
         )
-        text = rf"A moment of shape \({shape[0] // 4}, 64\) has scales of shape .* whole blocks\. Split a parameter over"
+        text = (
+            rf"A moment of shape \({shape[0] // 4}, 64\) has scales of shape .* whole blocks\. Split a parameter over"
+        )
         with pytest.raises(ValueError, match=text):
             jax.jit(step)(params, state)

@@ -111,11 +111,11 @@ def _measure() -> Stats:
 
 
 def _store() -> StateReport:
+    coded = (8, "uint8", (32, 8), 1_064_960, 4_194_304)
+    left = (32, "float32", (), 4_194_304, 4_194_304, "no blocks of 256 divide its axes")
     rows = [
-        MomentRow(f"{path}/kernel", role, 8, "uint8", (32, 8), 1_064_960, 4_194_304)
-        if path in PATHS[1:]
-        else MomentRow(f"{path}/kernel", role, 32, "float32", (), 4_194_304, 4_194_304, "no blocks of 256 divide its axes")
-        for path in PATHS
+        MomentRow(f"{path}/kernel", role, *how)
+        for path, how in zip(PATHS, itertools.cycle((coded, left)))
         for role in ("mu", "nu")
     ]
     return StateReport(tuple(rows), 4, 1_048_576 * len(PATHS))
