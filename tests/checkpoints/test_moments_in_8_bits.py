@@ -15,6 +15,7 @@ from saved_states import SAVERS, assert_same
 
 import jmp_policy as jmp
 from jmp_policy.optim import loss_scaled, master_weights, quantize_state
+from jmp_policy.optim._moments import list_moments
 
 SHAPES = {"block": {"w": (64, 16)}, "w": (64, 24), "b": (24,)}
 OPTIMIZERS = {"adamw": lambda: optax.adamw(1e-2), "lion": lambda: optax.lion(1e-3), "adan": lambda: optax.adan(1e-2)}
@@ -90,6 +91,9 @@ def test_float32_moments_become_the_nearest_of_8_bits_and_these_become_floats(op
     tx = WAYS[way](OPTIMIZERS[optimizer]())
     narrow = jmp.convert_state(SAVERS[saver](wide), _fresh(tx))
     assert jax.tree.structure(narrow) == jax.tree.structure(_fresh(tx))
+    state = narrow["opt_state"].inner_state if way == "scaled" else narrow["opt_state"]
+    for scales, (_, moment) in zip(state.scales, list_moments(wide["opt_state"]), strict=True):
+        np.testing.assert_array_equal(np.abs(scales["w"]).max(), np.abs(moment["w"]).max())
     back = jmp.convert_state(SAVERS[saver](narrow), _fresh(OPTIMIZERS[optimizer]()))
     assert jax.tree.structure(back) == jax.tree.structure(wide)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves(wide), strict=True):

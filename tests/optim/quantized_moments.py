@@ -53,9 +53,9 @@ CODES = {True: DYNAMIC, False: UNSIGNED_FLOAT}
 
 
 def make_params(dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Two large leaves, and three that stay in float32: a small one, one of odd lengths, and an embedding."""
+    """Two large leaves, of two and four pieces, and three that stay: small, of odd lengths, and an embedding."""
     random = np.random.default_rng(1)
-    shapes = {"w": (64, 24), "blocks": {"v": (32, 4, 8)}, "b": (24,), "odd": (63, 21), "embed": (64, 16)}
+    shapes = {"w": (512, 24), "blocks": {"v": (256, 4, 8)}, "b": (24,), "odd": (63, 21), "embed": (64, 16)}
     draw = lambda shape: jnp.asarray(random.normal(size=shape), dtype)
     return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -131,7 +131,7 @@ class Model:
         return map_moments(lambda role, field: jax.tree.map(lambda x: round_one(role, x), field), state)
 
 
-SIDES = {(64, 24): (32, 8), (32, 4, 8): (8, 4, 8)}
+SIDES = {(512, 24): (32, 8), (256, 4, 8): (8, 4, 8)}
 """The blocks of `make_params`, as the documentation says them."""
 
 

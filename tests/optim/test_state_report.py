@@ -50,6 +50,7 @@ def test_bytes_are_those_of_the_state(name):
 def test_large_leaves_take_little_more_than_two_bytes_a_parameter():
     params = {"kernel": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
     report = optim.state_report(jax.eval_shape(optim.quantize_state(optax.adamw(1e-3)).init, params), params)
+    assert report["kernel"].bytes == 4096 * 1024 * (1 + 4 / 256)
     assert 2.03 < report.bytes_per_param < 2.04
     assert [(row.role, row.bits, row.block) for row in report.rows] == [("mu", 8, (32, 8)), ("nu", 8, (32, 8))]
 
