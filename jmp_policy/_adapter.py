@@ -61,6 +61,7 @@ class ModuleInfo:
       compute_dtype: the dtype that it is meant to compute in: the author's, if one is written, else the policy's.
       is_named: whether a rule, a policy of its own or its author says what holds just here.
       quantization: what becomes of its weight under a quantized policy, as in `Row`.
+      accumulate_dtype: the name of the dtype in which its products may hand over their sums, if they may.
     """
 
     type: type
@@ -69,6 +70,7 @@ class ModuleInfo:
     compute_dtype: np.dtype | None = None
     is_named: bool = False
     quantization: str = ""
+    accumulate_dtype: str = ""
 
     @property
     def is_layer(self) -> bool:

@@ -32,8 +32,9 @@ def get_policy(spec: "PolicySpec") -> Policy | PolicyMap:
         - a dtype name, `"full"` or `"half"`: all three dtypes;
         - `"mixed_float16"`, `"mixed_bfloat16"`: half compute and output over float32 parameters;
         - `"params=float32,compute=bfloat16,output=float32"`, or `p`, `c`, `o`: parameters default to float32, compute
-          to parameters, output to compute; `none` leaves a dtype as found; `reduce=float32`, or `r`, is the dtype in
-          which gradients are summed over devices;
+          to parameters, output to compute; `none` leaves a dtype as found; `accumulate=float32`, or `a`, is the dtype
+          in which products hand over their sums, and `reduce=float32`, or `r`, the one in which gradients are summed
+          over devices;
         - Keras's `"infer"`, `"infer_with_float32_vars"`, `"bfloat16_with_float32_vars"`;
         - `"int8_from_mixed_bfloat16"`, `"int4/64_from_..."`, `"float8_from_..."`, `"mxfp8_from_..."` and so on: any of
           these, and quantized.

@@ -9,11 +9,12 @@
     plain      ::= dtype | "mixed_" half | dtype "_with_float32_vars"
                  | "infer" | "infer_float32_vars" | "infer_with_float32_vars"
                  | field "=" value ("," field "=" value)*
-    field      ::= "params" | "compute" | "output" | "reduce" | "precision"   (or p, c, o, r)
+    field      ::= "params" | "compute" | "output" | "accumulate" | "reduce" | "precision"   (or p, c, o, a, r)
     value      ::= dtype | "none"
 
 Spaces and case are forgiven. Parameters default to float32, compute to parameters, output to compute. Without
-`reduce`, the program decides in which dtype gradients are reduced.
+`reduce`, the program decides in which dtype gradients are reduced; without `accumulate`, products hand over their sums
+in the compute dtype.
 """
 
 import re
@@ -37,6 +38,8 @@ _FIELDS = {
     "o": "output_dtype",
     "out": "output_dtype",
     "output": "output_dtype",
+    "a": "accumulate_dtype",
+    "accumulate": "accumulate_dtype",
     "r": "reduce_dtype",
     "reduce": "reduce_dtype",
     "precision": "precision",
@@ -103,7 +106,7 @@ def _parse_fields(text: str) -> Policy:
         if not equals:
             _fail(f"{quote(part.strip())} is not a 'key=value'", text, f"For example: {EXAMPLE!r}.")
         if field is None:
-            remedy = did_you_mean(key, ("params", "compute", "output", "reduce", "precision"))
+            remedy = did_you_mean(key, ("params", "compute", "output", "accumulate", "reduce", "precision"))
             _fail(f"Unknown key {quote(key)} in {quote(part.strip())}", text, f"{remedy} For example: {EXAMPLE!r}.")
         if field in given:
             _fail(f"{quote(part.strip())} sets {field} a second time", text, f"For example: {EXAMPLE!r}.")
@@ -112,8 +115,11 @@ def _parse_fields(text: str) -> Policy:
     compute_dtype = given.get("compute_dtype", param_dtype)
     output_dtype = given.get("output_dtype", compute_dtype)
     precision = _parse_precision(given.get("precision"), text)
-    reduce_dtype = given.get("reduce_dtype")
-    return Policy(param_dtype, compute_dtype, output_dtype, precision=precision, reduce_dtype=reduce_dtype)
+    later = {field: given.get(field) for field in ("reduce_dtype", "accumulate_dtype")}
+    try:
+        return Policy(param_dtype, compute_dtype, output_dtype, precision=precision, **later)
+    except ValueError as error:  # of dtypes that do not go together
+        raise ValueError(f"In policy {quote(text)}: {error}") from None
 
 
 def _parse_optional_dtype(value: str, part: str, text: str) -> np.dtype | None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import DTypeLike, did_you_mean, parse_dtype
@@ -43,9 +44,16 @@ class Policy:
         weights to quantize.
       reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. No cast reads it:
         hand it on, as in `value_and_grad(..., reduce_dtype=policy.reduce_dtype)`.
+      accumulate_dtype: what the products of Flax layers, and those in `autocast`, hand their sums over in: the bias is
+        added in it, and one cast makes the result one of the compute dtype inside of a model, and one of the output
+        dtype where the module with the policy returns it. `"p=f32,c=bf16,o=f32,a=f32"` on a head gives logits that
+        never were bfloat16. The weight's gradient is a sum in float32 too, and reaches a float32 weight as that.
+        `None` leaves products in the compute dtype. What a module computes by `jnp.dot` of its own is left alone, as
+        all of its operations are; `autocast` is for these. Such products have no forward-mode derivative.
 
     Raises:
-      ValueError: a dtype is not a floating dtype, or the precision or quantization is unknown.
+      ValueError: a dtype is not a floating dtype, the accumulate dtype cannot hold the numbers of the compute dtype, or
+        the precision or quantization is unknown.
 
     >>> import jax, numpy as np, jmp_policy as jmp
     >>> policy = jmp.Policy("float32", "bfloat16", "float32")
@@ -61,6 +69,7 @@ class Policy:
     precision: str | None
     quantization: Quantization | None
     reduce_dtype: np.dtype | None
+    accumulate_dtype: np.dtype | None
 
     def __new__(
         cls,
@@ -71,6 +80,7 @@ class Policy:
         precision: Precision = None,
         quantization: Quantization | str | None = None,
         reduce_dtype: DTypeLike | None = None,
+        accumulate_dtype: DTypeLike | None = None,
     ) -> "Policy":
         """The one policy of these dtypes."""
         fields = (
@@ -80,7 +90,9 @@ class Policy:
             _parse_precision(precision),
             parse_quantization(quantization, where=" for quantization"),
             _parse_optional_dtype(reduce_dtype, "reduce_dtype"),
+            _parse_optional_dtype(accumulate_dtype, "accumulate_dtype"),
         )
+        _check_accumulate_dtype(fields[-1], fields[1])
         new = object.__new__(cls)
         vars(new).update(zip(_FIELDS, fields, strict=True))
         return _INTERNED.setdefault(fields, new)
@@ -123,6 +135,9 @@ class Policy:
     def resolve(self, *inputs: Any) -> "Policy":
         """Fills a missing compute dtype in from the first floating array of the inputs, or float32 if there is none.
 
+        Raises:
+          ValueError: the accumulate dtype cannot hold its numbers.
+
         >>> import numpy as np, jmp_policy as jmp
         >>> str(jmp.Policy("float32", None, None).resolve(3, np.ones(2, np.float16)))
         'params=float32,compute=float16,output=none'
@@ -151,7 +166,8 @@ class Policy:
         if self.quantization is not None:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
-        if self.precision is None and self.reduce_dtype is None and compute == output:
+        options = (self.precision, self.reduce_dtype, self.accumulate_dtype)
+        if options == (None, None, None) and compute == output:
             if param == compute:
                 return "infer" if param == "none" else param
             if param == "float32" and compute in ("float16", "bfloat16"):
@@ -159,14 +175,14 @@ class Policy:
         return str(self)
 
     def get_config(self) -> dict[str, str | None]:
-        """The fields as plain strings and `None`, for JSON; without `reduce_dtype`, which came later, where it is `None`.
+        """The fields as plain strings and `None`, for JSON; without those that came later, where they are `None`.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "float16", None).get_config()
         {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
         """  # noqa: E501
         config = {name: None if value is None else str(value) for name, value in self._fields().items()}
-        return config if self.reduce_dtype is not None else {k: v for k, v in config.items() if k != "reduce_dtype"}
+        return {name: value for name, value in config.items() if value is not None or name not in _LATER}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Policy":
@@ -179,8 +195,8 @@ class Policy:
         if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
-                f"A policy's config has the keys {sorted(required)}, and 'precision', 'quantization' and "
-                f"'reduce_dtype' if need be, got {got}. "
+                f"A policy's config has the keys {sorted(required)}, and 'precision', 'quantization', 'reduce_dtype' "
+                f"and 'accumulate_dtype' if need be, got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)
@@ -190,7 +206,7 @@ class Policy:
 
     def __str__(self) -> str:
         dtypes = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
-        options = {"reduce": self.reduce_dtype, "precision": self.precision}
+        options = {"accumulate": self.accumulate_dtype, "reduce": self.reduce_dtype, "precision": self.precision}
         given = dtypes | {key: value for key, value in options.items() if value is not None}
         plain = ",".join(f"{key}={_spell(value)}" for key, value in given.items())
         return plain if self.quantization is None else f"{self.quantization}{FROM}{plain}"
@@ -210,7 +226,8 @@ FROM = "_from_"
 """What stands between the quantization and the rest of a policy's name."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
-_OPTIONAL = ("precision", "quantization", "reduce_dtype")
+_LATER = ("reduce_dtype", "accumulate_dtype")  # than the first configs and pickles that users keep
+_OPTIONAL = ("precision", "quantization", *_LATER)
 _INTERNED: dict[tuple, Policy] = {}
 
 
@@ -220,6 +237,22 @@ def _spell(value: object) -> str:
 
 def _parse_optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None:
     return None if spec is None else parse_dtype(spec, where=f" for {field}", example=f"{field}='bfloat16'")
+
+
+def _check_accumulate_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> None:
+    """Checks that sums of products hold every number of the dtype of these.
+
+    Raises:
+      ValueError: they are narrower.
+    """
+    if accumulate_dtype is None or compute_dtype is None:
+        return
+    wide, narrow = jnp.finfo(accumulate_dtype), jnp.finfo(compute_dtype)
+    if wide.nmant < narrow.nmant or wide.maxexp < narrow.maxexp or wide.minexp > narrow.minexp:
+        raise ValueError(
+            f"Products of {str(compute_dtype)!r} cannot be accumulated in {str(accumulate_dtype)!r}, which does not "
+            f"hold all numbers of compute_dtype={str(compute_dtype)!r}. For example: accumulate_dtype='float32'."
+        )
 
 
 def _parse_precision(precision: Precision) -> str | None:

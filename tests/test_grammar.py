@@ -51,7 +51,8 @@ MEANINGS = {
 }
 
 PIECES = [*dtype_names(), *MEANINGS, "mixed_", "params", "compute", "output", "precision", "p", "c", "o", "=", ",", "_",
-          " ", "reduce", "r", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_", "int4/64", "_from_",
+          " ", "reduce", "r", "accumulate", "a", "none", "_with_float32_vars", "infer", *PRECISIONS, "int8_from_",
+          "int4/64", "_from_",
           "(", "(min_size=0)", "float8", "(recipe=current)", "/", "mxfp8", "nvfp4", "mxfp4/16", "F32_F32_F32", "",
           "\0", "\u017f", "\u0130"]  # fmt: skip
 
@@ -148,11 +149,16 @@ quantizations = st.one_of(
 )
 
 
-@given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes)
+accumulates = st.sampled_from([None, "float64"])  # which holds the numbers of all others
+
+
+@given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates)
 @settings(max_examples=200, deadline=None)
-def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce):
-    policy = Policy(param, compute, output, precision=precision, quantization=quantization, reduce_dtype=reduce)
+def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate):
+    options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce}
+    policy = Policy(param, compute, output, accumulate_dtype=accumulate, **options)
     assert policy.quantization == quantization
+    assert policy.accumulate_dtype == accumulate
     assert policy.reduce_dtype == Policy(reduce, None, None).param_dtype
     assert get_policy(str(policy)) is policy
     assert get_policy(policy.name) is policy
@@ -186,6 +192,8 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
         ("c=f16,", r"^'' is not a 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),
         ("c=f16,r=f33", r"^Unknown dtype 'f33' in 'r=f33' of policy 'c=f16,r=f33'\. Did you mean 'f32'"),
+        ("c=f16,acumulate=f32", r"^Unknown key 'acumulate' in 'acumulate=f32' in .*Did you mean 'accumulate'\?"),
+        ("a=f16,accumulate=f32,c=f16", r"^'accumulate=f32' sets accumulate_dtype a second time in policy 'a=f16,accu"),
         ("c=f16,redcue=f32", r"^Unknown key 'redcue' in 'redcue=f32' in policy .*Did you mean 'reduce'\? For exam"),
         ("r=f16,reduce=f32", r"^'reduce=f32' sets reduce_dtype a second time in policy 'r=f16,reduce=f32'\."),
         ("c=f16,precision=hihg", r"^In policy 'c=f16,precision=hihg': Unknown precision 'hihg'\. Did you mean 'high'"),
@@ -258,6 +266,14 @@ def test_precision_is_a_field_of_the_string():
     assert policy.precision == "highest"
     assert policy.compute_dtype == np.float32
     assert parse_policy("c=f32,precision=none").precision is None
+
+
+@pytest.mark.parametrize("text", ["c=bf16,accumulate=float32", "A = F32, c=bf16", "c=bf16,precision=none,a=full"])
+def test_accumulate_is_a_field_of_the_string(text):
+    policy = get_policy(text)
+    assert policy is Policy("float32", "bfloat16", "bfloat16", accumulate_dtype="float32")
+    assert policy.name == "params=float32,compute=bfloat16,output=bfloat16,accumulate=float32"
+    assert get_policy("c=bf16,a=none") is get_policy("c=bf16")
 
 
 @pytest.mark.parametrize("text", ["c=bf16,reduce=float32", "R = F32, c=bf16", "c=bf16,precision=none,reduce=full"])

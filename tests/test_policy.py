@@ -54,7 +54,7 @@ def test_equal_policies_are_equal_and_hash_alike_and_others_are_not():
         copy.copy,
         copy.deepcopy,
         lambda p: p.replace(),
-        lambda p: dataclasses.replace(p.replace(compute_dtype="float64"), compute_dtype=p.compute_dtype),
+        lambda p: dataclasses.replace(p.replace(output_dtype="float64"), output_dtype=p.output_dtype),
         lambda p: jax.tree.map(lambda x: x, p),
         lambda p: jax.tree.unflatten(jax.tree.structure(p), []),
         jax.jit(lambda p: p),
@@ -157,6 +157,8 @@ def test_policies_are_immutable(any_policy):
         (lambda: Policy(None, "int8", None), r"^Unknown dtype 'int8' for compute_dtype\."),
         (lambda: Policy(None, None, float), r"^Unknown dtype <class 'float'> for output_dtype\."),
         (lambda: Policy(None, None, None, reduce_dtype="f33"), r"^Unknown dtype 'f33' for reduce_dtype\. Did you mean"),
+        (lambda: Policy(None, None, None, accumulate_dtype="f33"), r"^Unknown dtype 'f33' for accumulate_dtype\. Did"),
+        (lambda: Policy(None, None, None, accumulate_dtype="int32"), r"^Unknown dtype 'int32' for accumulate_dtype\."),
         (lambda: Policy(None, None, None, precision="hihg"), r"^Unknown precision 'hihg'\. Did you mean 'high'\? For "),
         (
             lambda: Policy(None, None, None).replace(compute="f16"),
@@ -211,9 +213,45 @@ def test_a_policy_without_reduce_dtype_is_stored_as_it_was_before_there_was_one(
     assert reduced.replace(reduce_dtype=None) is policy
 
 
-def test_maps_keep_the_reduce_dtype_of_their_policies():
-    policies = jmp.PolicyMap({"head": "c=bf16,r=f32"}, "mixed_bfloat16")
+def test_a_policy_without_accumulate_dtype_is_stored_as_it_was_before_there_was_one():
+    policy = jmp.get_policy("mixed_bfloat16")
+    assert "accumulate" not in f"{policy!r} {policy} {policy.name} {policy.get_config()}"
+    assert b"accumulate" not in pickle.dumps(policy)
+    wide = policy.replace(accumulate_dtype="float32")
+    assert wide.get_config() == policy.get_config() | {"accumulate_dtype": "float32"}
+    assert wide is not policy
+    assert wide.replace(accumulate_dtype=None) is policy
+
+
+NARROWER = [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16"),
+            ("bfloat16", "float8_e4m3fn")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("compute", "accumulate"), NARROWER)
+def test_an_accumulate_dtype_that_cannot_hold_the_numbers_of_products_is_refused(compute, accumulate):
+    text = rf"^Products of '{compute}' cannot be accumulated in '{accumulate}', which does not hold all numbers of .*: "
+    with pytest.raises(ValueError, match=text + "accumulate_dtype='float32'"):
+        Policy("float32", compute, "float32", accumulate_dtype=accumulate)
+    with pytest.raises(ValueError, match=rf"^In policy 'c={compute},a={accumulate}': Products of '{compute}' cannot"):
+        jmp.get_policy(f"c={compute},a={accumulate}")
+    inferring = Policy("float32", None, None, accumulate_dtype=accumulate)  # which numbers it meets is not known yet
+    with jax.enable_x64(True), pytest.raises(ValueError, match=text):
+        inferring.resolve(jnp.ones(2, compute))
+
+
+@pytest.mark.parametrize(("compute", "accumulate"), [(a, c) for c, a in NARROWER if a != "float16" and c != "float16"])
+def test_an_accumulate_dtype_that_holds_the_numbers_of_products_is_taken(compute, accumulate):
+    assert Policy(None, compute, None, accumulate_dtype=accumulate).accumulate_dtype == np.dtype(accumulate)
+    assert Policy(None, compute, None, accumulate_dtype=compute).accumulate_dtype == np.dtype(compute)
+
+
+@pytest.mark.parametrize("field", ["reduce_dtype", "accumulate_dtype"])
+def test_maps_and_keras_keep_what_came_later(field):
+    policy = jmp.get_policy("mixed_bfloat16").replace(**{field: "float32"})
+    policies = jmp.PolicyMap({"head": policy}, "mixed_bfloat16")
     for again in (jmp.PolicyMap.from_config(policies.get_config()), eval(repr(policies), {"PolicyMap": jmp.PolicyMap})):
         assert again is policies
-        assert again["head"].reduce_dtype == np.float32
-        assert again["body"].reduce_dtype is None
+        assert again["head"] is policy
+        assert again["body"] is jmp.get_policy("mixed_bfloat16")
+    from_keras = jmp.compat.keras.DTypePolicy(policy.name)
+    assert jmp.get_policy(type(from_keras).from_config(from_keras.get_config())) is policy

@@ -138,7 +138,7 @@ class _Autocast:
         for message in unused:
             warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes))
+        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype))
         if scopes is not None:  # it knows the modules that the function called, which may be freed with that
             rule.rewritten = self._rewritten
         return rule

@@ -101,7 +101,12 @@ def autocast(
       policy: anything that `get_policy` reads; `None` is the default policy, as
         of now. Its compute dtype is float32, bfloat16 or float16; without one,
         the first floating input has it. Results are cast to its output dtype;
-        without one they have the dtype that `fun` gives them.
+        without one they have the dtype that `fun` gives them. With an
+        accumulate dtype, float32, products hand over unrounded sums: a bias is
+        added to them, and softmaxes, losses and results read them; other
+        operations, and the sums of two activations, take them in the compute
+        dtype. The derivative is that of the products of layers, without a
+        forward mode; the gradient of a float32 weight is a sum in float32.
       rules: what to move in the tables of operations and functions, and rules
         by scope, which come before a map's.
       custom_rules: what becomes of functions with derivatives of the user's own
@@ -116,8 +121,8 @@ def autocast(
       TypeError: `fun` is not a function; or, when it is called, it returned
         something else than a tree of arrays.
       ValueError: `get_policy` cannot read `policy`, its compute dtype is
-        another one, or it is quantized: operations do not tell which of their
-        operands are weights.
+        another one, its accumulate dtype is neither that nor float32, or it is
+        quantized: operations do not tell which of their operands are weights.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018;
     torch.autocast's lists of operators; asked for in JAX issue 5257.

@@ -16,16 +16,17 @@ from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rewriter, Rule, Value, float_dtype, is_float
 from ..interpreter._program import Atom, Program, body_of
 from ._dataflow import is_gradient_sum, is_steep_in
-from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, join_marks
+from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, is_sum, join_marks
 from ._place import EquationPlace, PlaceFinder, find_functions
 from ._precision import PrecisionFinder, is_applied_to_each, is_castable
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
-from ._scopes import COMPUTE_DTYPES, Scopes
+from ._scopes import COMPUTE_DTYPES, Scope, Scopes, find_sums_dtype
+from ._sums import PRODUCTS, as_low, is_stored, keeps_sums, round_sum, write_product
 from ._tables import Precision
 
 _FLOAT32 = np.dtype(np.float32)
-_TRACED, _LOW, _FULL = (Mark(colour) for colour in Colour)
+_TRACED, _LOW, _SUM, _FULL = (Mark(colour) for colour in Colour)
 
 
 class Casting(NamedTuple):
@@ -35,6 +36,7 @@ class Casting(NamedTuple):
     rules: AutocastRules
     custom_rules: str
     scopes: Scopes | None = None
+    accumulate_dtype: np.dtype | None = None
 
 
 class CastingRule(Rule):
@@ -43,10 +45,14 @@ class CastingRule(Rule):
     def __init__(self, casting: Casting):
         self._casting = casting
         self._compute = casting.compute_dtype
+        self._sums = find_sums_dtype(casting.accumulate_dtype, casting.compute_dtype)
         self._precisions = PrecisionFinder(casting.rules.primitives, casting.compute_dtype)
-        self._places = PlaceFinder(find_functions(casting.rules.functions), casting.scopes)
-        self._in_other_dtypes: dict[np.dtype, CastingRule] = {}
+        self._places = PlaceFinder(find_functions(casting.rules.functions), casting.scopes, self._may_have_sums())
+        self._in_scopes: dict[tuple[np.dtype, np.dtype | None], CastingRule] = {}
         self._largest = float(jnp.finfo(self._compute).max)
+
+    def _may_have_sums(self) -> bool:
+        return self._sums is not None or (self._casting.scopes is not None and self._casting.scopes.accumulates)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CastingRule) and self._casting == other._casting
@@ -71,6 +77,8 @@ class CastingRule(Rule):
         if first.dtype not in COMPUTE_DTYPES:
             return Kind(first.dtype, _TRACED)
         mark = join_marks(kinds)
+        if mark.colour is Colour.SUM and any(kind.dtype != _FLOAT32 for kind in kinds):
+            mark = mark._replace(colour=Colour.LOW)
         low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
         if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
             return Kind(low_dtypes.pop(), mark)
@@ -79,6 +87,11 @@ class CastingRule(Rule):
     def accumulated(self, kind: Kind) -> Kind:
         return Kind(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
 
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: EquationPlace) -> list[Kind]:
+        # What a loop keeps for its backward pass is as small as without an accumulate dtype.
+        numbered, dtype = enumerate(kinds, len(eqn.outvars) - len(kinds)), self._compute_dtype_in(context)
+        return [as_low(kind, dtype) if i in context.saved else kind for i, kind in numbered]
+
     def opens(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return _is_of_jax(eqn)
 
@@ -86,6 +99,8 @@ class CastingRule(Rule):
         return self._casting.custom_rules == "inside"
 
     def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+        if eqn.primitive.name == "remat2":  # which keeps what it is given
+            values = [round_sum(value, self._compute_dtype_in(context), eqn, body) for value in values]
         if context.treatment not in ("full", "narrow"):
             return values
         # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
@@ -114,7 +129,8 @@ class CastingRule(Rule):
         if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
             count = measure_run(program, start, contexts)
             write = functools.partial(self.equation, context=place)
-            return count, write_again(program.eqns[start : start + count], read, body, write)
+            read_low = lambda atom: round_sum(read(atom), self._compute, eqn, body)
+            return count, write_again(program.eqns[start : start + count], read_low, body, write)
         is_softmax = eqn.primitive.name == SOFTMAX[0]
         return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
 
@@ -122,39 +138,50 @@ class CastingRule(Rule):
         """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
         if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
             return False
-        halves = [_shape_of(value.atom) for value in values if value.kind.dtype == self._compute != _FLOAT32]
+        kinds = [as_low(value.kind, self._compute) for value in values]
+        halves = [
+            _shape_of(value.atom)
+            for value, kind in zip(values, kinds, strict=True)
+            if kind.dtype == self._compute != _FLOAT32
+        ]
         if _shape_of(eqn.outvars[0]) not in halves:
             return False
         colour = self._follow(eqn, values).mark.colour
         precision = self._precisions.find(eqn, values, place)
-        return precision is Precision.FULL or (precision is Precision.INFER and colour is Colour.FULL)
+        if precision is Precision.FULL:  # which reads sums as they are
+            return not any(is_sum(value.kind) for value in values)
+        return precision is Precision.INFER and colour is Colour.FULL
 
     def _write_softmax(
         self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Sequence[EquationPlace]
     ) -> tuple[int, list[Value]] | None:
-        """Writes the softmax that begins at an equation as one operation, if one does and its logits are half."""
+        """Writes the softmax that begins at an equation as one operation, if one does and its result is to be half."""
         place = contexts[start]
-        if logits.kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
+        if is_sum(logits.kind):
+            logits = self._arrive(logits, Precision.FULL, program.eqns[start], body, place, False)
+        kind = as_low(logits.kind, self._compute_dtype_in(place))
+        if kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
         eqns = find_softmax(program, start)
         if eqns is not None and contexts[start + len(eqns) - 1].steep:
             return None
-        softmax = None if eqns is None else make_softmax(logits.kind.dtype, eqns)
+        softmax = None if eqns is None else make_softmax(logits.kind.dtype, kind.dtype, eqns)
         if eqns is None or softmax is None:
             return None
         here = softmax.replace(
             outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
         )
-        results = body.append(here, [logits.atom], [logits.kind])
+        results = body.append(here, [logits.atom], [kind])
         return len(eqns), [self._remember_place(result, place) for result in results]
 
     def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
-        # A scope may have another compute dtype, and another matmul precision.
+        # A scope may have other dtypes, and another matmul precision.
         scope = context.scope
-        if scope is not None and scope.compute_dtype not in (None, self._compute):
-            return self._with_compute_dtype(scope.compute_dtype).equation(eqn, values, body, context)
+        rule = self if scope is None else self._find_rule_of(scope)
+        if rule is not self:
+            return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
         # What the operation runs in, and what reaches it: a value may come from another place than this one.
         precision = self._precisions.find(eqn, values, context)
@@ -162,6 +189,8 @@ class CastingRule(Rule):
             self._arrive(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
             for i, value in enumerate(values)
         ]
+        if precision in _ROUNDING and not keeps_sums(eqn, values):
+            values = [round_sum(value, self._compute, eqn, body) for value in values]
         # Then it is written: a cast as its author meant it, what treats each of several arrays alone as they are.
         if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
@@ -171,12 +200,22 @@ class CastingRule(Rule):
             results = _WRITERS[precision](self, eqn, values, body)
         return [self._remember_place(result, context) for result in results]
 
-    def _with_compute_dtype(self, dtype: np.dtype) -> CastingRule:
-        """This rule in a scope that computes in another dtype."""
-        if dtype not in self._in_other_dtypes:
-            self._in_other_dtypes[dtype] = CastingRule(self._casting._replace(compute_dtype=dtype))
-            self._in_other_dtypes[dtype].rewritten = self.rewritten
-        return self._in_other_dtypes[dtype]
+    def _find_rule_of(self, scope: Scope) -> CastingRule:
+        """This rule in a scope that computes, or accumulates, in another dtype."""
+        compute: Any = scope.compute_dtype or self._compute
+        accumulate = scope.accumulate_dtype or self._casting.accumulate_dtype
+        key = compute, find_sums_dtype(accumulate, compute)
+        if key == (self._compute, self._sums):
+            return self
+        if key not in self._in_scopes:
+            self._in_scopes[key] = CastingRule(
+                self._casting._replace(compute_dtype=compute, accumulate_dtype=accumulate)
+            )
+            self._in_scopes[key].rewritten = self.rewritten
+        return self._in_scopes[key]
+
+    def _compute_dtype_in(self, place: EquationPlace) -> np.dtype:
+        return (place.scope and place.scope.compute_dtype) or self._compute
 
     def _arrive(
         self,
@@ -214,9 +253,15 @@ class CastingRule(Rule):
         return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
 
     def _write_low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        is_product = self._sums is not None and eqn.primitive.name in PRODUCTS
         if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
-            return self._write_traced(eqn, values, body)
-        return self._write_in(Kind(self._compute, _LOW), eqn, values, body)
+            is_as_here = all(float_dtype(atom) == self._compute for atom in (*eqn.invars, *eqn.outvars))
+            if not is_product or not is_as_here:
+                return self._write_traced(eqn, values, body)
+        if not is_product:
+            return self._write_in(Kind(self._compute, _LOW), eqn, values, body)
+        operands = [v.atom if is_stored(v) else self._cast(v, self._compute, body, eqn) for v in values]
+        return write_product(eqn, operands, Kind(self._sums, _SUM), self._compute, body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
         return self._write_in(Kind(_FLOAT32, _FULL), eqn, values, body)
@@ -317,8 +362,11 @@ class CastingRule(Rule):
         return Kind(next((dtype for dtype in traced if dtype is not None), None), mark._replace(numbers=numbers))
 
     def _dtype_of(self, colour: Colour) -> np.dtype:
-        return _FLOAT32 if colour is Colour.FULL else self._compute
+        return _FLOAT32 if colour in (Colour.SUM, Colour.FULL) else self._compute
 
+
+_ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
+"""What takes the sums of products in the compute dtype, unless it keeps them."""
 
 _WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], Body], list[Value]]] = {
     Precision.LOW: CastingRule._write_low,

@@ -1,4 +1,4 @@
-"""Where results lead: to an operation that is steep where others saturate, or out of a backward pass.
+"""Where results lead: to an operation that is steep where others saturate, or into or out of a backward pass.
 
 A sigmoid is 1 in half precision from h = 6.2 (bfloat16) or 8.3 (float16) on, where float32 still has what is missing,
 up to h = 17. Nothing is lost where it is a gate or an activation; a logarithm of `1 - sigmoid(h)` is infinite, without
@@ -89,6 +89,31 @@ def _step_inside(body: Inside, steep: frozenset[int], reaching: set[Var], way: _
         return _step_inside(body, carried, reaching, way)
     reaching.update(list_variables(body.entering[i][0] for i in entering))
     return steep
+
+
+_SAVED: weakref.WeakKeyDictionary[Jaxpr, dict[frozenset[int], list[frozenset[int]]]] = weakref.WeakKeyDictionary()
+
+
+def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozenset[int]]:
+    """Which results of each equation that runs programs only a backward pass reads: what was kept for it.
+
+    Args:
+      program: its equations.
+      leaving: which results of the program are kept, outside of it.
+    """
+    found = _SAVED.setdefault(program, {})
+    if leaving not in found:
+        forward = (eqn for eqn in program.eqns if not _is_of_backward(eqn))
+        used = set(list_variables(atom for eqn in forward for atom in eqn.invars))
+        used.update(list_variables(atom for i, atom in enumerate(program.outvars) if i not in leaving))
+        found[leaving] = [_find_unused(eqn, used) for eqn in program.eqns]
+    return found[leaving]
+
+
+def _find_unused(eqn: JaxprEqn, used: set[Var]) -> frozenset[int]:
+    if _is_of_backward(eqn) or not bodies_of(eqn):
+        return NONE
+    return frozenset(i for i, var in enumerate(eqn.outvars) if var not in used)
 
 
 _PASSING_GRADIENTS = {*CLEAR, "add_any", "convert_element_type"}

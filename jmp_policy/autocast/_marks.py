@@ -35,7 +35,8 @@ class Colour(enum.IntEnum):
 
     TRACED = 0  # it came so: an argument, a parameter, a constant
     LOW = 1  # a low operation made it, or one that followed
-    FULL = 2  # a full operation made it, or one that followed
+    SUM = 2  # the same in float32, before it is rounded: what a product hands over under an accumulate dtype
+    FULL = 3  # a full operation made it, or one that followed
 
 
 class Mark(NamedTuple):
@@ -54,6 +55,11 @@ class Mark(NamedTuple):
     backward: bool = False
     numbers: Numbers = ()
     scope: Scope | None = None
+
+
+def is_sum(kind: Kind) -> bool:
+    """Whether a value is the sum of a product in float32, which most of its users take in the compute dtype."""
+    return kind.dtype == np.float32 and kind.mark.colour is Colour.SUM
 
 
 def join_marks(kinds: Sequence[Kind]) -> Mark:

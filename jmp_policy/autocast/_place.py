@@ -12,7 +12,7 @@ from .._full_precision import FULL_PRECISION
 from ..interpreter import walk
 from ..interpreter._module_paths import AUTOCAST, RECORD
 from ..interpreter._program import is_backward
-from ._dataflow import NONE, find_logarithmic_results, find_steep_results
+from ._dataflow import NONE, find_logarithmic_results, find_saved_results, find_steep_results
 from ._scopes import Scope, Scopes
 from ._tables import FUNCTIONS
 
@@ -35,6 +35,7 @@ class EquationPlace(NamedTuple):
       scope: what the rules say for that path.
       steep: which of its results reach an operation that is steep where others saturate.
       logarithmic: which of these reach a logarithm, through sums or without.
+      saved: which of its results a backward pass alone reads; only of a loop, under an accumulate dtype.
     """
 
     backward: bool = False
@@ -43,6 +44,7 @@ class EquationPlace(NamedTuple):
     scope: Scope | None = None
     steep: frozenset[int] = NONE
     logarithmic: frozenset[int] = NONE
+    saved: frozenset[int] = NONE
 
     @property
     def treatment(self) -> str | None:
@@ -69,19 +71,25 @@ class PlaceFinder:
     Args:
       functions: the functions that are treated as one operation.
       scopes: the rules by scope, if there are any.
+      finds_saved: whether to find what loops keep for a backward pass.
     """
 
-    def __init__(self, functions: "Functions", scopes: Scopes | None):
+    def __init__(self, functions: "Functions", scopes: Scopes | None, finds_saved: bool = False):
         self._functions = functions
         self._scopes = scopes
+        self._finds_saved = finds_saved
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         """The places of the equations in a body that stands at `outer`."""
         steep = find_steep_results(program, outer.steep)
         logarithmic = find_logarithmic_results(program, outer.logarithmic)
-        return [
+        found = [
             self._find(outer, eqn, *results) for eqn, *results in zip(program.eqns, steep, logarithmic, strict=True)
         ]
+        if not self._finds_saved:
+            return found
+        saved = find_saved_results(program, outer.saved)
+        return [place._replace(saved=results) for place, results in zip(found, saved, strict=True)]
 
     def _find(
         self, outer: EquationPlace, eqn: JaxprEqn, steep: frozenset[int], logarithmic: frozenset[int]

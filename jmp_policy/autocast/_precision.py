@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from ..interpreter import Value, float_dtype, multiplies_only
 from . import _tables
-from ._marks import Colour, is_lost
+from ._marks import Colour, is_lost, is_sum
 from ._place import EquationPlace
 from ._scopes import COMPUTE_DTYPES
 from ._tables import SATURATING, Precision
@@ -57,7 +57,7 @@ class PrecisionFinder:
     def _is_too_fine(self, eqn: JaxprEqn, values: Sequence[Value], place: EquationPlace) -> bool:
         """Whether an equation that would follow its inputs makes a difference that the compute dtype has not."""
         if place.steep and eqn.primitive.name in SATURATING:
-            return any(value.kind.dtype == self._compute for value in values)
+            return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
         marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
         constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
         if not constants or is_applied_to_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):

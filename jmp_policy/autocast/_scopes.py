@@ -25,6 +25,8 @@ from ..interpreter._program import is_backward
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
 """What autocast casts from and to; values of other dtypes stay as they were traced."""
 
+_SUMS = {None, np.dtype(np.float32)}
+
 TREATMENTS = ("full", "narrow", "infer", "low")
 """How the operations of a function or scope may be treated together."""
 
@@ -39,6 +41,7 @@ class Scope(NamedTuple):
       compute_dtype: the dtype of its low operations; `None` as in the rest of the function.
       treatment: how its operations are treated together; `None` for each by itself.
       output_dtype: what its results are cast to where they are used outside; `None` leaves them.
+      accumulate_dtype: what its products hand over their sums in; `None` as in the rest.
       precision: the matmul precision of its products, and what it stands instead of; `None` as in the rest.
       path: where it begins, for an operation in it.
     """
@@ -46,6 +49,7 @@ class Scope(NamedTuple):
     compute_dtype: np.dtype | None = None
     treatment: str | None = None
     output_dtype: np.dtype | None = None
+    accumulate_dtype: np.dtype | None = None
     precision: tuple[str, str | None] | None = None
     path: str = ""
 
@@ -90,6 +94,12 @@ class Scopes:
 
     def __hash__(self) -> int:
         return hash(self._key)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether products of a scope may hand over their sums in another dtype than they compute in."""
+        scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
+        return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
 
     def find(self, path: str, backward: bool) -> Scope | None:
         """What holds at a path, in the backward pass or not; `None` for what holds everywhere."""
@@ -147,12 +157,18 @@ def _make_scope(rule: Policy | str, root: Policy) -> Scope:
         return Scope(treatment=rule)
     precision = None if rule.precision is None else (rule.precision, root.precision)
     if rule.compute_dtype == np.float32:
-        return Scope(None, "full", rule.output_dtype, precision)
-    return Scope(rule.compute_dtype, None, rule.output_dtype, precision)
+        return Scope(None, "full", rule.output_dtype, precision=precision)
+    accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # without one, in the scope, as without any
+    return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision)
 
 
 def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
     return [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
+
+
+def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
+    """The dtype in which products hand over their sums; `None` where that is the compute dtype."""
+    return None if accumulate_dtype is None or accumulate_dtype == compute_dtype else accumulate_dtype
 
 
 def root_policy(policy: Policy | PolicyMap) -> Policy:
@@ -196,6 +212,11 @@ def _check_policy(policy: Policy, where: str = "") -> None:
         raise ValueError(
             f"autocast cannot compute in {str(dtype)!r}, the compute dtype of the policy {policy.name!r}"
             f"{where and ' ' + where}. {did_you_mean(dtype, names)} For example: 'mixed_bfloat16'."
+        )
+    if find_sums_dtype(policy.accumulate_dtype, dtype) not in _SUMS:
+        raise ValueError(
+            f"autocast cannot accumulate in {str(policy.accumulate_dtype)!r}, the accumulate dtype of the policy "
+            f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
     if policy.quantization is not None:
         refused = "multiplies nothing in 8 bits" if isinstance(policy.quantization, Float8) else "quantizes no weights"

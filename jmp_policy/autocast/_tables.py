@@ -151,6 +151,21 @@ STEEP = {
 }
 """What has a pole, or ends, where a saturating operation does."""
 
+KEEPING_SUMS = dict.fromkeys(
+    ["add", "add_any", "sub", "neg", "select_n", "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice",
+     "dynamic_slice", "gather", "pad", "concatenate", "split", "stack", "unstack", "tile", "copy"],
+    "linear: keeps nothing for the backward pass",
+) | dict.fromkeys(
+    ["argmax", "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k"],
+    "chooses among numbers that rounding makes equal",
+) | dict.fromkeys(
+    ["stop_gradient", "optimization_barrier", "sharding_constraint", "layout_constraint"],
+    "says something about a value, and leaves it",
+)  # fmt: skip
+"""What keeps the sums of products in float32, under a policy with an accumulate dtype, among what follows its inputs.
+All else takes them in the compute dtype: what multiplies keeps its operands for the backward pass, `name` keeps them
+because somebody said so, and collectives send them."""
+
 CLEAR = (
     dict.fromkeys(
         ["reshape", "squeeze", "transpose", "rev", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "pad",

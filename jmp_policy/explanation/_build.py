@@ -51,6 +51,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             leaks_into=leaking.get(path, ()),
             quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
             half_sums=summed.get(path, ()),
+            accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
 

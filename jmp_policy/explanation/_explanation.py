@@ -46,6 +46,8 @@ class Row:
         For float8 it says what this very call computed its products in.
       half_sums: the sums and products of many numbers that its own code takes in half precision, such as
         `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
+      accumulate_dtype: the dtype in which its products handed over their sums, if its policy has another one for these
+        than it computes in; else the empty string, as for a layer whose author wrote how it multiplies.
     """
 
     path: str
@@ -61,6 +63,7 @@ class Row:
     leaks_into: tuple[str, ...]
     quantization: str = ""
     half_sums: tuple[str, ...] = ()
+    accumulate_dtype: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain strings, numbers and lists."""
@@ -169,13 +172,18 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "rule": lambda row: row.rule,
     "param": lambda row: shorten_dtypes(row.param_dtypes),
     "in": lambda row: shorten_dtypes(row.input_dtypes),
-    "compute": lambda row: shorten_dtypes(row.compute_dtypes),
+    "compute": lambda row: _describe_computation(row),
     "out": lambda row: shorten_dtypes(row.output_dtypes),
     "bytes": lambda row: format_bytes(row.param_bytes),
     "quantization": lambda row: row.quantization,
     "leaks into": lambda row: ", ".join(map(name_place, row.leaks_into)),
 }
 """By column: what it says of a module."""
+
+
+def _describe_computation(row: Row) -> str:
+    computed = shorten_dtypes(row.compute_dtypes)
+    return f"{computed}, sums {shorten_dtypes((row.accumulate_dtype,))}" if row.accumulate_dtype else computed
 
 
 def _make_module_table(

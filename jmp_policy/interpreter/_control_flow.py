@@ -42,7 +42,10 @@ def _write_scan(
     kinds[consts:end] = _settle_carry(rewriter, program, kinds[consts:end], consts, turn)
     # Then the body once more, with a carry that comes back in the dtypes that it goes in.
     inner = rewriter.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
-    results = (*kinds[consts:end], *inner.kinds[carried:])
+    stacked = tuple(rewriter.rule.stacked(eqn, inner.kinds[carried:], context))
+    if stacked != inner.kinds[carried:]:
+        inner = rewriter.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
+    results = (*kinds[consts:end], *stacked)
     return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
 
 

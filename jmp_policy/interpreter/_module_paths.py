@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from ._program import name_stack, strip_transformations
+from ._program import PRODUCT_SCOPE, name_stack, strip_transformations
 
 ELSEWHERE = "^"
 """What starts the scope of a module that is called from one that it is not inside of, such as a tied embedding: its
@@ -20,9 +20,9 @@ ROUNDING_SCOPE = "jmp_rounding"
 """The scope of what rounds the operands of a product into a quantized format, and back: conversions, which are no part
 of what a layer computes in; no part of a path."""
 
-_NO_SCOPES = frozenset(
-    ("", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING_SCOPE)
-)
+_NO_SCOPES = frozenset({
+    "", "rematted_computation", "checkpoint", "force_full_precision", AUTOCAST, RECORD, ROUNDING_SCOPE, PRODUCT_SCOPE,
+})  # fmt: skip
 
 
 class Modules(NamedTuple):

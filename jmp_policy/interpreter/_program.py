@@ -179,6 +179,10 @@ _OPAQUE = frozenset({
 """These hold programs that say how to combine two numbers, or that write to memory: they are operations themselves."""
 
 
+PRODUCT_SCOPE = "jmp_product"
+"""The scope of a choice between the forms of a product of half-precision numbers; no part of a path."""
+
+
 def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
     """How many of the values of a scan are constants of its body, and how many its carry."""
     params = eqn.params
@@ -189,10 +193,16 @@ def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
 
 
 def _list_running(eqn: JaxprEqn) -> list[bool]:
-    """Which branches of a `cond` may run in this process: all, or one of a `lax.platform_dependent`."""
+    """Which branches of a `cond` may run in this process: all, or one of a `lax.platform_dependent`.
+
+    Of a product of half-precision numbers whose result is wider it is the one that accelerators run: a report says how
+    a model computes, and not for which products a CPU has no kernel.
+    """
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
     if platforms is None:
         return [True] * len(branches)
+    if PRODUCT_SCOPE in name_stack(eqn):
+        return [own is None for own in platforms]
     backend = jax.default_backend()
     names = {"cuda", "rocm"} if backend == "gpu" else {backend}
     chosen = next((i for i, own in enumerate(platforms) if own is None or not names.isdisjoint(own)), None)

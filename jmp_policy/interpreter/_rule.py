@@ -189,6 +189,11 @@ class Rule(abc.ABC):
     def accumulated(self, kind: Kind) -> Kind:
         """The kind of the carry of a loop that is only added to, where it starts with `kind`."""
 
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: Context) -> Sequence[Kind]:
+        """The kinds in which a loop stacks what each of its turns makes, where its body makes it as `kinds`."""
+        del eqn, context
+        return kinds
+
     @abc.abstractmethod
     def opens(self, eqn: JaxprEqn, context: Context) -> bool:
         """Whether a function with custom derivatives is rewritten inside, its derivative too."""

@@ -15,12 +15,14 @@ from .._paths import list_paths_to
 from .._policy_map import Match, PolicyMap
 from .._trees import Args, Kwargs, PyTree
 from ..explanation._observation import eval_shapes
+from ..quant._wide_layer import find_accumulate_dtype
 from ._active_policy import CURRENT, ActivePolicy
 from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._place import calling, explain_unknown, path_of, path_text
 from ._quantized import quantization_of
+from ._wide import has_wide_sums
 
 
 def examine(
@@ -109,7 +111,8 @@ class _CalledModules:
         match: Match = active.match(module)
         by_map = isinstance(active.policy, PolicyMap)
         info = describe_module(kind, match, attached=attached, by_map=by_map, written=written_dtype(module))
-        return dataclasses.replace(info, quantization=quantization_of(module, match.policy))
+        sums = str(find_accumulate_dtype(match.policy)) if has_wide_sums(module, match.policy) else ""
+        return dataclasses.replace(info, quantization=quantization_of(module, match.policy), accumulate_dtype=sums)
 
 
 def _name_keys(rngs: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from .._float8_format import Float8
@@ -18,6 +19,7 @@ from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import why_layer_wide
 from ..quant._layout import WHY_TABLES_WIDE, Layout
+from ..quant._wide_layer import widen_functions
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer
@@ -30,7 +32,11 @@ _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
 def make_float8_method(
-    module: nn.Module, function: Callable[..., Any], format: Float8, next_fun: Callable[..., Any]
+    module: nn.Module,
+    function: Callable[..., Any],
+    format: Float8,
+    accumulate: np.dtype | None,
+    next_fun: Callable[..., Any],
 ) -> Callable[..., Any]:
     """A method of a module under a float8 policy.
 
@@ -40,12 +46,13 @@ def make_float8_method(
       module: a bound module.
       function: the method as it was written.
       format: of the policy.
+      accumulate: the accumulate dtype of the policy.
       next_fun: what to call for it.
     """
     if _has_no_state(module, format):
         return next_fun
     if function is _EINSUM:
-        return functools.partial(_call_einsum, module, format, next_fun)  # type: ignore[arg-type]
+        return functools.partial(_call_einsum, module, format, accumulate, next_fun)  # type: ignore[arg-type]
     fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun
@@ -138,7 +145,12 @@ def _spare_state(rewrite: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_einsum(
-    module: nn.Einsum, format: Float8, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+    module: nn.Einsum,
+    format: Float8,
+    accumulate: np.dtype | None,
+    own: Callable[..., Any],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
 ) -> Any:
     """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
@@ -146,7 +158,8 @@ def _call_einsum(
         return own(inputs, einsum_str)
     kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     multiply = LAYERS[nn.Einsum].make_float8_multiply(format, functools.partial(_find_state, module, format))
-    return compute_einsum(module, equation, inputs, kernel, module.promote_dtype, multiply)
+    functions = widen_functions(module.promote_dtype, multiply, "einsum", accumulate, as_tuple=False)
+    return compute_einsum(module, equation, inputs, kernel, *functions)
 
 
 def _find_state(module: nn.Module, format: Float8) -> State:

@@ -16,9 +16,9 @@ from flax.core import FrozenDict, freeze
 from flax.linen.module import InterceptorContext
 
 from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy
-from .._formats import Quantization
 from .._policy import Policy
 from .._trees import Args, Kwargs
+from .._wide_results import keep_wide_results
 from ..explanation._written import find_wider_dtype
 from ..quant._array import Misread
 from ..quant._weight import WEIGHT_NAMES
@@ -27,6 +27,7 @@ from ._fields import PARAMETER_WRAPPERS, find_fields, has_open_dtype, written_dt
 from ._place import add_paths_to_jit_keys, calling, path_text
 from ._quantized import name_misread_weight, quantize_method
 from ._variables import INSIDE, fill_fields
+from ._wide import round_method, widen_method
 
 _UNCHANGED = contextlib.nullcontext()
 _RUNNING = "jmp_policy_running"
@@ -61,7 +62,7 @@ def _call_inside(
     """Calls a method of a module inside of the attached one, or of that one itself."""
     # A method that another one of the same module calls finds the fields filled in.
     if INSIDE in vars(module):
-        next_fun = _quantize(module, context, vars(module)[INSIDE], next_fun)
+        next_fun = _compute_as(vars(module)[INSIDE], module, context, next_fun)
         with calling(module):
             return next_fun(*args, **kwargs)
 
@@ -85,7 +86,7 @@ def _call_inside(
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
         if isinstance(module, nn.MultiHeadDotProductAttention):
             _check_cache(module)
-        next_fun = _quantize(module, context, match.policy.quantization, next_fun)
+        next_fun = _compute_as(match.policy, module, context, next_fun)
         if at_boundary:
             out = _call_at_boundary(module, match.policy, next_fun, args, kwargs)
         else:
@@ -98,13 +99,17 @@ def _call_inside(
     return keep_carry_dtypes(args[0] if args else kwargs.get("carry"), out)
 
 
-def _quantize(
-    module: nn.Module, context: InterceptorContext, format: Quantization | None, next_fun: Callable[..., Any]
+def _compute_as(
+    policy: Policy, module: nn.Module, context: InterceptorContext, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    if format is None and not isinstance(module, PARAMETER_WRAPPERS):
+    """The method of a layer, which multiplies in the format of a policy and sums in its accumulate dtype."""
+    is_plain = policy.quantization is None and policy.accumulate_dtype is None
+    if is_plain and not isinstance(module, PARAMETER_WRAPPERS):
         return next_fun
     bound: Any = context.orig_method  # a partial of the function
-    return quantize_method(module, inspect.unwrap(bound.func), format, next_fun)
+    function = inspect.unwrap(bound.func)
+    next_fun = widen_method(module, function, policy, next_fun)
+    return round_method(module, function, policy, quantize_method(module, function, policy, next_fun))
 
 
 def _is_cast_due(module: nn.Module) -> bool:
@@ -145,8 +150,9 @@ def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
 
 def _call_at_boundary(module: nn.Module, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     policy, args, kwargs = cast_arguments(policy, fun, (), args, kwargs)
-    with _mark_boundary(module), matmul_precision(policy):
-        return cast_result(policy, fun(*args, **kwargs))
+    with _mark_boundary(module), matmul_precision(policy), keep_wide_results() as results:
+        out = fun(*args, **kwargs)
+    return cast_result(policy, results.restore(policy, out))
 
 
 @contextlib.contextmanager

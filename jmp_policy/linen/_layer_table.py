@@ -9,7 +9,8 @@ from flax import linen as nn
 
 from .._memory import remember_weakly
 from ..quant._bilinear import Einsum, label_einsum
-from ..quant._layer import Float8Multiply, Multiply, Promote, WeightedLayer, find_row
+from ..quant._layer import WeightedLayer, find_row
+from ..quant._wide_layer import is_own
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),
@@ -40,8 +41,7 @@ def open_layer(module: nn.Module) -> WeightedLayer | None:
 def is_default(module: nn.Module, name: str) -> bool:
     """Whether the author of a layer left a function in its fields as it was; what stands there may be ours."""
     value = getattr(module, name, None)
-    is_ours = isinstance(value, Promote | Multiply | Float8Multiply)
-    return value is None or is_ours or value is getattr(type(module), name, None)
+    return value is None or is_own(value) or value is getattr(type(module), name, None)
 
 
 def rewritten_by(module: nn.Module) -> str | None:

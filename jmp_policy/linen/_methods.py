@@ -13,6 +13,7 @@ from .._call_casts import cast_arguments, cast_result, matmul_precision
 from .._messages import warn_once
 from .._policy import Policy
 from .._trees import Args, Kwargs, cast_floating
+from .._wide_results import keep_wide_results
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
 from ._calls import BOUNDARY_HOOK, hook_boundary
 from ._interceptor import make_interceptor
@@ -137,7 +138,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
     # The modules inside compute by the interceptor, while the policy is active.
     active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)
     intercepted = nn.intercept_methods(make_interceptor(active))
-    with activate_policy(active, module), intercepted, matmul_precision(policy):
+    with activate_policy(active, module), intercepted, matmul_precision(policy), keep_wide_results() as results:
         try:
             out = bound(*args, **kwargs)
         except ScopeParamShapeError as error:
@@ -148,7 +149,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
                 warn_once(active.policy, message)
             for message in active.explain_written_dtypes():
                 warn_once(given.owner, message)
-    return cast_result(policy, out)
+    return cast_result(policy, results.restore(policy, out))
 
 
 def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:

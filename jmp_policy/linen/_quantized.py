@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
 from .._float8_format import Float8
-from .._formats import Quantization, StoredFormat, stored_format_of
+from .._formats import StoredFormat, stored_format_of
 from .._policy import Policy
 from .._trees import Args
 from ..quant import QuantizedArray, dot_general, take
@@ -21,6 +22,7 @@ from ..quant._block_product import ROUNDING
 from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer, spell_format
 from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
 from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
+from ..quant._wide_layer import PromoteWide, find_accumulate_dtype, widen_functions
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import (
@@ -40,7 +42,7 @@ _MULTIPLIES = "_jmp_multiplies"
 
 
 def quantize_method(
-    module: nn.Module, function: Callable[..., Any], format: Quantization | None, next_fun: Callable[..., Any]
+    module: nn.Module, function: Callable[..., Any], policy: Policy, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """A method of a module under a quantized policy.
 
@@ -51,20 +53,21 @@ def quantize_method(
     Args:
       module: a bound module.
       function: the method as it was written.
-      format: of the policy; with `None` the method is as it was.
+      policy: what holds for the module; without a quantization the method is as it was.
       next_fun: what to call for it.
     """
+    format, accumulate = policy.quantization, find_accumulate_dtype(policy)
     if isinstance(module, PARAMETER_WRAPPERS):
         next_fun = spare_state(module, next_fun)
     if isinstance(format, Float8):
-        return make_float8_method(module, function, format, next_fun)
+        return make_float8_method(module, function, format, accumulate, next_fun)
     if format is None:
         return next_fun
     if isinstance(module, PARAMETER_WRAPPERS):
         _check_is_rewritable(module)
     own = _METHODS.get(function)
     if own is not None:
-        return functools.partial(own, module, format, next_fun)
+        return functools.partial(own, module, format, accumulate, next_fun)
     fields = _make_fields(module, format) if function.__module__.startswith("flax.linen.") else {}
     if not fields:
         return next_fun
@@ -211,7 +214,7 @@ def _make_fields(module: nn.Module, format: StoredFormat) -> dict[str, Any]:
     if layer is None or layer.field is None:
         return {}
     promote: Any = module.promote_dtype  # type: ignore[attr-defined]
-    if isinstance(promote, Promote):  # of a clone, which a transform made with the fields of a layer whose method runs
+    if isinstance(promote, Promote | PromoteWide):  # of a clone that a transform made of a layer whose method runs
         return {"promote_dtype": promote, layer.field: getattr(module, layer.field)}
     ours = layer.promote(format, promote, as_tuple=False, where=_quote_path(module, layer.weight))
     return {"promote_dtype": ours, layer.field: layer.make_multiply(format, functools.partial(_draw_key, module))}
@@ -256,7 +259,12 @@ def _is_flax_embedding(module: nn.Module) -> bool:
 
 
 def _call_einsum(
-    module: nn.Einsum, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+    module: nn.Einsum,
+    format: StoredFormat,
+    accumulate: np.dtype | None,
+    own: Callable[..., Any],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
 ) -> Any:
     """`nn.Einsum.__call__`, which multiplies by a function that is not in a field."""
     equation = find_equation(module, einsum_str)
@@ -269,10 +277,13 @@ def _call_einsum(
         kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
     promote = Promote(format, module.promote_dtype, as_tuple=False, layout=layout, where=_quote_path(module, "kernel"))
     multiply = LAYERS[nn.Einsum].make_multiply(format, functools.partial(_draw_key, module))
-    return compute_einsum(module, equation, inputs, kernel, promote, multiply)
+    functions = widen_functions(promote, multiply, "einsum", accumulate, as_tuple=False)
+    return compute_einsum(module, equation, inputs, kernel, *functions)
 
 
-def _call_embed(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], inputs: jax.Array) -> Any:
+def _call_embed(
+    module: nn.Embed, format: StoredFormat, accumulate: np.dtype | None, own: Callable[..., Any], inputs: jax.Array
+) -> Any:
     """`nn.Embed.__call__`: the rows that are read, and no others, as numbers."""
     table = _find_table(module, format)
     if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -282,14 +293,16 @@ def _call_embed(module: nn.Embed, format: StoredFormat, own: Callable[..., Any],
     return take(table, inputs, module.dtype)
 
 
-def _call_attend(module: nn.Embed, format: StoredFormat, own: Callable[..., Any], query: jax.Array) -> Any:
+def _call_attend(
+    module: nn.Embed, format: StoredFormat, accumulate: np.dtype | None, own: Callable[..., Any], query: jax.Array
+) -> Any:
     """`nn.Embed.attend`."""
     table = _find_table(module, format)
     if table is None:
         return own(query)
     stands_for_table = jnp.zeros((), table.dtype)
     query, _ = module.promote_dtype(query, stands_for_table, dtype=module.dtype)  # type: ignore[misc]
-    return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
+    return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), preferred_element_type=accumulate)
 
 
 def _find_table(module: nn.Embed, format: StoredFormat) -> QuantizedArray | Unquantized | None:

@@ -30,8 +30,8 @@ from ._fields import (
 from ._quantized import read_quantized_param
 
 INSIDE = "_jmp_inside"
-"""The attribute of a module whose method is running, with the quantization of its policy. The methods that this one
-calls find the fields filled in."""
+"""The attribute of a module whose method is running, with its policy. The methods that this one calls find the fields
+filled in."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
 """Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
@@ -47,7 +47,7 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
     """
     assert module.scope is not None
     param_dtype = policy.param_dtype
-    values: dict[str, Any] = {INSIDE: policy.quantization} if until_it_returns else {}
+    values: dict[str, Any] = {INSIDE: policy} if until_it_returns else {}
     if has_open_dtype(module):
         values["dtype"] = mark_dtype(policy.compute_dtype)
     elif is_widening_params(module, param_dtype):

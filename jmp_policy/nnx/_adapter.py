@@ -14,6 +14,7 @@ from .._policy_map import PolicyMap
 from .._trees import Args, Kwargs, PyTree
 from ..quant import QuantizedArray
 from ..quant._layer import Promote
+from ..quant._wide_layer import read_narrow
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._calls import find_modules, hook_calls
 from ._decorate import decorate_class, find_given_policy
@@ -135,7 +136,7 @@ def _quantize_layer(
     quantize_weight: Callable[..., Any], path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
 ) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
-    is_ours = isinstance(vars(module)["promote_dtype"], Promote)
+    is_ours = isinstance(read_narrow(vars(module)["promote_dtype"]), Promote)
     unfit = None if is_ours else "its author wrote the functions that it computes with"
     value, mask = weight.value, vars(module).get("mask")
     if mask is not None and not isinstance(value, QuantizedArray):

@@ -15,6 +15,7 @@ from .._policy import Policy
 from .._policy_map import Match, PolicyMap, match_policy
 from ..explanation._written import describe_written_dtypes, find_wider_dtype
 from ..quant._weight import WEIGHT_NAMES
+from ..quant._wide_layer import find_accumulate_dtype
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -30,6 +31,7 @@ from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
 from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 from ._quantized import check_weight, choose_product, make_float8_attributes
+from ._wide import has_wide_sums
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 
@@ -203,6 +205,7 @@ class Attachment:
             keep=self.keep if is_root else (),
             dtype_source=source,
             product=product,
+            accumulate_dtype=find_accumulate_dtype(policy) if has_wide_sums(base, attributes, policy) else None,
             authored=tuple((name, attributes[name]) for name in make_attributes(base, attributes, policy, is_open)),
         )
 

@@ -127,7 +127,9 @@ class _Tree:
             by_map=isinstance(given.policy, PolicyMap),
             written=_find_written_dtype(module, spec),
         )
-        return dataclasses.replace(info, quantization=describe_quantization(spec.base, vars(module), match.policy))
+        quantization = describe_quantization(spec.base, vars(module), match.policy)
+        sums = "" if spec.accumulate_dtype is None else str(spec.accumulate_dtype)
+        return dataclasses.replace(info, quantization=quantization, accumulate_dtype=sums)
 
 
 def _find_written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:

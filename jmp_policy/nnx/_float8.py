@@ -1,5 +1,6 @@
 """What a float8 policy does in nnx's layers."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from .._trees import PyTree
 from ..quant._amax_history import State, needs_state, new_state
 from ..quant._layer import Float8Multiply, why_layer_wide
 from ..quant._layout import Layout, stack_shape
+from ..quant._wide_layer import MultiplyWide
 from ._layer_table import find_layer, find_open_field
 from ._nodes import Attributes
 
@@ -73,8 +75,9 @@ def make_float8_layer(base: type[nnx.Module], format: Float8) -> type[nnx.Module
     assert layer.field is not None
     name = layer.field
 
-    def multiply(self: nnx.Module) -> Float8Multiply:
-        return layer.make_float8_multiply(format, lambda: _read_state(self))
+    def multiply(self: nnx.Module) -> Float8Multiply | MultiplyWide:
+        own, kept = layer.make_float8_multiply(format, lambda: _read_state(self)), vars(self).get(name)
+        return dataclasses.replace(kept, own=own) if isinstance(kept, MultiplyWide) else own
 
     def keep(self: nnx.Module, function: Callable[..., Any]) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function

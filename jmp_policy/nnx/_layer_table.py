@@ -1,5 +1,8 @@
 """The table of the layers of nnx that multiply by a weight, and the weights of layers."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -8,6 +11,7 @@ from .._memory import remember_weakly
 from ..quant._bilinear import Einsum, label_einsum
 from ..quant._layer import PromoteRounded, WeightedLayer, find_row
 from ..quant._layout import Layout, kernel_layout, table_layout
+from ..quant._wide_layer import read_narrow
 from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
 
@@ -49,7 +53,7 @@ def find_open_field(base: type, attributes: Attributes) -> str | None:
     layer = find_layer(base)
     if layer is None or layer.field not in attributes or attributes.get("dot_general_cls") is not None:
         return None
-    function = attributes[layer.field]
+    function = read_narrow(attributes[layer.field])
     return layer.field if function is None or function is layer.default else None
 
 
@@ -97,3 +101,9 @@ LAYERS: dict[type, WeightedLayer] = {
 def find_layer(base: type) -> WeightedLayer | None:
     """The row of a class of layers; `None` if it is neither in the table nor derived from one that is."""
     return find_row(LAYERS, base)
+
+
+@functools.cache
+def default_promote() -> Callable[..., Any]:
+    """The `promote_dtype` of layers whose author wrote none."""
+    return inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default

@@ -15,6 +15,7 @@ from .._policy import Policy
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes, NodeKind, find_kind
 from ._quantized import make_quantized_attributes
+from ._wide import make_wide_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Layers that rewrite a weight. Their `dtype` is the one it is stored in, and not the one they compute in."""
@@ -80,7 +81,8 @@ def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    return new | make_quantized_attributes(base, attributes, policy.quantization)
+    new |= make_quantized_attributes(base, attributes, policy.quantization)
+    return new | make_wide_attributes(base, {**attributes, **new}, policy)
 
 
 def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:

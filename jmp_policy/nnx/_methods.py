@@ -12,6 +12,7 @@ from flax import nnx
 from .._call_casts import cast_arguments, cast_result, check_keep, keep_carry_dtypes, matmul_precision, resolve_policy
 from .._policy import Policy
 from .._trees import Args, Kwargs
+from .._wide_results import keep_wide_results
 from ._layers import make_linen_attributes
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes
@@ -91,14 +92,15 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
 
     # The method runs on a stand-in, for others may call the module at the same time.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
-    with hold_inferred(spec.policy, policy), matmul_precision(policy):
+    results = keep_wide_results() if casts else nullcontext()
+    with hold_inferred(spec.policy, policy), matmul_precision(policy), results as wide:
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
 
     # A cell hands its carry to itself, in the dtypes it came in with, unless the policy says what leaves.
-    if casts and policy.output_dtype is not None:
-        return cast_result(policy, out)
+    if wide is not None and policy.output_dtype is not None:
+        return cast_result(policy, wide.restore(policy, out))
     return keep_carry_dtypes(carry, out)
 
 

@@ -4,12 +4,15 @@ import dataclasses
 import enum
 from typing import Any
 
+import numpy as np
+
 from .._float8_format import Float8
 from .._policy import Policy
 from .._policy_map import PolicyMap
 from ._float8 import make_float8_layer
 from ._quantized_embed import make_quantized_embed
 from ._rounding import make_rounding_layer
+from ._wide import make_wide_layer
 
 SPEC = "__jmp_role__"
 """The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part
@@ -69,6 +72,7 @@ class ModuleSpec:
       keep: names of arguments that enter uncast.
       dtype_source: where its code finds the compute dtype.
       product: how it multiplies by its weight.
+      accumulate_dtype: what it hands over sums in before it rounds them; `None` if it does not.
       authored: attributes that the policy replaced, as their author left them.
     """
 
@@ -80,11 +84,16 @@ class ModuleSpec:
     keep: tuple[str, ...] = ()
     dtype_source: DtypeSource = DtypeSource.AUTHOR
     product: Product = Product.OWN
+    accumulate_dtype: np.dtype | None = None
     authored: tuple[tuple[str, Any], ...] = ()
 
     @property
     def runs(self) -> type:
         """The class whose methods run; no field, because it has no name by which it could be pickled."""
+        narrow = self._find_product_class()
+        return narrow if self.accumulate_dtype is None else make_wide_layer(narrow, self.accumulate_dtype)
+
+    def _find_product_class(self) -> type:
         if self.product is Product.FLOAT8 and isinstance(self.policy.quantization, Float8):
             return make_float8_layer(self.base, self.policy.quantization)
         if self.product is Product.ROUNDED_AT_RANDOM:

@@ -1,8 +1,5 @@
 """What a quantized policy does in nnx's layers."""
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -14,8 +11,9 @@ from ..quant import QuantizedArray
 from ..quant._layer import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer, spell_format
 from ..quant._layout import WHY_TABLES_WIDE, choose_format, why_left
 from ..quant._weight import match_format, prepare_weight
+from ..quant._wide_layer import read_narrow
 from ._float8 import make_state, why_wide
-from ._layer_table import find_layer, find_weight, weight_name
+from ._layer_table import default_promote, find_layer, find_weight, weight_name
 from ._module_spec import Product
 from ._nodes import Attributes
 from ._rounding import draw_nothing, draws_keys
@@ -74,7 +72,7 @@ def describe_quantization(base: type, attributes: Attributes, policy: Policy) ->
     format = stored_format_of(format)
     if format is None or weight is None:
         return ""
-    promote = attributes.get("promote_dtype")
+    promote = read_narrow(attributes.get("promote_dtype"))
     if isinstance(promote, Promote):
         why_as_numbers = WHY_AS_NUMBERS if isinstance(promote, PromoteRounded) else None
         return spell_format(choose_format(format, weight.layout), find_layer(base), why_as_numbers)
@@ -125,12 +123,7 @@ def check_weight(path: str, base: type, attributes: Attributes, policy: Policy) 
 
 def _has_written_function(layer: WeightedLayer, attributes: Attributes) -> bool:
     """Whether an author wrote one of the functions that a layer computes with."""
-    if attributes.get("promote_dtype") is not _default_promote() or attributes.get("dot_general_cls") is not None:
+    if attributes.get("promote_dtype") is not default_promote() or attributes.get("dot_general_cls") is not None:
         return True
     own = attributes[layer.field] if layer.field else None
     return own is not None and own is not layer.default
-
-
-@functools.cache
-def _default_promote() -> Callable[..., Any]:
-    return inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default

@@ -12,6 +12,7 @@ from .._made_classes import make_subclass
 from .._memory import remember_on_class
 from ..quant._block_product import ROUNDING
 from ..quant._layer import Multiply
+from ..quant._wide_layer import MultiplyWide, read_narrow
 from ._layer_table import find_layer
 from ._nodes import Attributes
 
@@ -74,8 +75,11 @@ def make_rounding_layer(base: type[nnx.Module]) -> type[nnx.Module]:
 
     def multiply(self: nnx.Module) -> Callable[..., Any]:
         function = vars(self)[name]
-        is_ours = isinstance(function, Multiply)
-        return dataclasses.replace(function, key=lambda: _draw_key(self)) if is_ours else function
+        own = read_narrow(function)
+        if not isinstance(own, Multiply):
+            return function
+        own = dataclasses.replace(own, key=lambda: _draw_key(self))
+        return dataclasses.replace(function, own=own) if isinstance(function, MultiplyWide) else own
 
     def keep(self: nnx.Module, function: Callable[..., Any]) -> None:  # when nnx makes the layer again out of its parts
         vars(self)[name] = function

@@ -77,8 +77,9 @@ def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) ->
     if isinstance(policy, PolicyMap):
         modules = observed.modules._replace(types=tuple(observed.list_types().items()))
         scopes = Scopes(policy, rules.scopes, rules.backward, modules)
-    dtype: Any = root_policy(policy).compute_dtype
-    rule = CastingRule(Casting(dtype if dtype in COMPUTE_DTYPES else np.dtype(np.float32), rules, "opaque", scopes))
+    root = root_policy(policy)
+    dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
+    rule = CastingRule(Casting(dtype, rules, "opaque", scopes, root.accumulate_dtype))
     rule.rewritten = weakref.WeakKeyDictionary()
     return rule
 
@@ -133,6 +134,9 @@ class _PlacedRule(Rule):
 
     def accumulated(self, kind: Kind) -> Kind:
         return self._rule.accumulated(kind)
+
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: _Place) -> Sequence[Kind]:
+        return self._rule.stacked(eqn, kinds, context.inner)
 
     def opens(self, eqn: JaxprEqn, context: _Place) -> bool:
         return self._rule.opens(eqn, context.inner)

@@ -88,6 +88,12 @@ class Einsum:
         return jnp.einsum(self.equation, left, right, **_options(self, preferred))
 
 
+def without_preferred_dtype(operation: Bilinear) -> Bilinear:
+    """An operation whose result has the dtype of its operands, unless a call asks for another."""
+    compute = dataclasses.replace(operation.compute, preferred_element_type=None)
+    return dataclasses.replace(operation, compute=compute)
+
+
 def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, Any]:
     sharding = {} if compute.out_sharding is None else {"out_sharding": compute.out_sharding}
     dtype = preferred or compute.preferred_element_type

@@ -116,9 +116,11 @@ def _forward(
     memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
     inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
     weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
-    # The product of the 8-bit numbers, times both scales, is the result.
-    values = multiply(operation, inputs.values, weight.values, spec.sums)
-    out = _undo_scales(values, operation, inputs, weight).astype(operation.compute.preferred_element_type or spec.dtype)
+    # The product of the 8-bit numbers, times both scales, is the result, which nothing rounds before if it is wide.
+    dtype = np.dtype(operation.compute.preferred_element_type or spec.dtype)
+    sums = spec.sums if dtype == spec.dtype else np.dtype(np.float32)
+    values = multiply(operation, inputs.values, weight.values, sums)
+    out = _undo_scales(values, operation, inputs, weight).astype(dtype)
     # A scale per row serves one direction alone, and a weight gradient in the compute dtype wants the input as it was.
     keeps_left = spec.by_row or not spec.format.weight_grad
     return out, _Residuals(left if keeps_left else inputs, right if spec.by_row else weight, memories)
@@ -235,7 +237,12 @@ def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.d
 
 
 def grad_left(
-    operation: Bilinear, grad: jax.Array, right: jax.Array, like: core.ShapedArray, dtype: np.dtype
+    operation: Bilinear,
+    grad: jax.Array,
+    right: jax.Array,
+    like: core.ShapedArray,
+    dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Computes the gradient of the left operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
@@ -243,11 +250,16 @@ def grad_left(
         transpose = jax.linear_transpose(lambda left: convolve(left, right.astype(dtype)), like.update(dtype=dtype))
         return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
-    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding)
+    return _contract(grad, operation.out, right, operation.right, operation.left, dtype, sharding, precision)
 
 
 def grad_right(
-    operation: Bilinear, grad: jax.Array, left: jax.Array, like: core.ShapedArray, dtype: np.dtype
+    operation: Bilinear,
+    grad: jax.Array,
+    left: jax.Array,
+    like: core.ShapedArray,
+    dtype: np.dtype,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Computes the gradient of the right operand, whose type is `like`, from the gradient of the result."""
     if isinstance(operation.compute, Convolution):
@@ -255,7 +267,7 @@ def grad_right(
         transpose = jax.linear_transpose(lambda right: convolve(left.astype(dtype), right), like.update(dtype=dtype))
         return transpose(grad.astype(dtype))[0]
     sharding = _explicit_sharding(like)
-    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding)
+    return _contract(left, operation.left, grad, operation.out, operation.right, dtype, sharding, precision)
 
 
 def left_transpose(operation: Bilinear) -> Bilinear:
@@ -286,6 +298,7 @@ def _contract(
     out: Labels,
     dtype: np.dtype,
     sharding: Sharding | None,
+    precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """Multiplies two labelled arrays by one `dot_general`; the result has the axes of `out`, and is sharded like it."""
     # Labels of both operands are summed over, or, where the result has them, axes of a batch.
@@ -295,7 +308,8 @@ def _contract(
     # `dot_general` puts the axes of the batch first, then the others of the left, then of the right.
     made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
     options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
-    product = lax.dot_general(left, right, (where(summed), where(batch)), preferred_element_type=dtype, **options)
+    options |= {"precision": precision, "preferred_element_type": dtype}
+    product = lax.dot_general(left, right, (where(summed), where(batch)), **options)
     order = tuple(map(made.index, out))
     return product if order == tuple(range(len(out))) else lax.transpose(product, order)
 

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._formats import BlockFormat, Int8
 from ._array import QuantizedArray
-from ._bilinear import Bilinear
+from ._bilinear import Bilinear, without_preferred_dtype
 from ._block_product import block_product, has_stored_order, is_matmul
 from ._calibration import observe_input
 from ._numbers import Quantized, quantize_symmetric
@@ -48,11 +48,11 @@ def multiply_quantized(
     # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
-    if isinstance(weight.format, BlockFormat) and weight.format.activations and _fits_blocks(operation, left, weight):
+    if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
     # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
-    if not _is_integer_product(operation, weight):
+    if not is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
     right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _quantize_weight(weight))
     # The input is rounded here, not in the function below, whose derivative needs the same integers and would round
@@ -65,14 +65,16 @@ def _quantize_weight(weight: Unquantized) -> QuantizedArray:
     return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
 
 
-def _fits_blocks(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
-    """Whether the blocks of a weight, as they are stored, lie along all that each sum of an operation takes in."""
+def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
+    """Whether blocks are multiplied: those of the weight, as they are stored, lie along all that each sum takes in."""
+    if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
+        return False
     blocked = {axis % weight.ndim for axis in weight.layout.axes}
     lies_along = set(operation.summed_axes(operation.right)) == blocked
     return lies_along and is_matmul(operation, left.shape, weight.shape) and has_stored_order(operation)
 
 
-def _is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
+def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
     """Whether both operands of a product are integers: inputs are quantized too, and each sum has one scale of each."""
     if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
@@ -117,6 +119,8 @@ def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Arra
     left, right, rows, weight = primals
     left_tangent, right_tangent, *_ = tangents
     out = _multiply_integers(operation, *primals)
+    # Its operands are in the dtype of the input, the gradient of a wide result too.
+    operation = without_preferred_dtype(operation)
     parts = []
     if not isinstance(left_tangent, SymbolicZero):
         numbers = weight.dequantize(left.dtype)

@@ -1,0 +1,406 @@
+"""`accumulate_dtype` in `autocast`: sums that nothing rounds before it is narrow, and a derivative of half products."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec as P
+from meshes import make_mesh
+
+import jmp_policy as jmp
+from jmp_policy.interpreter import walk
+
+PLAIN = "params=float32,compute=bfloat16,output=float32"
+WIDE = f"{PLAIN},accumulate=float32"
+HALF = "(tensor<bf16>, tensor<bf16>) -> tensor<f32>"
+
+
+def draw(*shape, scale=1.0):
+    """Numbers of bfloat16, in float32: rounding them loses nothing."""
+    numbers = np.random.default_rng(shape).normal(size=shape) * scale
+    return jnp.asarray(numbers, jnp.bfloat16).astype(jnp.float32)
+
+
+def make_weights():
+    shapes = {"up": (16, 32), "down": (32, 16), "head": (16, 24)}
+    return {name: draw(*shape, scale=shape[0] ** -0.5) for name, shape in shapes.items()} | {"bias": draw(32)}
+
+
+X = draw(4, 8, 16)
+SCALE = 4.0
+
+
+def mlp(w, x):
+    hidden = jax.nn.gelu(x @ w["up"] + w["bias"])
+    return jax.nn.log_softmax((hidden @ w["down"] + x) @ w["head"])
+
+
+def attention(w, x):
+    q = k = (x @ w["up"]).reshape(4, 8, 2, 16)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / SCALE
+    weights = jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), scores, -1e30))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, q).reshape(4, 8, 32) @ w["down"]
+
+
+def convolution(w, x):
+    kernel = w["up"][:, :18].reshape(3, 3, 4, 8)
+    images = jax.lax.conv_general_dilated(
+        x.reshape(4, 4, 8, 4), kernel, (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(images) ** 2
+
+
+def looped(w, x):
+    def turn(x, _):
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], x[0, 0, 0]
+
+    return jax.lax.scan(turn, x, None, length=3)[0] @ w["head"]
+
+
+def rematerialized(w, x):
+    return jax.checkpoint(mlp)(w, x)
+
+
+FUNCTIONS = (mlp, attention, convolution, looped, rematerialized)
+
+
+def sum_of(fun):
+    return lambda *args: jnp.sum(fun(*args) * 0.5)
+
+
+def gradients(fun, policy):
+    """Both ways to the gradient: of what autocast made, and made by autocast."""
+    return {
+        "outside": jax.grad(sum_of(jmp.autocast(fun, policy)), (0, 1)),
+        "inside": jmp.autocast(jax.grad(sum_of(fun), (0, 1)), policy),
+    }
+
+
+def in_float64(fun, *args):
+    with jax.enable_x64(True):
+        return fun(*jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args))
+
+
+def error(found, true):
+    """How far a tree of arrays is from another one, relative to that."""
+    found, true = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]) for tree in (found, true)
+    )
+    return np.linalg.norm(found - true) / np.linalg.norm(true)
+
+
+def is_rounded(x):
+    """Whether an array consists of numbers of bfloat16."""
+    return np.array_equal(x, x.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def products(fun, *args, platform):
+    """How often each kind of product stands in the StableHLO for a platform."""
+    text = jax.export.export(jax.jit(fun), platforms=[platform])(*args).mlir_module()
+    found = re.findall(r"stablehlo\.(?:dot_general|convolution).*: (\(.*\) -> \S+)", text)
+    return collections.Counter(re.sub(r"(\d+x)+", "", kind) for kind in found)
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_every_product_has_half_operands_and_sums_in_float32(fun):
+    w = make_weights()
+    for platform in ("cuda", "tpu"):
+        for grad in gradients(fun, WIDE).values():
+            assert set(products(grad, w, X, platform=platform)) == {HALF}
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+def test_gradients_are_as_near_to_float64_as_without_or_nearer(fun):
+    w = make_weights()
+    true = in_float64(jax.grad(sum_of(fun), (0, 1)), w, X)
+    plain, wide = (gradients(fun, policy) for policy in (PLAIN, WIDE))
+    for name in plain:
+        found = wide[name](w, X)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
+        assert error(found, true) < 1.1 * error(plain[name](w, X), true)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_logits_and_the_gradient_of_their_weight_are_within_1e4_of_float64(compute):
+    x, w, bias, cotangent = draw(16, 256), draw(256, 100, scale=1 / 16), draw(100), draw(16, 100)
+    head = lambda w, x, bias=bias: x @ w + bias
+    policy = f"params=float32,compute={compute},output=float32"
+    true = np.asarray(in_float64(head, w, x, bias))
+    weight_grad = lambda head: jax.grad(lambda w: jnp.sum(head(w, x) * cotangent))(w)
+    true_grad = np.asarray(x, np.float64).T @ np.asarray(cotangent, np.float64)
+    for accumulate, bound in (("", None), (",accumulate=float32", 1e-4)):
+        fun = jmp.autocast(head, policy + accumulate)
+        errors = [np.abs(np.asarray(fun(w, x)) - true).max(), np.abs(np.asarray(weight_grad(fun)) - true_grad).max()]
+        if bound is None:
+            assert min(errors) > 1e-3
+        else:
+            assert max(errors) < bound
+
+
+def test_without_an_accumulate_dtype_the_program_is_what_it_was():
+    """As it is with the compute dtype for one, which says what holds anyway."""
+    w = make_weights()
+    for fun in FUNCTIONS:
+        text = {str(jax.make_jaxpr(jmp.autocast(fun, f"{PLAIN}{more}"))(w, X)) for more in ("", ",accumulate=bfloat16")}
+        assert len(text) == 1
+        assert "custom_vjp_call" not in text.pop()
+
+
+def primitives(fun, *args):
+    return [(step.name, str(step.results[0].aval.dtype)) for step in walk(jax.make_jaxpr(fun)(*args).jaxpr)]
+
+
+@pytest.mark.parametrize(
+    ("follow", "kept"),
+    [
+        (lambda y: y + 1.5, True),
+        (lambda y: y - draw(4, 8, 24), True),
+        (lambda y: y - jax.nn.logsumexp(y), True),
+        (lambda y: y + jnp.cumsum(y, 1), True),
+        (lambda y: y + y[:1], False),
+        (lambda y: y + jnp.tanh(y), False),
+        (lambda y: y.reshape(2, 2, 8, 24).transpose(1, 0, 2, 3), True),
+        (lambda y: y * 0.3, True),
+        (lambda y: y / 3.0, True),
+        (lambda y: -y, True),
+        (lambda y: jnp.where(y[0, 0, 0] > 0, y, -1e30), True),
+        (lambda y: jnp.concatenate([y, y * 3]), True),
+        (jnp.exp, True),
+        (jax.nn.log_softmax, True),
+        (jnp.tanh, False),
+        (jax.nn.relu, False),
+        (lambda y: y * y, False),
+        (lambda y: 3.0 / y, False),
+        (lambda y: checkpoint_name(y, "kept"), False),
+    ],
+)
+def test_what_follows_reads_the_sums_as_they_are_or_rounded(follow, kept):
+    w = make_weights()
+    found = jmp.autocast(lambda w, x: follow(x @ w["head"]), WIDE)(w, X)
+    exact = follow(jnp.matmul(X, w["head"], precision="highest"))
+    assert found.dtype == jnp.float32
+    assert (error(found, exact) < 1e-6) == kept
+
+
+def test_the_best_of_nearly_equal_logits_is_the_best():
+    w = jnp.asarray([[1.0, 1.0], [0.0, 2**-10]])
+    best = lambda w, x: jnp.argmax(x @ w, axis=-1)
+    assert jmp.autocast(best, PLAIN)(w, jnp.ones((1, 2))).tolist() == [0]
+    assert jmp.autocast(best, WIDE)(w, jnp.ones((1, 2))).tolist() == [1]
+
+
+def test_a_sigmoid_that_a_logarithm_reads_stays_in_float32():
+    loss = lambda w, x: -jnp.log(1 - jax.nn.sigmoid(x @ w))
+    w, x = jnp.full((4, 1), 2.0), jnp.ones((1, 4))
+    assert np.isfinite(jmp.autocast(loss, WIDE)(w, x)).all()
+
+
+def test_a_rule_for_the_head_alone_gives_logits_that_were_never_rounded():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(24, name="head")(nn.gelu(nn.Dense(32, name="body")(x)))
+
+    net = Net()
+    params = net.init(jax.random.key(0), X)
+    fun = lambda rules: jmp.autocast(lambda params, x: net.apply(params, x), rules)
+    rules = jmp.PolicyMap({"head": WIDE}, PLAIN)
+    assert is_rounded(fun(PLAIN)(params, X))
+    assert not is_rounded(fun(rules)(params, X))
+    made = [dtype for name, dtype in primitives(fun(rules), params, X) if name == "dot_general"]
+    assert made == ["bfloat16", "float32", "float32"]  # of the head, one for a CPU and one for others
+    # Elsewhere than in the head, too, if the policy says so, and not there, if its rule does.
+    assert not is_rounded(fun(WIDE)(params, X))
+    assert is_rounded(fun(jmp.PolicyMap({"head": PLAIN}, WIDE))(params, X))
+
+
+def test_a_rule_may_say_another_compute_dtype_and_nothing_of_sums():
+    half = lambda x, w: jax.named_scope("half")(jnp.matmul)(x, w)
+    rules = jmp.PolicyMap({"half": "params=float32,compute=float16,output=none"}, WIDE)
+    names = primitives(jmp.autocast(half, rules), X, draw(16, 24))
+    assert [dtype for name, dtype in names if name == "dot_general"] == ["float16"]
+
+
+def test_half_models_hand_over_their_sums_too():
+    fun = lambda w, x: (x @ w).astype(jnp.float32)
+    w, x = draw(16, 24).astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    assert is_rounded(jmp.autocast(fun, PLAIN)(w, x))
+    assert not is_rounded(jmp.autocast(fun, WIDE)(w, x))
+    found = jax.grad(lambda w: jmp.autocast(fun, WIDE)(w, x).sum())(w)
+    assert found.dtype == jnp.bfloat16
+
+
+def test_eager_jitted_and_vmapped_results_are_equal():
+    w = make_weights()
+    fun = jmp.autocast(mlp, WIDE)
+    alone = fun(w, X)
+    np.testing.assert_allclose(jax.jit(fun)(w, X), alone, atol=0.02)  # a fused gelu is rounded less often
+    np.testing.assert_allclose(jax.vmap(fun, (None, 0))(w, X), alone, atol=1e-5)
+    grads = jax.grad(lambda w: jax.vmap(fun, (None, 0))(w, X)[..., 0].sum())(w)
+    assert error(grads, jax.grad(lambda w: fun(w, X)[..., 0].sum())(w)) < 1e-2
+
+
+def test_gradients_of_gradients_are_products_of_half_as_well():
+    w = make_weights()
+    penalty = lambda w, x: jnp.sum(jax.grad(sum_of(mlp), 1)(w, x) ** 2)
+    grad = jax.grad(jmp.autocast(penalty, WIDE))
+    assert set(products(grad, w, X, platform="tpu")) == {HALF}
+    true = in_float64(jax.grad(penalty), w, X)
+    assert error(grad(w, X), true) < 0.05
+
+
+def test_there_is_no_forward_mode_outside():
+    w = make_weights()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(functools.partial(jmp.autocast(mlp, WIDE), x=X), (w,), (w,))
+    inside = jmp.autocast(lambda w: jax.jvp(functools.partial(mlp, x=X), (w,), (w,))[1], WIDE)
+    assert inside(w).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_gradients_are_those_of_one_device_in_shard_map(kind, inside):
+    mesh = make_mesh((2,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    w = make_weights()
+    one = jmp.autocast(sum_of(mlp), WIDE) if inside else sum_of(mlp)
+    with jax.set_mesh(mesh):
+        args = jax.device_put(w, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
+        many = jax.shard_map(
+            lambda w, x: jax.lax.psum(one(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+        )
+        found = jax.jit(jax.grad(many if inside else jmp.autocast(many, WIDE)))(*args)
+        assert set(products(jax.grad(many if inside else jmp.autocast(many, WIDE)), *args, platform="tpu")) == {HALF}
+    assert error(found, jax.grad(jmp.autocast(sum_of(mlp), WIDE))(w, X)) < 1e-2
+
+
+def test_explicit_axes_shard_the_gradients_as_the_weights():
+    mesh = make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    w = make_weights()["up"]
+    fun = jmp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), WIDE)
+    with jax.set_mesh(mesh):
+        args = (
+            jax.device_put(w, NamedSharding(mesh, P(None, "model"))),
+            jax.device_put(X, NamedSharding(mesh, P("data"))),
+        )
+        found = jax.jit(jax.grad(fun))(*args)
+        assert found.sharding.spec == P(None, "model")
+    assert error(found, jax.grad(fun)(w, X)) < 1e-2
+
+
+def dtypes_of(name, program):
+    """The dtypes of the results of an equation by its name."""
+    return [[str(var.aval.dtype) for var in step.results] for step in walk(program.jaxpr) if step.name == name]
+
+
+def test_loops_carry_and_keep_what_they_carry_and_keep_without():
+    w = make_weights()
+    kept = lambda policy: [
+        sorted((str(var.aval.dtype), var.aval.shape) for var in eqn.outvars)
+        for eqn in jax.make_jaxpr(jmp.autocast(jax.grad(sum_of(looped)), policy))(w, X).eqns
+        if eqn.primitive.name == "scan"
+    ]
+    for plain, wide in zip(kept(PLAIN), kept(WIDE), strict=True):
+        assert sum(dtype == "float32" for dtype, _ in wide) <= sum(dtype == "float32" for dtype, _ in plain)
+
+
+def test_a_checkpoint_keeps_what_it_is_given_in_half():
+    w = make_weights()
+    fun = lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x) @ w["down"])(w, x @ w["up"])
+    [eqn] = [
+        eqn
+        for eqn in jax.make_jaxpr(jmp.autocast(fun, WIDE))(w, X).eqns
+        if eqn.primitive.name in ("remat2", "checkpoint")
+    ]
+    assert "bfloat16" in [str(var.aval.dtype) for var in eqn.invars if var.aval.shape == (4, 8, 32)]
+
+
+def test_a_softmax_of_sums_keeps_its_result_in_half_and_nothing_else():
+    w = make_weights()
+    residuals = lambda policy: [
+        x.dtype.name
+        for x in jax.tree.leaves(jax.vjp(jmp.autocast(attention, policy), w, X)[1])
+        if getattr(x, "shape", None) == (4, 2, 8, 8) and np.any(x)  # not the zeros that a mask puts into gradients
+    ]
+    assert "bfloat16" in residuals(WIDE)
+    assert set(residuals(WIDE)) <= {"bfloat16", "bool"}
+
+
+def test_rules_for_functions_of_the_user_hold():
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    product.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (jnp.einsum("abi,abo->io", r[1], g), g @ r[0].T))
+    w = make_weights()["head"]
+    fun = lambda w, x: product(w, x) * 2
+    opaque, inside = (jmp.autocast(fun, WIDE, custom_rules=rules) for rules in ("opaque", "inside"))
+    assert [dtype for name, dtype in primitives(opaque, w, X) if name == "convert_element_type"] == []
+    assert not is_rounded(inside(w, X))
+    assert jax.grad(lambda w: inside(w, X).sum())(w).dtype == jnp.float32
+
+
+def test_a_second_autocast_around_changes_nothing():
+    w = make_weights()
+    once = jmp.autocast(mlp, WIDE)
+    np.testing.assert_array_equal(jmp.autocast(lambda w, x: once(w, x), WIDE)(w, X), once(w, X))
+
+
+def test_an_audit_counts_half_products_and_finds_nothing_wrong():
+    report = jmp.numerics.audit(jmp.autocast(sum_of(mlp), WIDE))(make_weights(), X)
+    assert {row.dtype for row in report.rows if row.operation == "dot_general"} == {"bfloat16"}
+    assert "no findings" in str(report)
+
+
+def test_statistics_are_of_the_unrounded_logits():
+    w = make_weights()
+    result, _ = jmp.numerics.collect(jmp.autocast(mlp, WIDE))(w, X)
+    np.testing.assert_allclose(result, jmp.autocast(mlp, WIDE)(w, X), atol=0.02)
+
+
+def test_a_prediction_follows_the_policy():
+    """A logit above the largest number of float16 is lost where it is rounded, and nowhere else."""
+    w, x = {"head": jnp.full((16, 24), 300.0)}, jnp.full((4, 16), 100.0)
+    loss = lambda w, x: jnp.mean(jax.named_scope("head")(jnp.matmul)(x, w["head"]))
+    _, stats = jmp.numerics.collect(loss, where="all")(w, x)
+    policy = "params=float32,compute=float16,output=float32"
+    plain, wide = (
+        str(jmp.numerics.predict(stats, policy + more, by="autocast")) for more in ("", ",accumulate=float32")
+    )
+    assert "no scope would lose numbers" in wide
+    assert "no scope would lose numbers" not in plain
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 16, rngs=rngs, decode=False)
+        self.head = nnx.Linear(16, 24, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x + self.attention(self.norm(x)))
+
+
+def test_a_transformer_of_nnx_is_nearer_to_its_float32_self():
+    block = Block(nnx.Rngs(0))
+    loss = lambda block, x: jnp.mean(jax.nn.log_softmax(block(x))[..., 0])
+    exact = nnx.grad(loss)(block, X)
+    errors = [error(nnx.state(nnx.grad(jmp.autocast(loss, policy))(block, X)), exact) for policy in (PLAIN, WIDE)]
+    assert errors[1] < errors[0] * 1.1
+    grad = lambda x: jmp.autocast(jax.grad(functools.partial(loss, block)), WIDE)(x)
+    assert set(products(grad, X, platform="cuda")) == {HALF}
+
+
+def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
+    policy = "params=float32,compute=bfloat16,output=float32,accumulate=float64"
+    with pytest.raises(
+        ValueError, match=r"^autocast cannot accumulate in 'float64', the accumulate dtype of the policy"
+    ):
+        jmp.autocast(mlp, policy)
+    with pytest.raises(ValueError, match=r"cannot accumulate in 'float64'.*for the key 'head' of a PolicyMap"):
+        jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))
