@@ -13,7 +13,7 @@ from jmp_policy import optim
 
 STEPS = 10
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # LLVM would round a product before a sum here, and not there
-ROUNDED_OTHERWISE = ("adabelief", "adadelta", "rmsprop")  # XLA fuses a quotient otherwise
+ROUNDED_OTHERWISE = ("adabelief", "adadelta", "amsgrad", "rmsprop")  # XLA fuses a quotient otherwise
 QUICK = ("adamw", "lion", "rmsprop")
 
 
