@@ -370,7 +370,8 @@ def test_a_prediction_follows_the_policy():
     _, stats = jmp.numerics.collect(loss, where="all")(w, x)
     policy = "params=float32,compute=float16,output=float32"
     plain, wide = (
-        str(jmp.numerics.predict(stats, policy + more, by="autocast")) for more in ("", ",accumulate=float32")
+        " ".join(str(jmp.numerics.predict(stats, policy + more, by="autocast")).split())
+        for more in ("", ",accumulate=float32")
     )
     assert "no scope would lose numbers" in wide
     assert "no scope would lose numbers" not in plain
