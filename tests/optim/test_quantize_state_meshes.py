@@ -120,18 +120,18 @@ def test_shard_map_gives_the_state_of_one_device(name, check_vma):
     assert_close((params, state), expected(name))
 
 
-def test_noise_in_shard_map_is_another_on_each_device():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_noise_in_shard_map_is_another_on_each_device_if_types_say_what_is_split(check_vma):
     mesh = make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     tx = optim.quantize_state(optax.trace(0.9), min_size=500, stochastic=jax.random.key(0))
     row = jnp.asarray(np.random.default_rng(0).normal(size=(32, 64)), jnp.float32)
     params = {"w": jnp.tile(row, (4, 1))}
     specs = jmp.sharding.state_shardings(tx, params, {"w": P("fsdp")})
-    step = jax.shard_map(
-        lambda g, s: tx.update(g, s), mesh=mesh, in_specs=({"w": P("fsdp")}, specs), out_specs=({"w": P("fsdp")}, specs)
-    )
+    both = ({"w": P("fsdp")}, specs)
+    step = jax.shard_map(lambda g, s: tx.update(g, s), mesh=mesh, in_specs=both, out_specs=both, check_vma=check_vma)
     _, state = jax.jit(step)(params, tx.init(params))
     parts = np.asarray(state.inner_state.trace["w"]).reshape(4, 32, 64)
-    assert all((parts[0] != part).any() for part in parts[1:])
+    assert all((parts[0] != part).any() == check_vma for part in parts[1:])
 
 
 def test_a_device_without_whole_blocks_or_without_their_scales_is_an_error():
