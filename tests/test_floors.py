@@ -82,7 +82,7 @@ SAME_FLOOR = [("_trees", "_dtypes"), ("_trees", "_float8_state"), ("_trees", "_m
               ("prediction", "autocast"), ("prediction", "measurement"), ("prediction", "statistics"),
               ("prediction", "report"),
               ("numerics", "origins"), ("numerics", "collectives"), ("collectives", "report"),
-              ("optim", "origins"), ("optim", "numerics"), ("optim", "sharding"),
+              ("optim", "origins"), ("optim", "numerics"), ("optim", "sharding"), ("optim", "report"),
               ("explanation", "report"), ("numerics", "report"), ("quant", "report"), ("nnx", "linen"),
               ("_find_scale", "_scaled_state"), ("reduction", "interpreter"), ("_grad", "reduction"),
               ("cli", "demo"), ("demo", "cli"), ("cli", "doctor"), ("demo", "doctor"), ("__main__", "cli")]  # fmt: skip

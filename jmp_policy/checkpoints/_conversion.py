@@ -13,6 +13,7 @@ from ..origins._provenance import Provenance
 from ..quant._array import ARRAYS
 from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
+from ._moments import Moment, find_roles, pair_scales
 from ._values import Misfit, convert_value, fit_history, is_abstract
 
 _MISSING = "is not in the checkpoint"
@@ -45,6 +46,10 @@ class Conversion:
         self._saved_params = pair_memories(saved)
         self._params = pair_memories(entries)
         self._memory_of = {p.memory.path: p for p in self._params.values() if p.memory is not None}
+        roles = find_roles(target, entries)
+        self._saved_moments = pair_scales(saved, roles)
+        moments = pair_scales(entries, roles).values()
+        self._moment_of = {entry.path: m for m in moments for entry in (m.entry, m.scale) if entry is not None}
         self._is_ignored = is_ignored
         self._scales = _find_scales(target)
         self._problems: dict[str, str] = {}
@@ -52,8 +57,10 @@ class Conversion:
     def convert(self, entry: Entry) -> Any:
         """The value of one entry of the target; its own value, and a problem that is noted, if there is none."""
         # The memory of a parameter is a part of its value: it follows the parameter, and not the optimizer's state.
+        # The scales of a moment follow the moment.
         param = self._memory_of.get(entry.path)
-        decisive = entry if param is None else param.entry
+        moment = self._moment_of.get(entry.path)
+        decisive = param.entry if param is not None else moment.entry if moment is not None else entry
         found = self._take(decisive.path)
         try:
             if self._is_ignored(decisive.name):
@@ -91,6 +98,12 @@ class Conversion:
         saved = self._saved_params.get(found.path, Parameter(found))
         if param is not None:
             return convert_value(param.narrow(saved)[1], entry.value)
+        moment, saved_moment = self._moment_of.get(entry.path), self._saved_moments.get(found.path, Moment(found))
+        if moment is not None:
+            value, scale = moment.narrow(saved_moment)
+            return convert_value(value if entry is moment.entry else scale, entry.value)
+        if saved_moment.is_quantized:
+            return convert_value(saved_moment.widen(), entry.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
         value = self._params.get(entry.path, Parameter(entry)).narrow(saved)[0]

@@ -29,6 +29,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
                         saved it begins as the target's. Skip counters are kept. `loss_scaled` may be in one state only.
     half parameters     Masters, remainders and compensations of the target are made of the exact saved values, and so
                         are parameters of those that were saved. Parameters are rounded to nearest.
+    moments in 8 bits   Those of `optim.quantize_state` are made of saved floats, and saved ones become the floats that
+                        they stand for; in blocks of the same sizes they stay bit for bit.
     quantized weights   Made as `quant.quantize` makes them of floating ones. Saved numbers and scales become the floats
                         that they stand for, or stay if the target has the same format. The range of a layer's inputs
                         is the saved one, or else the target's.

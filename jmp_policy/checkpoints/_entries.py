@@ -40,7 +40,7 @@ class Entry:
       path: the path that it has under every policy, `("opt_state", "0", "mu", "w")`.
       value: what stands there.
       part: what of the library it belongs to, `""` for what every state has: a `loss_scale` and the counters beside
-        it, the `key` of stochastic rounding, `float8` state, or one of `MEMORIES`.
+        it, the `key` of stochastic rounding, the `scales` of moments in 8 bits, `float8` state, or one of `MEMORIES`.
       inside: how long the beginning of the path is that leads to the transformation whose memory it is.
       index: its number in `jax.tree.leaves`.
     """
@@ -126,6 +126,8 @@ def _find_own_fields(node: dict[str, Any], values: list[Any]) -> tuple[set[str],
     fields = node.keys() - {"inner_state"}
     if SKIPS <= fields <= SKIPS | _PROVENANCE | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
         return fields, "loss_scale"
+    if {"scales"} <= fields <= {"scales", "key"} and isinstance(_skip_variable(node["scales"]), dict):
+        return fields, "scales"
     if len(fields) != 1:
         return set(), ""
     (field,) = fields

@@ -18,6 +18,7 @@ Half-precision parameters:
 - `kahan` compensates rounding (`KahanState`), `stochastic_rounding` rounds by chance (`StochasticRoundingState`).
 - `master_params` and `with_master_params` read and write their float32 values.
 - `cast_state` stores moments in dtypes of their own, `quantize_state` in 8 bits (`QuantizedMomentsState`).
+- `state_report` says what moments take: a `StateReport` with a `MomentRow` for each.
 """
 
 from .._scaled_state import LossScaledState as LossScaledState
@@ -36,6 +37,7 @@ from ._minimize import minimize as minimize
 from ._provenance import ProvenanceState as ProvenanceState
 from ._quantize_state import quantize_state as quantize_state
 from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
+from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
 from ._step import step as step
 from ._stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,

@@ -85,8 +85,25 @@ def dequantize(blocks: Blocks, code: MomentCode, sides: Shape) -> jax.Array:
 
 
 def read_sides(blocks: Blocks, shape: Shape) -> Shape:
-    """The sides of the blocks of a moment of this shape, by the shapes of its arrays."""
-    return tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
+    """The sides of the blocks of a moment of this shape, by the shapes of its arrays.
+
+    Raises:
+      ValueError: its blocks are not whole, or its scales not on the device that has its codes.
+    """
+    sides = tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
+    is_whole = scale_shape(shape, sides) == blocks.scale.shape and all(side & (side - 1) == 0 for side in sides)
+    if not is_whole or _list_varying(blocks.codes) != _list_varying(blocks.scale):
+        raise ValueError(
+            f"A moment of shape {shape} has scales of shape {blocks.scale.shape} here, which are not those of whole "
+            "blocks. Split a parameter over devices along multiples of the sides of its blocks (32 rows, 8 columns), "
+            "and scales as their parameter: jmp_policy.sharding.state_shardings(tx, params, specs) says where all lie."
+        )
+    return sides
+
+
+def _list_varying(x: jax.Array) -> frozenset[Any]:
+    """The axes of `jax.shard_map` along which an array is split."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def scale_shape(shape: Shape, sides: Shape) -> Shape:

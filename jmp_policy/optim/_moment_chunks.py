@@ -12,6 +12,9 @@ Shape = tuple[int, ...]
 _PARTS = 8
 """Over so many devices each axis may be split, if it is long enough, and still every device has its part of a chunk."""
 
+_SMALL = 2**16
+"""A chunk with no more numbers takes less than a megabyte."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
@@ -90,9 +93,12 @@ def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = 
     blocks = [length // side for length, side in zip(shape, sides, strict=True)]
     counts = [1] * len(shape)
     rows, columns = range(len(shape) - 2, -1, -1), [len(shape) - 1]
-    # Rows first, which cost nothing to cut anywhere; what would be left with too few parts for the devices comes last.
+    # Rows first, which cost nothing to cut anywhere. What would be left with too few parts for the devices comes last,
+    # and only if chunks are still large: each would be gathered.
     order = [(rows, _PARTS), (columns, _PARTS), (rows, 1), (columns, 1)]
     for axes, parts in order if cuts_columns else order[:1]:
+        if parts == 1 and math.prod(shape) <= _SMALL * math.prod(counts):
+            break
         for axis in axes:
             need = math.ceil(least / math.prod(counts))
             counts[axis] *= _choose_divisor(blocks[axis] // counts[axis], need, parts)

@@ -1,6 +1,6 @@
 """Which fields of an optimizer's state are moments, and moments of what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,15 @@ def roles_of(node: object) -> dict[str, str]:
     return named or {name: _ROLES[name] for name in fields if name in _ROLES}
 
 
+def find_role(names: Sequence[str]) -> str | None:
+    """The role of a leaf by the names on its path, where what held it has lost its class; `None` if no name tells.
+
+    >>> find_role(("opt_state", "0", "mu", "dense", "kernel"))
+    'mu'
+    """
+    return next((_ROLES[name] for name in reversed(names) if name in _ROLES), None)
+
+
 def map_moments(fun: Callable[[str, PyTree], Any], state: PyTree, otherwise: Callable[[Any], Any] = lambda x: x) -> Any:
     """A state with `fun(role, field)` in place of each field of moments, and `otherwise` of each other leaf."""
 
@@ -72,7 +81,8 @@ def list_moments(state: PyTree) -> list[tuple[str, PyTree]]:
     return found
 
 
-def list_roles(state: PyTree) -> list[str | None]:
+def list_roles(state: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[str | None]:
     """For each leaf of a state its role; `None` where it is no moment."""
-    marked = map_moments(lambda role, field: jax.tree.map(lambda _: role, field), state, lambda _: "")
+    plain = jax.tree.map(lambda _: 0, state, is_leaf=is_leaf)
+    marked = map_moments(lambda role, field: jax.tree.map(lambda _: role, field), plain, lambda _: "")
     return [role or None for role in jax.tree.leaves(marked)]

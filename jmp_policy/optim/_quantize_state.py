@@ -24,6 +24,9 @@ Path = tuple[Any, ...]
 
 Where = Callable[[str, Any], bool] | str | Sequence[str]
 
+CODES: dict[str, MomentCode] = {MU: DYNAMIC, NU: UNSIGNED_FLOAT}
+"""What moments are written as, by their roles."""
+
 _EMBEDDING = re.compile(r"(.*/)?([^/]*embed[^/]*|w[tp]e)(/.*)?", re.IGNORECASE)
 """The paths of tables of embeddings."""
 
@@ -77,7 +80,8 @@ def quantize_state(
     Raises:
       TypeError: `inner` is not an optax transformation, or `stochastic` is not one random key.
       ValueError: `bits` or `block_size` is none of those; `inner` is one of `jmp_policy.optim` that goes outside; at
-        `init`, `inner` has no moments, or `where` matches no parameter; in a step, `inner` is not elementwise.
+        `init`, `inner` has no moments of the shapes of parameters, or `where` matches no parameter; in a step, `inner`
+        is not elementwise.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
 
@@ -95,12 +99,19 @@ def quantize_state(
     key = None if stochastic is None else check_key(stochastic, "stochastic")
 
     def init(params: PyTree) -> Any:
-        inner_state, scales = _quantize_first(inner, params, choose(params), codes)
+        chosen = choose(params)
+        inner_state, scales = _quantize_first(inner, params, chosen, codes)
         check_not_loss_scaled(inner_state, "quantize_state")
         if not scales:
             raise ValueError(
                 "quantize_state is for optimizers with moments, and the state of this one has none. For example: "
                 "quantize_state(optax.adamw(1e-3))."
+            )
+        if chosen and not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(inner_state)):
+            paths = ", ".join(quote(show_path(path)) for path in list(chosen)[:5])
+            raise ValueError(
+                f"quantize_state found no moments of the shapes of parameters, of {paths}. It is for optimizers that "
+                "treat each number by itself. For example: quantize_state(optax.adamw(1e-3))."
             )
         data = None if key is None else jnp.array(jax.random.key_data(key))  # of its own: a state may be donated
         return QuantizedMomentsState(inner_state, scales, data)
@@ -112,7 +123,7 @@ def quantize_state(
 def _choose_codes(bits: int) -> dict[str, MomentCode]:
     if bits != 8:
         raise ValueError(f"bits must be 8, got {quote(bits)}. For example: quantize_state(optax.adamw(1e-3), bits=8).")
-    return {MU: DYNAMIC, NU: UNSIGNED_FLOAT}
+    return CODES
 
 
 def _check_block_size(block_size: int) -> None:
@@ -150,7 +161,7 @@ class _Choice:
     def _covers(self, path: Path, leaf: Any) -> bool:
         text = show_path(path)
         if self._where is None:
-            return _EMBEDDING.fullmatch(text) is None
+            return not is_embedding(text)
         if callable(self._where):
             return bool(self._where(text, leaf))
         return any(pattern.fullmatch(place) for place in list_paths_to(text) for pattern in self._where)
@@ -160,10 +171,18 @@ def show_path(path: Path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_embedding(path: str) -> bool:
+    """Whether a parameter's path says that it is a table of embeddings.
+
+    >>> is_embedding("decoder/token_embedding/table"), is_embedding("wte"), is_embedding("blocks/0/kernel")
+    (True, True, False)
+    """
+    return _EMBEDDING.fullmatch(path) is not None
+
+
 def _compile_patterns(where: str | Sequence[str]) -> list[re.Pattern[str]]:
-    patterns = [where] if isinstance(where, str) else list(where)
     try:
-        return [re.compile(pattern) for pattern in patterns]
+        return [re.compile(pattern) for pattern in ([where] if isinstance(where, str) else where)]
     except (re.error, TypeError) as error:
         raise ValueError(
             f"where={where!r} holds what is no regular expression: {error}. For example: where='.*kernel'."

@@ -117,7 +117,8 @@ class _Call:
         Raises:
           ValueError: the optimizer is not elementwise.
         """
-        self._check_elementwise()
+        if self._large:
+            self._check_elementwise()
         new = self._run(self._select(lambda i: self._owners[i] not in self._large))
         total = sum(self._leaves[owner].size for owner in self._large)
         for owner in self._large:
@@ -218,14 +219,22 @@ class _Call:
         dtypes = {i: jnp.float32 if i in self._codes else x.dtype for i, x in arrays.items()}
         kinds = {i: jax.ShapeDtypeStruct(x.shape, dtypes[i]) for i, x in arrays.items()}
         run = lambda arrays: self._run([arrays.get(i, x) for i, x in enumerate(values)])
-        mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
+        try:
+            mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
+        except Exception as error:
+            jax.eval_shape(self.run_whole, None)  # raises what is wrong with the whole, too: an argument is missing
+            raise _refuse(f"it cannot be run on some of the parameters alone ({type(error).__name__})") from error
         if mixing:
-            raise ValueError(
-                f"quantize_state runs an optimizer on one piece of a parameter after the other, and this one is not "
-                f"elementwise: {describe_mixing(mixing)}. Put what looks at whole parameters outside, for example "
-                "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or have whole float32 "
-                "moments made at each step: quantize_state(tx, elementwise=False)."
-            )
+            raise _refuse(describe_mixing(mixing))
+
+
+def _refuse(why: str) -> ValueError:
+    return ValueError(
+        f"quantize_state runs an optimizer on one piece of a parameter after the other, and this one is not "
+        f"elementwise: {why}. Put what looks at whole parameters outside, for example "
+        "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or have whole float32 "
+        "moments made at each step: quantize_state(tx, elementwise=False)."
+    )
 
 
 def _widen(x: Any) -> Any:

@@ -81,6 +81,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(1e-2),
     "partition": lambda: optax.partition({"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2)}, _labels),
     "prodigy": lambda: contrib.prodigy(),
+    "quantize_state": lambda: jmp.optim.quantize_state(optax.adamw(1e-2)),
+    "quantize_state_stochastic": lambda: jmp.optim.quantize_state(optax.lion(1e-3), stochastic=jax.random.key(0)),
     "radam": lambda: optax.radam(1e-2),
     "reduce_on_plateau": lambda: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(patience=1)),
     "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.9, centered=True),
@@ -104,8 +106,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-LARGE = 4100
-"""The length of a large leaf: from some 4,096 numbers on, XLA:CPU reduces them in another way, which can lose a nan."""
+LARGE = 17 * 256
+"""The length of a large leaf: from some 4,096 numbers on, XLA:CPU reduces them in another way, which can lose a nan.
+
+These are whole blocks of `quantize_state`."""
 
 
 def params_of(dtype: Any = jnp.float32) -> dict[str, Any]:

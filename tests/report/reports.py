@@ -18,6 +18,7 @@ from jmp_policy.numerics import (
     Reason,
     Stats,
 )
+from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
 from jmp_policy.statistics._layout import Layout, Site
 
@@ -109,6 +110,17 @@ def _measure() -> Stats:
     return Stats(record, Layout(sites, Meter(formats)))
 
 
+def _store() -> StateReport:
+    coded = (8, "uint8", (32, 8), 1_064_960, 4_194_304)
+    left = (32, "float32", (), 4_194_304, 4_194_304, "no blocks of 256 divide its axes")
+    rows = [
+        MomentRow(f"{path}/kernel", role, *how)
+        for path, how in zip(PATHS, itertools.cycle((coded, left)))
+        for role in ("mu", "nu")
+    ]
+    return StateReport(tuple(rows), 4, 1_048_576 * len(PATHS))
+
+
 def _predict() -> Prediction:
     faults = [("overflow", 0.03, 1.2e6, 65504.0), ("underflow", 0.5, 1e-9, 6e-8), ("precision", 0.01, 3.0, 0.004)]
     reasons = [
@@ -125,7 +137,7 @@ def _predict() -> Prediction:
 
 REPORTS = {
     "explanation": _explain(), "audit": _audit(), "comparison": _compare(), "statistics": _measure(),
-    "prediction": _predict(), "collectives": _communicate(),
+    "prediction": _predict(), "collectives": _communicate(), "state": _store(),
 }  # fmt: skip
 """By name; each holds every kind of row and note that its class has."""
 
@@ -138,6 +150,7 @@ NAMES = {
     "collectives": [*PATHS, "transformer_layers.py:1234", "collective-permute", "replica,data,fsdp", "recomputed",
                     "16384x53248", "f8_e4m3fn"],
     "comparison": [*PATHS, "int8(activations=false,min_size=0)", "int4/128(min_size=0,table_bits=4)"],
+    "state": [*(f"{path}/kernel" for path in PATHS), "nu", "u8", "f32"],
     "statistics": [*PATHS[:-1], "backward", "e4m3fn", "int8/64"],
 }  # fmt: skip
 """The names that must be whole in the text of each."""

@@ -17,6 +17,7 @@ HALF = {
 }
 SPECS = {"embed": P("fsdp", None), "block": {"w": P(None, "fsdp"), "b": P("fsdp")}, "norm": P()}
 SHARDED = {(32, 8): P("fsdp", None), (8, 16): P(None, "fsdp"), (16,): P("fsdp")}
+SHARDED |= {(2, 8): P("fsdp", None), (1, 8): P(None, "fsdp")}  # scales of blocks of 16
 
 ADAM = optax.adamw(1e-3)
 OPTIMIZERS = {
@@ -36,6 +37,7 @@ OPTIMIZERS = {
     "kahan": jmp.optim.kahan(ADAM),
     "stochastic_rounding": jmp.optim.stochastic_rounding(ADAM, jax.random.key(0)),
     "cast_state": jmp.optim.skip_nonfinite(jmp.optim.cast_state(ADAM, mu_dtype="bfloat16")),
+    "quantize_state": jmp.optim.loss_scaled(jmp.optim.quantize_state(ADAM, 8, 16, 100, ".*"), jmp.NoOpLossScale()),
     "all of them": jmp.optim.loss_scaled(
         optax.MultiSteps(jmp.optim.kahan(optax.inject_hyperparams(optax.adamw)(1e-3)), 2).gradient_transformation(),
         jmp.DynamicLossScale(),
@@ -91,6 +93,19 @@ def test_factored_moments_are_replicated():
     shapes = jax.eval_shape(optax.adafactor(1e-3, momentum=0.9).init, params)
     found = {(x.shape, spec) for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True)}
     assert found == {((), P()), ((1,), P()), ((256,), P()), ((128,), P()), ((128,), P("fsdp")), ((256, 128), P("fsdp"))}
+
+
+def test_scales_of_blocks_lie_as_their_parameters_do_where_whole_blocks_fit():
+    params = {"w": jax.ShapeDtypeStruct((128, 64), jnp.float32), "u": jax.ShapeDtypeStruct((96, 64), jnp.float32)}
+    tx = jmp.optim.loss_scaled(jmp.optim.quantize_state(ADAM), jmp.DynamicLossScale())
+    mesh = make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("fsdp", None))
+    state = jmp.sharding.state_shardings(tx, params, rows).inner_state
+    assert state.inner_state[0].mu == {"w": rows, "u": rows}
+    assert state.scales == ({"w": rows, "u": NamedSharding(mesh, P())},) * 2  # 3 blocks do not fit on 4 devices
+    assert jmp.sharding.state_shardings(tx, params, P("fsdp")).inner_state.scales[1] == {"w": P("fsdp"), "u": P("fsdp")}
+    small = {"scales": jax.ShapeDtypeStruct((8, 4), jnp.float32), **params}  # not in blocks: its scale is a one
+    assert jmp.sharding.state_shardings(tx, small, P("fsdp")).inner_state.scales[0]["scales"] == P()
 
 
 def test_nnx_parameters_and_shardings_of_nnx_fit():

@@ -1,0 +1,196 @@
+"""What the moments of an optimizer take: bits, blocks and bytes."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import is_floating_dtype
+from .._trees import PyTree, is_array
+from ..report import Column, Report, Table, find_row, format_bytes, shorten_dtypes
+from ._moment_blocks import Blocks, choose_sides
+from ._moments import list_moments, map_moments
+from ._quantize_state import is_embedding, show_path
+from ._quantized_update import QuantizedMomentsState
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentRow:
+    """How one moment of one parameter is stored.
+
+    Attributes:
+      path: of the parameter, its names joined by `/`.
+      role: `"mu"` for averages of gradients, `"nu"` for averages of squares.
+      bits: of a number, without its part of a scale.
+      dtype: that it is stored in; of codes uint8.
+      block: the sides of the blocks that have one scale; empty where there are none.
+      bytes: with scales.
+      float32_bytes: what it would take in float32.
+      left: why it has no blocks, as far as its path and shape say; empty where it has, or in another optimizer.
+    """
+
+    path: str
+    role: str
+    bits: int
+    dtype: str
+    block: tuple[int, ...]
+    bytes: int
+    float32_bytes: int
+    left: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain strings, numbers and lists."""
+        return dataclasses.asdict(self) | {"block": list(self.block)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StateReport(Report):
+    """What `optim.state_report` found: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each moment of each parameter.
+      other_bytes: what the rest of the state takes: counters, masters, sums of gradients.
+      param_count: how many numbers the parameters have.
+    """
+
+    rows: tuple[MomentRow, ...]
+    other_bytes: int
+    param_count: int
+
+    @property
+    def moment_bytes(self) -> int:
+        """The size of all moments."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def float32_bytes(self) -> int:
+        """Their size if they were float32."""
+        return sum(row.float32_bytes for row in self.rows)
+
+    @property
+    def bytes_per_param(self) -> float:
+        """The size of the whole state for each number of the parameters."""
+        return (self.moment_bytes + self.other_bytes) / max(self.param_count, 1)
+
+    def __getitem__(self, path: str) -> MomentRow:
+        """The first row of the parameter at a path.
+
+        Raises:
+          KeyError: no row has this path.
+        """
+        return find_row(self.rows, path, "moment", "stored")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "moment_bytes": self.moment_bytes,
+            "float32_bytes": self.float32_bytes,
+            "other_bytes": self.other_bytes,
+            "bytes_per_param": self.bytes_per_param,
+        }
+
+    def __repr__(self) -> str:
+        return f"<StateReport: {len(self.rows)} moments; print it for the table>"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        texts = [Column("parameter"), Column("role"), Column("dtype"), Column("block")]
+        columns = [*texts, Column("bytes", is_number=True), Column("left", wraps=True)]
+        return [Table(columns, [_list_cells(row) for row in self.rows])]
+
+    def _list_notes(self) -> list[str]:
+        share = f"{self.moment_bytes / self.float32_bytes:.3g} of" if self.float32_bytes else "of"
+        return [
+            f"moments: {format_bytes(self.moment_bytes) or '0 B'}, {share} what they would take in float32",
+            f"the rest of the state: {format_bytes(self.other_bytes) or '0 B'}",
+            f"together: {self.bytes_per_param:.3g} bytes a parameter",
+        ]
+
+
+def state_report(state: PyTree, params: PyTree) -> StateReport:
+    """Reports in how many bits an optimizer stores its moments, and why some are left in float32.
+
+    Args:
+      state: of any optimizer, or its `jax.eval_shape`: `optim.quantize_state` in any wrapper, or plain optax.
+      params: its parameters, or what describes them.
+
+    Returns:
+      A `StateReport`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> params = {"kernel": jnp.ones((128, 64)), "embed": jnp.ones((256, 64)), "bias": jnp.ones(64)}
+    >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init(params)
+    >>> print(jmp.optim.state_report(state, params))
+    parameter  role  dtype  block     bytes  left
+    ─────────────────────────────────────────────────────────────────
+    bias       mu    f32              260 B  64 numbers, or by a rule
+    embed      mu    f32            65.5 kB  embeddings
+    kernel     mu    u8     32 x 8  8.32 kB
+    <BLANKLINE>
+    moments: 74.1 kB, 0.752 of what they would take in float32
+    the rest of the state: 4 B
+    together: 3.01 bytes a parameter
+    """
+    is_quantized = lambda node: isinstance(node, QuantizedMomentsState)
+    has_blocks = any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
+    joined = jax.tree.map(lambda node: _join(node) if is_quantized(node) else node, state, is_leaf=is_quantized)
+    rows = tuple(
+        _make_row(show_path(path), role, moment, has_blocks)
+        for role, field in list_moments(joined)
+        for path, moment in jax.tree_util.tree_leaves_with_path(field, is_leaf=_is_blocks)
+        if is_array(moment) or _is_blocks(moment)
+    )
+    total = sum(_count_bytes(leaf) for leaf in jax.tree.leaves(state))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params) if is_array(leaf))
+    return StateReport(tuple(sorted(rows, key=lambda row: row.path)), total - sum(row.bytes for row in rows), count)
+
+
+def _join(state: QuantizedMomentsState) -> Any:
+    """The state of an optimizer, with its moments and their scales in one place."""
+    scales: Iterator[Any] = iter(jax.tree.leaves(state.scales))
+    join = lambda moment: Blocks(moment, next(scales))
+    return map_moments(lambda role, field: jax.tree.map(join, field), state.inner_state)
+
+
+def _is_blocks(node: Any) -> bool:
+    return isinstance(node, Blocks)
+
+
+def _make_row(path: str, role: str, moment: Any, has_blocks: bool) -> MomentRow:
+    codes, scale = moment if _is_blocks(moment) else (moment, None)
+    size = _count_bytes(codes) + (0 if scale is None else _count_bytes(scale))
+    bits, wide = 8 * codes.dtype.itemsize, 4 * codes.size
+    if scale is not None and codes.dtype == np.uint8:
+        return MomentRow(path, role, bits, codes.dtype.name, _find_sides(codes, scale), size, wide)
+    return MomentRow(path, role, bits, codes.dtype.name, (), size, wide, _explain(path, codes) if has_blocks else "")
+
+
+def _find_sides(codes: Any, scale: Any) -> tuple[int, ...]:
+    return tuple(length // max(count, 1) for length, count in zip(codes.shape, scale.shape, strict=True))
+
+
+def _explain(path: str, moment: Any) -> str:
+    """Why a moment has no blocks; the settings of `quantize_state` are not in its state."""
+    if not is_floating_dtype(moment.dtype):
+        return "no floating numbers"
+    if choose_sides(moment.shape, 256) is None:
+        return "no blocks of 256 divide its axes"
+    if is_embedding(path):
+        return "embeddings"
+    return f"{moment.size:,} numbers, or by a rule"
+
+
+def _count_bytes(leaf: Any) -> int:
+    if not is_array(leaf):
+        return 0
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return leaf.size * np.dtype(leaf.dtype).itemsize
+
+
+def _list_cells(row: MomentRow) -> list[str]:
+    block = " x ".join(map(str, row.block))
+    return [row.path, row.role, shorten_dtypes([row.dtype]), block, format_bytes(row.bytes), row.left]

@@ -1,0 +1,142 @@
+"""Optimizers whose moments `quantize_state` stores, and a model in NumPy of how it does."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+
+from jmp_policy.optim._moment_codes import DYNAMIC, UNSIGNED_FLOAT
+from jmp_policy.optim._moments import MU, map_moments
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
+
+
+def _labels(params: Any) -> Any:
+    return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) > 1 else "rest", params)
+
+
+ELEMENTWISE: dict[str, Callable[[], Any]] = {
+    "adabelief": lambda: optax.adabelief(1e-2),
+    "adadelta": lambda: optax.adadelta(1.0),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "adam": lambda: optax.adam(1e-2),
+    "adamax": lambda: optax.adamax(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1, mask=_matrices),
+    "adan": lambda: optax.adan(1e-2),
+    "ademamix": lambda: contrib.ademamix(1e-2),
+    "adopt": lambda: contrib.adopt(1e-2),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0.0, 10)),
+    "lion": lambda: optax.lion(1e-3, mask=_matrices),
+    "masked": lambda: optax.masked(optax.adam(1e-2), _matrices),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "nadam": lambda: optax.nadam(1e-2),
+    "nesterov": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "partition": lambda: optax.partition({"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2, 0.9)}, _labels),
+    "radam": lambda: optax.radam(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.9, centered=True),
+    "schedule": lambda: optax.chain(optax.clip(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 3, 10))),
+    "signum": lambda: optax.signum(1e-2),
+    "yogi": lambda: optax.yogi(1e-2),
+}
+
+CODES = {True: DYNAMIC, False: UNSIGNED_FLOAT}
+"""By whether moments are averages of gradients."""
+
+
+def make_params(dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Two large leaves, of two and four pieces, and three that stay: small, of odd lengths, and an embedding."""
+    random = np.random.default_rng(1)
+    shapes = {"w": (512, 24), "blocks": {"v": (256, 4, 8)}, "b": (24,), "odd": (63, 21), "embed": (64, 16)}
+    draw = lambda shape: jnp.asarray(random.normal(size=shape), dtype)
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def make_grads(params: Any, step: int) -> Any:
+    """Gradients of many magnitudes, with rows of zeros, as those of rows that were not used."""
+    random = np.random.default_rng(100 + step)
+
+    def draw(p: jax.Array) -> jax.Array:
+        numbers = random.normal(size=p.shape) * 2.0 ** random.integers(-12, 4, p.shape[-1])
+        if p.ndim > 1:
+            numbers[random.random(p.shape[0]) < 0.3] = 0
+        return jnp.asarray(numbers, p.dtype)
+
+    return jax.tree.map(draw, params)
+
+
+def store(moment: np.ndarray, is_mean: bool, sides: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a moment in blocks of these sides: one block after the other, and each number by a search."""
+    code = CODES[is_mean]
+    middles = (code.values[:-1].astype(np.float64) + code.values[1:]) / 2
+    codes = np.zeros(moment.shape, np.uint8)
+    counts = [length // side for length, side in zip(moment.shape, sides, strict=True)]
+    scales = np.zeros(counts, np.float32)
+    for place in itertools.product(*map(range, counts)):
+        tile = tuple(slice(i * side, (i + 1) * side) for i, side in zip(place, sides, strict=True))
+        block = moment[tile]
+        largest = np.abs(block).max()
+        scale = -largest if (block == -largest).any() else largest
+        relative = block / np.float32(scale if scale else 1)
+        nearest = np.searchsorted(middles, relative)
+        codes[tile] = nearest if is_mean else np.maximum(nearest, relative > 0)
+        scales[place] = scale
+    return codes, scales
+
+
+def read(codes: np.ndarray, scales: np.ndarray, is_mean: bool) -> np.ndarray:
+    """The numbers that codes and scales stand for."""
+    for axis, (length, count) in enumerate(zip(codes.shape, scales.shape, strict=True)):
+        scales = scales.repeat(length // count, axis)
+    return CODES[is_mean].values[codes] * scales
+
+
+class Model:
+    """An optimizer on whole float32 leaves, whose large moments lose in NumPy what 8 bits cannot say after each step.
+
+    Args:
+      inner: the optimizer.
+      params: the first parameters.
+      sides: by the shapes of large parameters, the sides of their blocks.
+    """
+
+    def __init__(self, inner: Any, params: Any, sides: dict[tuple[int, ...], tuple[int, ...]]):
+        self._update = jax.jit(inner.update)
+        self._sides = sides
+        self.stored: list[tuple[np.ndarray, np.ndarray] | None] = []
+        self.state = self._round(inner.init(params))
+
+    def update(self, grads: Any, params: Any) -> Any:
+        updates, state = self._update(grads, self.state, params)
+        self.state = self._round(state)
+        return updates
+
+    def _round(self, state: Any) -> Any:
+        self.stored = []
+
+        def round_one(role: str, moment: Any) -> Any:
+            sides = self._sides.get(moment.shape)
+            stored = None if sides is None else store(np.asarray(moment), role == MU, sides)
+            self.stored.append(stored)
+            return moment if stored is None else jnp.asarray(read(*stored, role == MU))
+
+        return map_moments(lambda role, field: jax.tree.map(lambda x: round_one(role, x), field), state)
+
+
+SIDES = {(512, 24): (32, 8), (256, 4, 8): (8, 4, 8)}
+"""The blocks of `make_params`, as the documentation says them."""
+
+
+def list_stored(state: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Codes and scales of a `QuantizedMomentsState`, in order; where a moment is no codes, itself and a one."""
+    moments: list[Any] = []
+    map_moments(lambda role, field: moments.extend(jax.tree.leaves(field)), state.inner_state)
+    return [(np.asarray(x), np.asarray(s)) for x, s in zip(moments, jax.tree.leaves(state.scales), strict=True)]

@@ -1,0 +1,109 @@
+"""`quantize_state` stores what a model in NumPy stores, and steps on pieces as on the whole."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from optimizer_registry import bits, types
+from quantized_moments import ELEMENTWISE, SIDES, Model, list_stored, make_grads, make_params, read, store
+
+from jmp_policy import optim
+
+STEPS = 10
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # LLVM would round a product before a sum here, and not there
+ROUNDED_OTHERWISE = ("adabelief", "adadelta", "amsgrad", "rmsprop")  # XLA fuses a quotient otherwise
+QUICK = ("adamw", "lion", "rmsprop")
+
+
+def quantize(inner, **options):
+    return optim.quantize_state(inner, min_size=500, **options)
+
+
+@functools.cache
+def trained(name, elementwise=True):
+    """Ten steps of an optimizer: the updates and the state of each."""
+    tx = quantize(ELEMENTWISE[name](), elementwise=elementwise)
+    params = make_params()
+    state, update = tx.init(params), jax.jit(tx.update, compiler_options=UNOPTIMIZED)
+    history = []
+    for step in range(STEPS):
+        updates, state = update(make_grads(params, step), state, params)
+        params = optax.apply_updates(params, updates)
+        history.append((updates, state))
+    return history
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_ten_steps_store_what_a_model_in_numpy_stores(name):
+    params = make_params()
+    model = Model(ELEMENTWISE[name](), params, SIDES)
+    for step, (updates, state) in enumerate(trained(name)):
+        expected = model.update(make_grads(params, step), params)
+        params = optax.apply_updates(params, expected)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), updates, expected)
+        for stored, (codes, scales) in zip(model.stored, list_stored(state), strict=True):
+            assert (stored is None) == (codes.dtype != np.uint8)
+            if stored is not None:
+                np.testing.assert_array_equal(codes, stored[0])
+                np.testing.assert_allclose(scales, stored[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ELEMENTWISE]
+)
+def test_steps_on_pieces_are_those_on_whole_moments(name):
+    whole = quantize(ELEMENTWISE[name](), elementwise=False)
+    params = make_params()
+    state, update = whole.init(params), jax.jit(whole.update, compiler_options=UNOPTIMIZED)
+    for step, (updates, expected) in enumerate(trained(name)):
+        new, state = update(make_grads(params, step), state, params)
+        params = optax.apply_updates(params, new)
+        assert types(state) == types(expected)
+        if name not in ROUNDED_OTHERWISE:
+            assert bits(state) == bits(expected)
+        for (codes, scales), (expected_codes, expected_scales) in zip(
+            list_stored(state), list_stored(expected), strict=True
+        ):
+            np.testing.assert_allclose(codes, expected_codes, rtol=1e-6)  # of bytes: the same
+            np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), updates, new)
+
+
+def _adamw(param, grad, mu, nu, step):
+    mu, nu = 0.9 * mu + 0.1 * grad, 0.999 * nu + 0.001 * grad**2
+    root = np.sqrt(nu / (1 - 0.999**step)) + 1e-8
+    return -1e-2 * (mu / (1 - 0.9**step) / root + 0.1 * param), mu, nu
+
+
+def _lion(param, grad, mu, nu, step):
+    return -1e-3 * (np.sign(0.9 * mu + 0.1 * grad) + 0.1 * param), 0.99 * mu + 0.01 * grad, nu
+
+
+@pytest.mark.parametrize(
+    ("tx", "model"), [(optax.adamw(1e-2, weight_decay=0.1), _adamw), (optax.lion(1e-3, weight_decay=0.1), _lion)]
+)
+def test_a_large_parameter_takes_the_steps_of_an_optimizer_in_numpy(tx, model):
+    """Both compute by themselves: a number half way between two codes, one in 10,000, may have the other code."""
+    random = np.random.default_rng(0)
+    params = {"w": random.normal(size=(1024, 256)).astype(np.float32)}
+    tx = optim.quantize_state(tx)
+    state, step = tx.init(params), jax.jit(tx.update)
+    mu, nu = (np.zeros((1024, 256)) for _ in range(2))
+    for n in range(1, STEPS + 1):
+        grad = random.normal(size=(1024, 256)).astype(np.float32) * 2.0 ** random.integers(-8, 8, (1024, 1))
+        grads = {"w": grad.astype(np.float32)}
+        updates, state = step(grads, state, params)
+        expected, mu, nu = model(params["w"].astype(np.float64), grads["w"].astype(np.float64), mu, nu, n)
+        moments = [np.float32(moment) for moment in (mu, nu)][: len(state.scales)]
+        stored = [store(moment, is_mean, (32, 8)) for moment, is_mean in zip(moments, (True, False), strict=False)]
+        for (codes, scales), (expected_codes, expected_scales) in zip(list_stored(state), stored, strict=True):
+            differ = codes.astype(int) - expected_codes
+            assert np.abs(differ).max() <= 1
+            assert np.mean(differ != 0) < 1e-4 * n
+            np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+        mu, nu = [*(read(*s, is_mean) for s, is_mean in zip(stored, (True, False), strict=False)), nu][:2]
+        is_same = np.abs(np.asarray(updates["w"]) - expected) < 1e-6
+        assert is_same.mean() > 1 - 1e-3 * n
+        params = {"w": (params["w"] + np.asarray(updates["w"])).astype(np.float32)}
