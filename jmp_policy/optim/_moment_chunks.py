@@ -86,7 +86,7 @@ def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = 
       cuts_columns: whether the last axis may be cut.
 
     >>> plan_chunks((4096, 1024), (32, 8), 16)
-    Chunks(parts=(8, 128), counts=(16, 1))
+    Chunks(parts=(8, 8), counts=(16, 1))
     >>> plan_chunks((4096, 1024), (32, 8), 128).counts
     (16, 8)
     """
@@ -102,7 +102,10 @@ def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = 
         for axis in axes:
             need = math.ceil(least / math.prod(counts))
             counts[axis] *= _choose_divisor(blocks[axis] // counts[axis], need, parts)
-    return Chunks(tuple(n // count for n, count in zip(blocks, counts, strict=True)), tuple(counts))
+    # No more parts of the columns than that, for the runs of a part are contiguous, and short ones are slow on CPUs.
+    parts = [n // count for n, count in zip(blocks, counts, strict=True)]
+    parts[-1] = max(d for d in range(1, _PARTS + 1) if parts[-1] % d == 0)
+    return Chunks(tuple(parts), tuple(counts))
 
 
 def _choose_divisor(n: int, need: int, parts: int) -> int:
