@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from explained_blocks import IN_BLOCKS
 from flax import linen as nn
 
 import jmp_policy as jmp
@@ -301,15 +302,6 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
         "conv": "int8, computed with as numbers: its weight is rewritten before it is used",
         "head": "left: 256 elements are fewer than min_size=4096",
     }  # fmt: skip
-
-
-IN_BLOCKS = [
-    ("mxfp8", "mxfp8", "mxfp8, computed with as numbers: it is a convolution"),
-    ("nvfp4(activations=false)", "nvfp4(activations=false)", "nvfp4(activations=false)"),
-    ("mxfp4/16", "mxfp4/16", "mxfp4/16"),
-    ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies", "mxfp8/16, computed with as numbers: it is a conv"),
-    ("mxfp8/48", "left: blocks of 48 do not divide its 64 inputs", "mxfp8/48, computed with as numbers: it is a conv"),
-]
 
 
 @pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from explained_blocks import IN_BLOCKS
 from flax import linen, nnx
 from nnx_models import Net, rngs
 
@@ -253,15 +254,6 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     found = jmp.explain(abstract(Wide, "int8_from_mixed_bfloat16"), jax.ShapeDtypeStruct((2, 64), "float32"))
     assert column(found, "quantization") == QUANTIZATION
     assert set(column(jmp.explain(abstract(Wide, MIXED), X.update(shape=(2, 64))), "quantization").values()) == {""}
-
-
-IN_BLOCKS = [
-    ("mxfp8", "mxfp8", "mxfp8, computed with as numbers: it is a convolution"),
-    ("nvfp4(activations=false)", "nvfp4(activations=false)", "nvfp4(activations=false)"),
-    ("mxfp4/16", "mxfp4/16", "mxfp4/16"),
-    ("mxfp8/16", "mxfp8/16, in blocks that no hardware multiplies", "mxfp8/16, computed with as numbers: it is a conv"),
-    ("mxfp8/48", "left: blocks of 48 do not divide its 64 inputs", "mxfp8/48, computed with as numbers: it is a conv"),
-]
 
 
 @pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)
