@@ -5,7 +5,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -96,13 +96,17 @@ def lowering_seconds(programs: list[Program], repeats: int = 10) -> list[float]:
 
 def step_seconds(programs: list[Program], repeats: int = 100) -> list[float]:
     """The wall-clock time of a step of each program, a median over interleaved repeats; for accelerators."""
-    runs = [_runner(program) for program in programs]
-    seconds: list[list[float]] = [[] for _ in programs]
+    return median_seconds([_runner(program) for program in programs], repeats, time.perf_counter)
+
+
+def median_seconds(runs: Sequence[Callable[[], None]], repeats: int, clock: Callable[[], float]) -> list[float]:
+    """What each function takes by a clock, a median over repeats in which all take turns."""
+    seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, taken in zip(runs, seconds, strict=True):
-            start = time.perf_counter()
+            start = clock()
             run()
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     return [statistics.median(taken) for taken in seconds]
 
 

@@ -20,6 +20,7 @@ import jax
 import optax
 
 from benchmarks._markdown import table
+from benchmarks._measure import median_seconds
 from benchmarks._optimizer_cost import count_bytes, count_parameters, traffic
 from benchmarks._small_state_gpt import gpt_contestants, train_gpts
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
@@ -64,14 +65,7 @@ def updates_table(quick: bool) -> str:
 
 def update_seconds(optimizers: Sequence[optax.GradientTransformation], params: Any, repeats: int) -> list[float]:
     """The process time of an update by each, a median over repeats in which all take turns."""
-    runs = [_runner(tx, params) for tx in optimizers]
-    seconds: list[list[float]] = [[] for _ in optimizers]
-    for _ in range(repeats):
-        for run, taken in zip(runs, seconds, strict=True):
-            start = time.process_time()
-            run()
-            taken.append(time.process_time() - start)
-    return [statistics.median(taken) for taken in seconds]
+    return median_seconds([_runner(tx, params) for tx in optimizers], repeats, time.process_time)
 
 
 def _runner(tx: optax.GradientTransformation, shapes: Any) -> Callable[[], None]:
