@@ -30,14 +30,20 @@ def round_with_numpy(x: np.ndarray, largest: int, block: int):
     return lost, errors
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
-def test_integers_lose_what_rounding_by_blocks_loses(shape):
+def measure_random(formats, shape):
+    """Random numbers over six decades with zeros among them, and the counts and sums of errors that are measured."""
     rng = np.random.default_rng()
     x = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, shape), np.float32)
     x = np.where(rng.random(shape) < 0.2, np.float32(0), x)
-    record = jax.jit(Meter(tuple(INTEGERS), False).measure)(jnp.asarray(x))
+    record = jax.jit(Meter(tuple(formats), False).measure)(jnp.asarray(x))
     counts, sums = np.asarray(record.counts)[0, 0], np.asarray(record.sums, np.float64)[0].sum(-1)
     sums *= 4.0 ** int(record.exponents[0])
+    return x, counts, sums
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
+def test_integers_lose_what_rounding_by_blocks_loses(shape):
+    x, counts, sums = measure_random(INTEGERS, shape)
     for i, (largest, block) in enumerate(INTEGERS.values()):
         lost, errors = round_with_numpy(np.atleast_1d(x), largest, block)
         assert counts[4 + 3 * i : 7 + 3 * i].tolist() == [lost, 0, 0]
@@ -86,12 +92,7 @@ def round_as_in_training(x: np.ndarray, quantize, dtype, block: int):
 
 @pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
 def test_floats_in_blocks_lose_what_training_loses(shape):
-    rng = np.random.default_rng()
-    x = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, shape), np.float32)
-    x = np.where(rng.random(shape) < 0.2, np.float32(0), x)
-    record = jax.jit(Meter(tuple(SCALED), False).measure)(jnp.asarray(x))
-    counts, sums = np.asarray(record.counts)[0, 0], np.asarray(record.sums, np.float64)[0].sum(-1)
-    sums *= 4.0 ** int(record.exponents[0])
+    x, counts, sums = measure_random(SCALED, shape)
     for i, how in enumerate(SCALED.values()):
         expected, error = round_as_in_training(np.atleast_1d(x), *how)
         assert counts[4 + 3 * i : 7 + 3 * i].tolist() == expected
