@@ -1,0 +1,56 @@
+"""What a benchmark measured: tables that a file keeps, whose columns say whether they repeat."""
+
+import dataclasses
+from typing import Any
+
+from benchmarks._markdown import table
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultTable:
+    """A table of results.
+
+    Attributes:
+      name: which one it is among the tables of its benchmark, as `steps`.
+      title: what it says, for a reader.
+      header: the names of its columns.
+      rows: its cells, as they are shown.
+      timed: the columns that differ from run to run, such as seconds; the cells of all others repeat exactly, for the
+        same versions on the same device.
+      notes: what a reader has to know, and for each row in which another library is better, why.
+    """
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    timed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert set(self.timed) <= set(self.header), self.timed
+        assert all(len(row) == len(self.header) for row in self.rows), self.header
+
+    def to_markdown(self) -> str:
+        """The table and its notes.
+
+        >>> print(ResultTable("bytes", "Bytes", ("by", "bytes"), (("a", "1"),), notes=("One step.",)).to_markdown())
+        | by | bytes |
+        |---|---|
+        | a | 1 |
+        <BLANKLINE>
+        - One step.
+        """
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return table(self.header, self.rows) + (f"\n\n{notes}" if notes else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON keeps of it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, kept: dict[str, Any]) -> "ResultTable":
+        """The table that `to_dict` was asked of, also after JSON made lists of its tuples."""
+        rows = tuple(tuple(row) for row in kept["rows"])
+        lists = {name: tuple(kept[name]) for name in ("header", "timed", "notes")}
+        return cls(kept["name"], kept["title"], rows=rows, **lists)
