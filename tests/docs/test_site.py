@@ -14,6 +14,8 @@ import pytest
 import test_floors
 import yaml
 
+import jmp_policy as jmp
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 GENERATED = {"changelog.md", "architecture.md"}
@@ -75,6 +77,20 @@ def test_nothing_is_fetched_from_another_address_to_read_the_site():
 
 @pytest.mark.parametrize("module", [floors, links, notebook_page], ids=lambda module: module.__name__)
 def test_the_examples_of_the_hook_are_true(module):
+    _assert_examples_are_true(module)
+
+
+def test_the_examples_of_docstrings_are_blocks_of_code():
+    pytest.importorskip("griffe")
+    examples = importlib.import_module("examples")
+    _assert_examples_are_true(examples)
+    fenced = examples.fence_examples(jmp.value_and_grad.__doc__ + jmp.get_policy.__doc__)
+    outside = re.sub(r"```pycon\n.*?```", "", fenced, flags=re.DOTALL)
+    assert ">>>" in fenced
+    assert ">>>" not in outside
+
+
+def _assert_examples_are_true(module):
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
     assert result.failed == 0
