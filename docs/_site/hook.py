@@ -42,6 +42,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         text = path.read_text(encoding="utf-8")
         page = _NOTEBOOKS[f"notebooks/{path.name}"] = make_page(text, path.stem, mend_notebook)
         files.append(NotebookFile.generated(config, f"notebooks/{path.name}", content=page.markdown))
+        text = text.replace(PLACEHOLDER, repository or PLACEHOLDER)
         files.append(File.generated(config, f"notebooks/download/{path.name}", content=text))
         for name, picture in page.pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
