@@ -17,7 +17,7 @@ import yaml
 import jmp_policy as jmp
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 GENERATED = {"changelog.md", "architecture.md", "benchmarks-notes.md"}
 """Pages that the hook makes."""
 
@@ -51,7 +51,9 @@ def test_the_navigation_has_every_page_once():
 
 
 def test_the_navigation_has_the_notebooks_in_the_order_of_the_readme():
-    index = re.findall(r"^\d+\. \[[^]]*\]\((notebooks/[^)]*)\)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    index = re.findall(
+        r"^\d+\. \[[^]]*\]\((notebooks/[^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert [page for page in NAV if page.endswith(".ipynb")] == index
 
 
@@ -72,7 +74,7 @@ def test_what_is_wrong_with_a_link_fails_a_strict_build():
 def test_nothing_is_fetched_from_another_address_to_read_the_site():
     """Material fetches fonts from one, and the program that draws diagrams from another."""
     assert CONFIG["theme"]["font"] is False
-    assert [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text()] == []
+    assert [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize("module", [floors, links, notebook_page], ids=lambda module: module.__name__)
@@ -122,16 +124,20 @@ def test_links_of_a_notebook_are_mended_and_its_code_is_not():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_no_picture_and_no_table_of_a_notebook_is_left_out(path):
-    page = notebook_page.make_page(path.read_text(), path.stem)
-    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", [])]
+    page = notebook_page.make_page(path.read_text(encoding="utf-8"), path.stem)
+    outputs = [
+        output for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] for output in cell.get("outputs", [])
+    ]
     html = [output for output in outputs if "text/html" in output.get("data", {})]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert (len(page.html), len(page.pictures)) == (len(html), len(pictures))
-    assert page.markdown.count("```python") == sum('"code"' in line for line in path.read_text().splitlines())
+    assert page.markdown.count("```python") == sum(
+        '"code"' in line for line in path.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def test_the_picture_of_the_floors_has_each_room_on_the_floor_that_the_tests_hold_it_to():
-    drawn = floors.read_floors((ROOT / "ARCHITECTURE.md").read_text())
+    drawn = floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
     on_floors = {room.rstrip("/").removesuffix(".py"): floor for floor, rooms in drawn.items() for room in rooms}
     assert on_floors == {name: floor for name, floor in test_floors.FLOORS.items() if name != "__main__"}
     assert list(drawn) == sorted(drawn, reverse=True)
@@ -141,7 +147,7 @@ def test_the_picture_of_the_floors_has_each_room_on_the_floor_that_the_tests_hol
 
 
 def test_no_room_is_drawn_beyond_the_edge_of_the_picture():
-    picture = floors.draw_floors(floors.read_floors((ROOT / "ARCHITECTURE.md").read_text()))
+    picture = floors.draw_floors(floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
     (width, height) = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0])
     boxes = re.findall(r'class="room" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', picture)
     assert all(float(x) + float(w) <= width and float(y) + float(h) <= height for x, y, w, h in boxes)
@@ -164,7 +170,7 @@ class TestHook:
         assert pages == GENERATED | {page for page in NAV if page.endswith(".ipynb")}
         added = {file.src_uri: file for file in files}
         assert added["notebooks/quickstart.ipynb"].url == "notebooks/quickstart/"
-        stored = (ROOT / "notebooks" / "quickstart.ipynb").read_text()
+        stored = (ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8")
         assert added["notebooks/download/quickstart.ipynb"].content_string == stored
         assert added["changelog.md"].content_string.startswith("# Changelog")
         assert "<svg" in added["images/floors.svg"].content_string
@@ -172,12 +178,14 @@ class TestHook:
     def test_the_page_of_benchmarks_has_the_results_where_there_are_any(self, hook, tmp_path):
         results = tmp_path / "RESULTS.md"
         assert "python -m benchmarks" in hook.read_results(results)
-        results.write_text("# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n")
+        results.write_text(
+            "# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n", encoding="utf-8"
+        )
         text = hook.read_results(results)
         assert text == "\n## Bytes\n\n![bytes](images/benchmarks/bytes.png) of [steps](benchmarks-notes.md)\n"
 
     def test_the_page_of_benchmarks_has_a_place_for_the_results(self, hook):
-        assert (ROOT / "docs" / "benchmarks.md").read_text().count(hook.RESULTS_MARK) == 1
+        assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").count(hook.RESULTS_MARK) == 1
 
     def test_the_address_of_the_repository_is_that_of_the_package(self, hook):
-        assert f'repository = "{hook.find_repository()}"' in (ROOT / "pyproject.toml").read_text()
+        assert f'repository = "{hook.find_repository()}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
