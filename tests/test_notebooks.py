@@ -30,7 +30,8 @@ SHORTER = {
 INSTALL = """
 import importlib.util
 
-if importlib.util.find_spec("jmp_policy") is None:  # where this notebook is opened without the package
+# Where this notebook is opened without the package:
+if importlib.util.find_spec("jmp_policy") is None:
     %pip install -q "jmp-policy[notebooks] @ git+https://github.com/OWNER/REPOSITORY"
 """.strip()
 """The first cell of code of each notebook."""

@@ -1,21 +1,26 @@
-"""The examples of docstrings as blocks of code: Markdown takes their `>>>` for quotations."""
+"""The examples and tables of docstrings as blocks: Markdown takes `>>>` for quotations, and rules of `=` for titles."""
+
+import re
 
 import griffe
 
+_RULE = re.compile(r"=+(?: +=+)+")
+
 
 def fence_examples(docstring: str) -> str:
-    """Puts each example into a block of its own.
+    """Puts each example, and each table between rules, into a block of its own.
 
     >>> fence_examples("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo.").splitlines()
     ['One.', '', '```pycon', '>>> 1 + 1', '2', '```', '', 'Two.']
     """
     lines: list[str] = []
-    indent: str | None = None  # of the example that is being read
+    indent: str | None = None  # of the block that is being read
     for line in [*docstring.splitlines(), ""]:
-        if indent is None and line.lstrip().startswith(">>> "):
+        language = "pycon" if line.lstrip().startswith(">>> ") else "text" if _RULE.fullmatch(line.strip()) else None
+        if indent is None and language:
             indent = line[: len(line) - len(line.lstrip())]
             lines += [""] if lines and lines[-1].strip() else []
-            lines.append(f"{indent}```pycon")
+            lines.append(f"{indent}```{language}")
         elif indent is not None and not line.strip():
             lines.append(f"{indent}```")
             indent = None

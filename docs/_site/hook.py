@@ -15,6 +15,13 @@ from mkdocs.structure.pages import Page
 from notebook_page import NotebookPage, make_page
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+WHOLE_FILES = {
+    "CHANGELOG.md": "changelog.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "benchmarks/README.md": "benchmarks-notes.md",
+}
+"""Files of the repository that are pages as they are."""
+
 RESULTS_MARK = "<!-- results -->"
 """Where docs/benchmarks.md has the results."""
 
@@ -46,7 +53,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"notebooks/download/{path.name}", content=text))
         for name, picture in page.pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
-    for name, uri in (("CHANGELOG.md", "changelog.md"), ("ARCHITECTURE.md", "architecture.md")):
+    for name, uri in WHOLE_FILES.items():
         text = mend_links((ROOT / name).read_text(encoding="utf-8"), name, repository)
         files.append(File.generated(config, uri, content=text))
     floors = draw_floors(read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))

@@ -10,7 +10,7 @@ _PAGES = {
     "CHANGELOG.md": "changelog.md",
     "ARCHITECTURE.md": "architecture.md",
     "README.md": "index.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmarks-notes.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
 }
 _FOLDERS = {"docs/": "", "notebooks/": "notebooks/", "benchmarks/plots/": "images/benchmarks/"}

@@ -18,7 +18,7 @@ import jmp_policy as jmp
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-GENERATED = {"changelog.md", "architecture.md"}
+GENERATED = {"changelog.md", "architecture.md", "benchmarks-notes.md"}
 """Pages that the hook makes."""
 
 PIXEL = base64.b64decode(
@@ -174,7 +174,7 @@ class TestHook:
         assert "python -m benchmarks" in hook.read_results(results)
         results.write_text("# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n")
         text = hook.read_results(results)
-        assert text == "\n## Bytes\n\n![bytes](images/benchmarks/bytes.png) of [steps](benchmarks.md)\n"
+        assert text == "\n## Bytes\n\n![bytes](images/benchmarks/bytes.png) of [steps](benchmarks-notes.md)\n"
 
     def test_the_page_of_benchmarks_has_a_place_for_the_results(self, hook):
         assert (ROOT / "docs" / "benchmarks.md").read_text().count(hook.RESULTS_MARK) == 1
