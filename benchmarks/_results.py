@@ -1,6 +1,9 @@
 """What a benchmark measured: tables that a file keeps, whose columns say whether they repeat."""
 
 import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks._markdown import table
@@ -54,3 +57,22 @@ class ResultTable:
         rows = tuple(tuple(row) for row in kept["rows"])
         lists = {name: tuple(kept[name]) for name in ("header", "timed", "notes")}
         return cls(kept["name"], kept["title"], rows=rows, **lists)
+
+
+def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None:
+    """Prints tables as they come, and writes them to a file of JSON if there is a path.
+
+    >>> print_tables([ResultTable("bytes", "Bytes", ("by", "bytes"), (("a", "1"),))])
+    <BLANKLINE>
+    Bytes:
+    <BLANKLINE>
+    | by | bytes |
+    |---|---|
+    | a | 1 |
+    """
+    kept = []
+    for made in tables:
+        print(f"\n{made.title}:\n\n{made.to_markdown()}", flush=True)
+        kept.append(made.to_dict())
+    if path:
+        pathlib.Path(path).write_text(json.dumps(kept, indent=1))
