@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from benchmarks import _harness
 from benchmarks._report import write_report
-from benchmarks._suites import SUITES
+from benchmarks._suites import SUITES, Suite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +47,7 @@ def _run(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join(f"{name:20} {'long   ' if s.is_long else '       '}{s.question}" for name, s in SUITES.items()))
         return 0
-    everything = options.all or options.quick
-    names = options.only or [name for name, suite in SUITES.items() if everything or not suite.is_long]
+    names = options.only or [name for name, suite in SUITES.items() if _is_chosen(suite, options)]
     root = options.out or (pathlib.Path(tempfile.mkdtemp()) if options.quick else _harness.FOLDER)
     failed = []
     for name, measured in _harness.run_suites(names, options.quick, options.jobs or _count_jobs(options.quick)):
@@ -62,6 +61,11 @@ def _run(argv: Sequence[str]) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
+    """Whether a suite runs if none is named."""
+    return suite.has_quick if options.quick else options.all or not suite.is_long
 
 
 def _count_jobs(quick: bool) -> int:

@@ -12,12 +12,14 @@ class Suite:
       question: what it asks, in a sentence.
       tables: the function of the module that measures: `(quick: bool) -> Iterator[ResultTable]`.
       is_long: whether it takes many minutes, and runs only when it is named, or with `--all`.
+      has_quick: whether it has small sizes.
     """
 
     module: str
     question: str
     tables: str = "tables"
     is_long: bool = False
+    has_quick: bool = True
 
 
 SUITES = {
@@ -51,7 +53,7 @@ SUITES = {
     ),
     "quant_training": Suite("quant", "What does a trained GPT lose in int8 and int4?", "training_tables", is_long=True),
     "autocast_training": Suite("autocast", "Do models train as well with it?", "training_tables", is_long=True),
-    "architectures": Suite("architectures", "Do real architectures train as well in half precision?", is_long=True),
-    "drill": Suite("drill", "What does a run lose that is killed at any moment, and resumed?", is_long=True),
+    "architectures": Suite("architectures.__main__", "Do architectures train as well in half precision?", is_long=True),
+    "drill": Suite("drill", "What does a run lose that is killed, and resumed?", is_long=True, has_quick=False),
 }  # fmt: skip
 """By name, in the order in which they run and are shown."""
