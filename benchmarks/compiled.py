@@ -101,7 +101,7 @@ class Measurements:
         self._origin = {"target": target.name, **versions(), "sources": _hash_sources()}
         self._measured: dict[str, Measured | str] = {}
         if path is not None and path.exists():
-            self._read(json.loads(path.read_text()))
+            self._read(json.loads(path.read_text(encoding="utf-8")))
 
     def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
         """What a program says of itself, or why it says nothing.

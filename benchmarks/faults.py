@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = {contestant.name: corruption(contestant, plan) for contestant in all_contestants}
     print(f"{sum(fault is not None for fault in plan)} faults in {options.steps} steps\n\n{report(counts)}")
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({n: {part: dataclasses.asdict(c) for part, c in row.items()} for n, row in counts.items()}, file)
 
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"jax {jax.__version__}, {jax.default_backend()}, {len(list(_bad_arrays('float32')))} bad arrays\n")
     print(table(COLUMNS, [[f"`{name}`", dtype, *map(_cell, row.values())] for (name, dtype), row in figures.items()]))
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump([{"check": name, "dtype": dtype, **row} for (name, dtype), row in figures.items()], file)
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for title, rows in tables.items():
         print(f"\n{title}:\n\n{report(rows)}")
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({title: [dataclasses.asdict(row) for row in rows] for title, rows in tables.items()}, file)
 
 

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dispatch = dispatch_microseconds()
     print(report(comparisons, dispatch))
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"comparisons": [_as_json(c) for c in comparisons], "dispatch": dispatch}, file, indent=2)
 
 

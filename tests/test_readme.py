@@ -18,12 +18,12 @@ import jmp_policy as jmp
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 MESH = README.parent / "docs" / "mesh.md"
-TEXT = README.read_text()
+TEXT = README.read_text(encoding="utf-8")
 HOME = "https://host/owner/name"
 
 
 def read_blocks(page: pathlib.Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 BLOCKS = read_blocks(README)
@@ -84,7 +84,7 @@ def test_the_wheel_that_it_installs_is_the_one_that_it_builds():
 
 @pytest.mark.parametrize("page", [README, MESH], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (page.parent / link).exists()] == []
 
