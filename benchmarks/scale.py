@@ -8,7 +8,6 @@ counted. For eight devices the same program is lowered for those of a CPU, and t
 """
 
 import dataclasses
-import resource
 import subprocess
 import sys
 import time
@@ -112,6 +111,8 @@ def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figure
 
 def main() -> None:
     """Prints what the largest trace took, whether the programs are the same, and the table."""
+    import resource  # which Windows has not
+
     columns: dict[tuple[str, tuple[int, int]], dict[str, Figures]] = {}
     for model, shape in reversed(SCALES):  # the largest first: the peak of memory is its own
         gpt, figures = MODELS[model], {}
