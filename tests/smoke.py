@@ -128,10 +128,10 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `jmp-policy` as installed, in an empty folder, where warnings are errors."""
     command = shutil.which("jmp-policy", path=sysconfig.get_path("scripts"))
     assert command is not None, f"there is no jmp-policy in {sysconfig.get_path('scripts')}"
-    environment = {**os.environ, "PYTHONWARNINGS": "error", "PYTHONUTF8": "1"}
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(
-            [command, *arguments], cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=300
+            [command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )
 
 
