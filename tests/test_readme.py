@@ -15,7 +15,7 @@ import hatch_build
 import jmp_policy as jmp
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
-TEXT = README.read_text()
+TEXT = README.read_text(encoding="utf-8")
 HOME = "https://host/owner/name"
 
 
