@@ -6,6 +6,7 @@ import importlib
 import json
 import pathlib
 import re
+import tomllib
 
 import floors
 import links
@@ -50,11 +51,18 @@ def test_the_navigation_has_every_page_once():
     assert sorted(page for page in NAV if page.endswith(".md")) == sorted(written | GENERATED)
 
 
-def test_the_navigation_has_the_notebooks_in_the_order_of_the_readme():
-    index = re.findall(
-        r"^\d+\. \[[^]]*\]\((notebooks/[^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert [page for page in NAV if page.endswith(".ipynb")] == index
+def test_the_navigation_has_every_notebook_in_the_order_of_their_page():
+    text = (ROOT / "docs" / "notebooks" / "index.md").read_text(encoding="utf-8")
+    index = re.findall(r"^\d+\. \[[^]]*\]\(([^)]*)\)", text, re.MULTILINE)
+    assert [page for page in NAV if page.endswith(".ipynb")] == [f"notebooks/{name}" for name in index]
+    assert sorted(index) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_page_of_installation_names_every_extra():
+    text = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["optional-dependencies"]) == named
 
 
 def test_the_parts_of_the_site_come_in_the_order_in_which_they_are_read():
