@@ -104,7 +104,7 @@ class Measurements:
         self._measured: dict[str, Measured | str] = {}
         self._tables: dict[str, ResultTable] = {}
         if path is not None and path.exists():
-            self._read(json.loads(path.read_text()))
+            self._read(json.loads(path.read_text(encoding="utf-8")))
 
     def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
         """What a program says of itself, or why it says nothing.
