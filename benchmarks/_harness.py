@@ -59,7 +59,7 @@ def run_suite(name: str, quick: bool) -> dict[str, Any]:
 
 def _environ(quick: bool) -> dict[str, str]:
     """The environment of a suite. In a quick run each program runs a few times, and compiling is what takes long."""
-    fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} if quick else {}
+    fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"} if quick else {}
     return {**fast, **os.environ}
 
 
