@@ -157,7 +157,7 @@ def find_writes(out: Path) -> set[str]:
 def count_steps(out: Path) -> int:
     """The last step that the metrics have."""
     file = out / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
@@ -167,11 +167,11 @@ def find_saved_step(out: Path) -> int:
 
 
 def read_digests(out: Path) -> list[str]:
-    return [path.read_text() for path in sorted(out.glob("digest-*"))]
+    return [path.read_text(encoding="utf-8") for path in sorted(out.glob("digest-*"))]
 
 
 def read_loss(out: Path) -> float:
-    return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    return json.loads((out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["validation_loss"]
 
 
 def draw_results(results: Sequence[tuple[Scenario, Result]]) -> ResultTable:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from benchmarks._fault_contestants import CLASSES, FEATURES, Contestant, contestants
 from benchmarks._faults import Fault, fault_tree, plan_faults
@@ -41,12 +40,12 @@ def corruption(contestant: Contestant, plan: Sequence[Fault | None]) -> dict[str
     """Trains through the faults of a plan, and counts what they corrupted, part by part."""
     state = reference = contestant.state
     for seed, fault in enumerate(plan):
-        batch = _batch(seed, contestant.state.params, fault)
+        batch = make_batch(seed, contestant.state.params, fault)
         state, _ = contestant.step(state, batch)
         after, _ = contestant.step(reference, batch)
         reference = after if fault is None else contestant.scale_of(reference, after)
-    expected = _parts(reference)
-    return {name: _differing(part, expected[name]) for name, part in _parts(state).items()}
+    expected = contestant.parts(reference)
+    return {name: _differing(part, expected[name]) for name, part in contestant.parts(state).items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -85,24 +84,11 @@ NOTES = (
 )
 
 
-def _batch(seed: int, params: Any, fault: Fault | None) -> Any:
+def make_batch(seed: int, params: Any, fault: Fault | None) -> Any:
+    """A random batch, and what to add to its gradients."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(16, FEATURES)).astype(np.float32)
     return (x, fault_tree(params, fault)), rng.integers(0, CLASSES, 16).astype(np.int32)
-
-
-def _parts(state: Any) -> dict[str, Any]:
-    def named(*names: str) -> list[Any]:
-        found = [optax.tree_utils.tree_get_all_with_path(state.opt_state, name) for name in names]
-        return [value for values in found for _, value in values]
-
-    return {
-        "parameters": state.params,
-        "moments": named("mu", "nu"),
-        "schedule counts": named("count"),
-        "batch statistics": state.variables,
-        "step counter": state.step,
-    }
 
 
 def _differing(got: Any, expected: Any) -> Count:

@@ -9,7 +9,6 @@ counted. For eight devices the same program is lowered for those of a CPU, and t
 
 import argparse
 import dataclasses
-import resource
 import subprocess
 import sys
 import time
@@ -120,6 +119,8 @@ def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figure
 
 def tables(quick: bool) -> Iterator[ResultTable]:
     """What each model costs on its mesh. The largest trace comes first: the peak of memory is its own."""
+    import resource  # which Windows has not
+
     columns: dict[tuple[str, tuple[int, int]], dict[str, Figures]] = {}
     took: list[list[str]] = []
     for model, shape in SCALES[:1] if quick else reversed(SCALES):

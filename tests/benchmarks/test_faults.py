@@ -66,7 +66,7 @@ def test_every_fault_is_a_skip_and_nothing_else_is():
     plan = plan_faults(ours.state.params, steps=30, rate=0.1, seed=2)
     state, losses = ours.state, []
     for seed, fault in enumerate(plan):
-        state, loss = ours.step(state, faults._batch(seed, state.params, fault))
+        state, loss = ours.step(state, faults.make_batch(seed, state.params, fault))
         losses.append(float(loss))
     assert int(jmp.metrics(state)["skipped_steps"]) == sum(fault is not None for fault in plan)
     assert np.isfinite(losses).all()
