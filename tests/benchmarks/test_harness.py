@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command, _harness, _plots, _report, _run
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._suites import SUITES, Suite
 
 NOT_FOR_TESTS = {"mpx", "torch", "keras"}
@@ -131,6 +131,13 @@ def test_the_page_in_the_repository_has_its_plots():
 def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():
     kept = _harness.read_results(_harness.FOLDER / "results" / "cpu.json")["suites"]
     assert [name for name, measured in kept.items() if measured["quick"] or "error" in measured] == []
+
+
+def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
+    made = ResultTable.from_dict(_measured()["tables"][0])
+    print_tables([made], str(tmp_path / "tables.json"))
+    assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
+    assert [ResultTable.from_dict(kept) for kept in json.loads((tmp_path / "tables.json").read_text())] == [made]
 
 
 def test_every_suite_has_a_module():
