@@ -6,12 +6,13 @@ Run from the root of the repository:
 
 Whole train steps and forward passes are compiled for a TPU v5e or an H100 that need not be there, and are never run.
 What each reads and writes, its temporaries, its peak memory and the products that were chosen are facts of the compiled
-program: the same each time, and no measurement of seconds. `--json` keeps what was compiled after each program; a run
-that was cut off goes on from there, if nothing has changed since.
+program: the same each time, and no measurement of seconds. `--json` keeps what was compiled after each program, with
+the date, the versions and the target; a run that was cut off goes on from there, if nothing has changed since.
 """
 
 import argparse
 import dataclasses
+import datetime
 import hashlib
 import importlib.metadata
 import json
@@ -101,7 +102,7 @@ class Measurements:
         self._origin = {"target": target.name, **versions(), "sources": _hash_sources()}
         self._measured: dict[str, Measured | str] = {}
         if path is not None and path.exists():
-            self._read(json.loads(path.read_text()))
+            self._read(json.loads(path.read_text(encoding="utf-8")))
 
     def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
         """What a program says of itself, or why it says nothing.
@@ -140,7 +141,10 @@ class Measurements:
         if self._path is not None:
             as_json = lambda found: found if isinstance(found, str) else dataclasses.asdict(found)
             programs = {name: as_json(found) for name, found in self._measured.items()}
-            self._path.write_text(json.dumps({"origin": self._origin, "programs": programs}, indent=1))
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            kept = {"date": date, "origin": self._origin, "programs": programs}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def _as_measured(found: dict[str, Any]) -> Measured:

@@ -1,8 +1,10 @@
 """The figures of programs that are compiled for accelerators which need not be there."""
 
 import collections
+import datetime
 import functools
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +111,14 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     assert second.measure(_entry("missing", calls)) == "not installed"
     second.measure(_entry("b", calls))
     assert calls == ["a", "missing", "impossible", "b"]
+
+
+def test_a_file_says_when_and_with_what_its_programs_were_compiled(tmp_path):
+    path = tmp_path / "results" / "cpu.json"
+    compiled.Measurements(_targets.cpu(), path).measure(_entry("a", []))
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert datetime.date.fromisoformat(kept["date"])
+    assert {"target": "CPU", "jax": jax.__version__}.items() <= kept["origin"].items()
 
 
 def test_a_program_is_compiled_for_each_options_of_the_compiler():
