@@ -22,10 +22,10 @@ from jmp_policy.cli import _main
 REFERENCE = pathlib.Path(__file__).parent.parent / "reference"
 
 FLOATS = {
-    "float32": "8 exponent bits, as bfloat16",
+    "float32": "parameters, losses, sums",
     "TF32": "float32 as matrix units of NVIDIA GPUs read it; no dtype of an array",
-    "bfloat16": "the range of float32",
-    "float16": "small gradients need a loss scale",
+    "bfloat16": "computing without a loss scale: the range of float32",
+    "float16": "computing with a loss scale",
     "float8_e4m3fn": "forward operands of `float8`; numbers of `mxfp8`; scales of `nvfp4`",
     "float8_e5m2": "gradients of `float8`",
     "float8_e4m3": "the IEEE form of e4m3",
@@ -99,11 +99,18 @@ def make_classes() -> str:
 
 def make_floats() -> str:
     """The ranges of floating formats, by `ml_dtypes.finfo`."""
-    header = [
-        "format", "bits", "exponent", "mantissa", "largest", "smallest normal", "smallest subnormal", "epsilon",
-        "infinity", "what for",
-    ]  # fmt: skip
-    return make_table(header, ([f"`{name}`", *describe_float(name), use] for name, use in FLOATS.items()))
+    header = ["format", "sign, exponent, mantissa", "largest", "smallest normal", "smallest subnormal", "epsilon"]
+    rows = []
+    for name in FLOATS:
+        _, exponent, mantissa, *ends, _ = describe_float(name)
+        rows.append([f"`{name}`", f"1 + {exponent} + {mantissa}", *ends])
+    return make_table(header, rows)
+
+
+def make_uses() -> str:
+    """Which floating formats have infinities, and what they are for."""
+    rows = [(f"`{name}`", describe_float(name)[-1], use) for name, use in FLOATS.items()]
+    return make_table(["format", "infinities", "what for"], rows)
 
 
 def describe_float(name: str) -> list[str]:
@@ -124,13 +131,13 @@ def describe_float(name: str) -> list[str]:
 
 
 def format_number(number: float) -> str:
-    """Four digits, and the power of two where it is one.
+    """The number, and the power of two where it is one.
 
     >>> format_number(65504.0), format_number(2.0**-24)
-    ('65504', '5.96e-08 = 2<sup>-24</sup>')
+    ('65504', '2<sup>-24</sup>, 5.96e-08')
     """
     if number < 1 and np.frexp(number)[0] == 0.5:
-        return f"{number:.3g} = 2<sup>{int(np.frexp(number)[1]) - 1}</sup>"
+        return f"2<sup>{int(np.frexp(number)[1]) - 1}</sup>, {number:.3g}"
     return f"{number:.6g}"
 
 
@@ -195,6 +202,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     **{table: (lambda table=table: make_operations(table)) for table in vars(_tables) if table.isupper()},
     "FUNCTIONS": make_functions,
     "floats": make_floats,
+    "uses": make_uses,
     "quantized": make_quantized,
     **{
         f"help {name}": (lambda name=name: make_help(name))
