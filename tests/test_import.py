@@ -52,6 +52,15 @@ def test_flax_and_optax_are_loaded_when_they_are_asked_for():
     assert loaded.split() == ["True", "False"]
 
 
+def test_everything_can_be_loaded_where_jit_is_disabled():
+    run(
+        "import jax; jax.config.update('jax_disable_jit', True)\n"
+        "import jmp_policy as jmp, jax.numpy as jnp\n"
+        "jmp.linen, jmp.nnx, jmp.optim, jmp.quant, jmp.numerics, jmp.sharding, jmp.tune\n"
+        "assert jmp.autocast(lambda w: w @ w, 'bfloat16')(jnp.ones((2, 2))).dtype == jnp.bfloat16"
+    )
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'jmp_policy' has no attribute 'polcy'$"):
         jmp.polcy  # noqa: B018

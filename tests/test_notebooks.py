@@ -76,5 +76,5 @@ def test_notebook_has_the_outputs_of_one_run_and_names_no_machine(path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert not [folder for folder in ("/home/", "/root/", "/tmp/") if folder in text]

@@ -216,7 +216,8 @@ def _make_jit_params(program: ClosedJaxpr, name: str) -> dict[str, Any]:
 
 
 def _trace_jit() -> JaxprEqn:
-    return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
+    with jax.disable_jit(False):  # which a user may have set, to look for a bug
+        return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
 
 _JIT = _trace_jit()

@@ -384,7 +384,8 @@ def _extend_structure(structure: Any, count: int) -> Any:
 
 
 def _trace_jit() -> JaxprEqn:
-    return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
+    with jax.disable_jit(False):  # which a user may have set, to look for a bug
+        return jax.make_jaxpr(jax.jit(lambda x: x + x))(1.0).eqns[0]
 
 
 _UNSPECIFIED = {name: _trace_jit().params[name] for name in ("out_shardings", "out_layouts")}

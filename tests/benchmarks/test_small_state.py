@@ -54,4 +54,4 @@ def test_the_command_prints_its_tables(capsys):
     printed = capsys.readouterr().out
     assert "| quantize_state, stochastic | 2." in printed
     assert "| moments in e4m3, embeddings too |" in printed
-    assert "| 1 steps | state, bytes a parameter |" in printed
+    assert "| optimizer | state, bytes a parameter |" in printed

@@ -1,0 +1,356 @@
+"""All peers in one run: the same models, weights and batches, by hand, with jmp_policy and with each of them.
+
+Run from the root of the repository:
+
+    python -m benchmarks.peers [--quick]
+
+What a compiled float16 and bfloat16 step costs over the step by hand, on this CPU and, where their compilers are
+installed, on a TPU and an H100; what bad steps corrupt; the loss after some steps, over float32; and what quantized
+layers lose. A library that is not installed has a row that says so. PyTorch has no figures of a compiled program.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _peer_faults, _peer_problems, _targets
+from benchmarks._compiled import Figures, compile_for_figures, figures
+from benchmarks._fault_contestants import FEATURES
+from benchmarks._float8_contestants import CONTESTANTS, case, reference_gradients, relative_error
+from benchmarks._float8_models import MODELS
+from benchmarks._measure import count_operations, median_seconds
+from benchmarks._peer_problems import Problem
+from benchmarks._peer_steps import BY_HAND, OURS, TORCH, Make, steps
+from benchmarks._quant_contestants import SCHEMES
+from benchmarks._results import ResultTable
+from benchmarks.quant import error_row
+from jmp_policy.demo._gpt import GPTConfig
+
+MISSING = "not installed"
+UNMEASURED = "not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+      gpt: the GPT that is trained.
+      mlp: width and depth of the MLP that is compiled.
+      large: the same, for accelerators; `None` leaves them out.
+      steps: how many are taken.
+      halves: the dtypes that are trained in.
+      quantized: how many formats of integers are compared.
+    """
+
+    gpt: GPTConfig
+    mlp: tuple[int, int]
+    large: tuple[int, int] | None
+    steps: int
+    halves: tuple[str, ...]
+    quantized: int
+
+
+FULL = Size(GPTConfig(depth=2, context=32), (512, 6), (2048, 6), 40, ("float16", "bfloat16"), len(SCHEMES))
+QUICK = Size(GPTConfig(width=32, depth=1, heads=2, context=16), (64, 3), None, 4, ("float16",), 1)
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The tables, in the order in which they are made.
+
+    Args:
+      quick: small models, few steps, and no accelerators.
+    """
+    size = QUICK if quick else FULL
+    with jax.numpy_dtype_promotion("standard"):
+        trained = _peer_problems.gpt(size.gpt, size.steps)
+        stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", *size.halves)}
+        mlp = _peer_problems.mlp(*size.mlp)
+        for dtype in ("float16", "bfloat16"):
+            costs = {"MLP": {name: _cost(mlp, make) for name, make in steps(dtype).items()}}
+            if dtype in stepping:
+                costs["GPT"] = {name: made and made.cost for name, made in stepping[dtype].items()}
+            yield cost_table(dtype, costs)
+        if size.large is not None:
+            yield accelerator_table(_peer_problems.mlp(*size.large))
+        yield fault_table()
+        yield loss_table(trained, stepping)
+        yield quantized_table(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a compiled step costs: its StableHLO operations, and what XLA says of it."""
+
+    operations: float
+    figures: Figures
+
+    def over(self, other: "Cost") -> list[float]:
+        """Operations, flops, bytes and temporaries, over those of another."""
+        ratios = self.figures.over(other.figures)
+        return [self.operations / other.operations, ratios.flops, ratios.bytes_accessed, ratios.temporaries]
+
+
+@dataclasses.dataclass
+class Stepping:
+    """A step that is compiled for this machine, with its state.
+
+    Attributes:
+      compiled: the step.
+      state: the state, which each step replaces.
+      cost: what the step costs.
+    """
+
+    compiled: Any
+    state: Any
+    cost: Cost
+
+    def take(self, batch: Any) -> None:
+        """Takes a step, and waits for it."""
+        self.state, loss = self.compiled(self.state, batch)
+        jax.block_until_ready((self.state, loss))
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        return self.state.params if hasattr(self.state, "params") else self.state[0]
+
+
+def cost_table(dtype: str, costs: dict[str, dict[str, Cost | None]]) -> ResultTable:
+    """What the steps of each model cost over the step by hand.
+
+    Args:
+      dtype: of the computations.
+      costs: by model and contestant; `None` for who is not installed.
+    """
+    rows, notes = [], list(_COST_NOTES[dtype])
+    for model, by_name in costs.items():
+        base = by_name[BY_HAND]
+        assert base is not None
+        ratios = {name: made and made.over(base) for name, made in by_name.items()}
+        for name, found in ratios.items():
+            rows.append((model, name, *([MISSING] * 4 if found is None else (f"{ratio:.3f}" for ratio in found))))
+        rows.append((model, TORCH, *[UNMEASURED] * 4))
+        notes += _who_needs_less(dtype, model, {name: found[2] for name, found in ratios.items() if found})
+    header = ("model", "by", *(f"{name} over by hand" for name in ("operations", "flops", "bytes", "temporaries")))
+    title = f"A train step in {dtype}, compiled for this CPU"
+    return ResultTable(f"{dtype} step", title, header, tuple(rows), notes=tuple(notes))
+
+
+_COST_NOTES = {
+    "float16": (
+        "By hand: float16 layers, a dynamic loss scale, a check of all gradients and a `lax.cond` around AdamW.",
+        "`optax.apply_if_finite` scales no loss, so that small gradients are lost in float16.",
+        "PyTorch AMP runs on the CPU operation by operation: there is no compiled program whose bytes could be read.",
+    ),
+    "bfloat16": (
+        "By hand: bfloat16 layers and AdamW, with no check. jmp and mixed-precision-for-jax always check and select,"
+        " and the latter always scales the loss; Keras does neither.",
+    ),
+}
+
+_REASONS = {
+    "by hand, no scale, no check": "it does less: it neither scales the loss nor asks whether gradients are finite",
+    "by hand, gradients of copies": (
+        "it casts the tied table of the embedding once, and so rounds the sum of its two gradients to half once more;"
+        " ours casts at each use, which is more exact"
+    ),
+}
+"""Why a step needs fewer bytes than ours."""
+
+
+def _who_needs_less(dtype: str, model: str, nbytes: dict[str, float]) -> Iterator[str]:
+    ours = nbytes[f"{OURS}, `optim.minimize`"]
+    less = [name for name, ratio in nbytes.items() if round(ratio, 3) < round(ours, 3)]
+    for name in less:
+        reason = _REASONS.get(name, "we do not know why")
+        yield f"{model}: {name} needs fewer bytes than `optim.minimize` ({nbytes[name]:.3f}, {ours:.3f}): {reason}."
+    peers = {name: ratio for name, ratio in nbytes.items() if not name.startswith((BY_HAND, OURS))}
+    if peers and dtype == "float16":
+        most, best = max(nbytes[name] for name in nbytes if name.startswith(OURS)), min(peers, key=peers.__getitem__)
+        yield f"{model}: the best peer in bytes is {best} ({peers[best]:.3f}); ours need {ours:.3f} to {most:.3f}."
+
+
+def accelerator_table(problem: Problem) -> ResultTable:
+    """Bytes and temporaries of a float16 step, compiled for accelerators that need not be there."""
+    made = {name: _lowerable(problem, make) for name, make in steps("float16").items()}
+    header, columns, notes = ["by"], [], [f"An MLP of {problem.sizes[1]} layers of width {problem.sizes[0]}."]
+    for name, label in {"tpu": "TPU v5e", "gpu": "H100"}.items():
+        header += [f"{label}, {figure} over by hand" for figure in ("bytes", "temporaries")]
+        try:
+            target = _targets.TARGETS[name]()
+        except ModuleNotFoundError as error:
+            notes.append(f"{label}: {error}")
+            columns.append({contestant: [MISSING] * 2 for contestant in made})
+        else:
+            found = {by: program and figures(target.compile(program)) for by, program in made.items()}
+            columns.append(_accelerator_cells(found))
+            nbytes = {by: its.bytes_accessed for by, its in found.items() if its}
+            nbytes = {by: its / nbytes[BY_HAND] for by, its in nbytes.items()}
+            notes += [f"{label}, {note}" for note in _who_needs_less("float16", problem.name, nbytes)]
+    rows = tuple((by, *(cell for column in columns for cell in column[by])) for by in made)
+    title = "A train step in float16, compiled for a TPU and an H100 that need not be there"
+    return ResultTable("accelerators", title, tuple(header), rows, notes=tuple(notes))
+
+
+def _accelerator_cells(found: dict[str, Figures | None]) -> dict[str, list[str]]:
+    base, cells = found[BY_HAND], {}
+    assert base is not None
+    for by, its in found.items():
+        ratios = its and its.over(base)
+        cells[by] = [f"{ratios.bytes_accessed:.3f}", f"{ratios.temporaries:.3f}"] if ratios else [MISSING] * 2
+    return cells
+
+
+def fault_table() -> ResultTable:
+    """What bad steps leave in the state of a run."""
+    rows = []
+    parts = ("parameters", "moments", "schedule counts", "batch statistics", "step counter")
+    for name, contestant in _peer_faults.everyone().items():
+        counts = None if contestant is None else _peer_faults.count(contestant)
+        for plan in _peer_faults.plans():
+            cells = [MISSING] * len(parts) if counts is None else [str(counts[plan][part]) for part in parts]
+            rows.append((name, plan, *cells))
+    notes = (
+        f"A net of {FEATURES} inputs with BatchNorm and AdamW with a schedule, in float16. One gradient is infinite in"
+        " bad steps. A number is corrupted if it differs from a run in which those left all but the loss scale alone.",
+        "Batch statistics are left to the user by Flax, by mixed-precision-for-jax, by Keras and by PyTorch, whose"
+        " forward pass updates them before anybody looks at the gradients.",
+        "PyTorch: `GradScaler` skips the optimizer and not the schedule, so that all later steps have other learning"
+        " rates, and parameters and moments with them.",
+        "`optax.apply_if_finite` accepts the sixth bad update in a row, as it was told to.",
+    )
+    title = "What bad steps corrupt, of all numbers"
+    return ResultTable("bad steps", title, ("by", "bad steps", *parts), tuple(rows), notes=notes)
+
+
+def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
+    """The loss of the GPT after its steps, and the process time of one.
+
+    Args:
+      problem: the GPT.
+      stepping: the compiled steps, by dtype and contestant; they are taken.
+    """
+    trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
+    takes: dict[tuple[str, str], Callable[[Any], Any]] = {}
+    for dtype, by_name in stepping.items():
+        takes |= {(dtype, name): made.take for name, made in by_name.items() if made is not None}
+        if (trainer := trainers[dtype]) is not None:
+            takes[dtype, TORCH] = trainer.train
+    seconds = _take_turns(takes, problem.batches)
+    losses = {(dtype, name): None for dtype, by_name in stepping.items() for name in (*by_name, TORCH)}
+    for dtype, name in losses:
+        if (dtype, name) in takes:
+            made, trainer = stepping[dtype].get(name), trainers[dtype]
+            params = made.params if made is not None else jax.tree.map(jnp.asarray, trainer.state().params)
+            losses[dtype, name] = problem.loss_in_float32(params)
+    reference = losses["float32", BY_HAND]
+    assert reference is not None
+    rows = []
+    for (dtype, name), loss in losses.items():
+        cells = [MISSING] * 3
+        if loss is not None:
+            change = 100 * (loss / reference - 1)
+            cells = [f"{loss:.4f}", f"{change:+.3f} %", f"{1000 * seconds[dtype, name]:.1f}"]
+        rows.append((dtype, name, *cells))
+    header = ("dtype", "by", "loss", "over float32 by hand", "ms of process time a step")
+    notes = (
+        f"A GPT of width {problem.sizes.width} and depth {problem.sizes.depth}, after {len(problem.batches)} steps of"
+        " AdamW from the same weights on the same batches; the loss of its parameters is computed in float32.",
+        "So few steps show that all train the same model, not who trains better: differences are rounding.",
+        "Process time is of this CPU, which has no arithmetic in float16; it says nothing of an accelerator.",
+    )
+    title = "The loss after the same steps, and the time of one"
+    return ResultTable("losses", title, header, tuple(rows), timed=(header[-1],), notes=notes)
+
+
+def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) -> dict[Any, float]:
+    """Takes all steps, and says what one takes of process time."""
+    taken: dict[Any, Iterator[Any]] = {key: iter(batches) for key in takes}
+    runs = [lambda key=key, take=take: take(next(taken[key])) for key, take in takes.items()]
+    return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))
+
+
+def quantized_table(size: Size) -> ResultTable:
+    """The error of quantized layers, against qwix and Flax with the same weights."""
+    rows = []
+    for scheme in SCHEMES[: size.quantized]:
+        try:
+            name, *cells = error_row(scheme, size.gpt)
+        except ImportError:
+            rows.append((scheme.name, "logits of the GPT", "qwix", *[MISSING] * 4))
+        else:
+            rows.append((name, "logits of the GPT", "qwix", *cells))
+    shape, module = (8, 64, 64), MODELS["MLP"]
+    expected = reference_gradients(module, shape)
+    for mine, theirs in _FLOAT8.items():
+        try:
+            errors = [relative_error(case(by, module, shape).gradients(2), expected) for by in (mine, theirs)]
+            cells = [f"{error:.4f}" for error in errors]
+        except ImportError:
+            cells = [MISSING] * 2
+        rows.append((f"float8, {mine}", "gradients of an MLP", theirs, *cells, "", ""))
+    header = ("format", "of", "peer", "our error", "peer's error", "our bytes over float32", "peer's bytes")
+    notes = ("`benchmarks.quant` and `benchmarks.float8` have the costs, and more formats and models.",)
+    title = "What quantized layers lose, relative to float32 and float64"
+    return ResultTable("quantized", title, header, tuple(rows), notes=notes)
+
+
+_FLOAT8 = {"delayed": "flax Fp8DirectDotGeneralOp", "current": "qwix"}
+assert set(_FLOAT8) | set(_FLOAT8.values()) <= set(CONTESTANTS)
+
+
+def _lowerable(problem: Problem, make: Make) -> Any:
+    try:
+        return make(problem)
+    except ImportError:
+        return None
+
+
+def _cost(problem: Problem, make: Make) -> Cost | None:
+    program = _lowerable(problem, make)
+    if program is None:
+        return None
+    lowered = program.lower()
+    return Cost(count_operations(lowered.as_text()), figures(compile_for_figures(lowered)))
+
+
+def _compile_to_run(problem: Problem, dtype: str) -> dict[str, Stepping | None]:
+    made: dict[str, Stepping | None] = {}
+    for name, make in steps(dtype).items():
+        program = _lowerable(problem, make)
+        if program is None:
+            made[name] = None
+            continue
+        lowered = program.lower()
+        compiled = lowered.compile()
+        cost = Cost(count_operations(lowered.as_text()), figures(compiled))
+        made[name] = Stepping(compiled, program.args[0], cost)
+    return made
+
+
+def _torch_trainer(problem: Problem, dtype: str) -> Any:
+    try:
+        from benchmarks import _peer_torch
+    except ImportError:
+        return None
+    trainer = _peer_torch.Trainer(_peer_torch.gpt(problem.sizes), dtype)
+    trainer.init(problem.params)
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small models, few steps, and no accelerators")
+    for made in tables(parser.parse_args(argv).quick):
+        print(f"{made.title}:\n\n{made.to_markdown()}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
