@@ -119,10 +119,10 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
             if cost is not None:
                 plain = by_name[_without_check(dtype, name)]
                 assert plain is not None
-                added = cost.figures.bytes_accessed - plain.figures.bytes_accessed
+                added = (cost.figures.bytes_accessed - plain.figures.bytes_accessed) / count_bytes(problem.params)
                 ratios = cost.over(base)
                 found[name] = dict(zip(("flops", "bytes", "temporaries"), ratios[1:], strict=True))
-                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{added / count_bytes(problem.params):.2f}"]
+                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{round(added, 2) + 0.0:.2f}"]  # no -0.00
             rows.append((problem.name, name, *cells))
         rows.append((problem.name, TORCH, *[UNMEASURED] * 5))
         notes += _who_needs_less(problem.name, found)

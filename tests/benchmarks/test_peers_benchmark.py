@@ -19,7 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of what Keras, PyTorch and qwix import
 ]
 
-NEEDS = {"mixed-precision-for-jax": "mpx", KERAS: "keras", KERAS_UNSCALED: "keras", TORCH: "torch"}
+NEEDS = {
+    "mixed-precision-for-jax": "mpx",
+    KERAS: "benchmarks._peer_keras",
+    KERAS_UNSCALED: "benchmarks._peer_keras",
+    TORCH: "benchmarks._peer_torch",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +35,7 @@ def _standard_promotion():
 
 def _require(name):
     if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+        pytest.importorskip(NEEDS[name], exc_type=ImportError)
 
 
 @functools.cache
