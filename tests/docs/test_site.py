@@ -6,6 +6,7 @@ import importlib
 import json
 import pathlib
 import re
+import tomllib
 
 import floors
 import links
@@ -17,7 +18,7 @@ import yaml
 import jmp_policy as jmp
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 GENERATED = {"changelog.md", "architecture.md", "benchmarks-notes.md"}
 """Pages that the hook makes."""
 
@@ -50,9 +51,18 @@ def test_the_navigation_has_every_page_once():
     assert sorted(page for page in NAV if page.endswith(".md")) == sorted(written | GENERATED)
 
 
-def test_the_navigation_has_the_notebooks_in_the_order_of_the_readme():
-    index = re.findall(r"^\d+\. \[[^]]*\]\((notebooks/[^)]*)\)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [page for page in NAV if page.endswith(".ipynb")] == index
+def test_the_navigation_has_every_notebook_in_the_order_of_their_page():
+    text = (ROOT / "docs" / "notebooks" / "index.md").read_text(encoding="utf-8")
+    index = re.findall(r"^\d+\. \[[^]]*\]\(([^)]*)\)", text, re.MULTILINE)
+    assert [page for page in NAV if page.endswith(".ipynb")] == [f"notebooks/{name}" for name in index]
+    assert sorted(index) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_page_of_installation_names_every_extra():
+    text = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["optional-dependencies"]) == named
 
 
 def test_the_parts_of_the_site_come_in_the_order_in_which_they_are_read():
@@ -72,7 +82,7 @@ def test_what_is_wrong_with_a_link_fails_a_strict_build():
 def test_nothing_is_fetched_from_another_address_to_read_the_site():
     """Material fetches fonts from one, and the program that draws diagrams from another."""
     assert CONFIG["theme"]["font"] is False
-    assert [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text()] == []
+    assert [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize("module", [floors, links, notebook_page], ids=lambda module: module.__name__)
@@ -122,16 +132,20 @@ def test_links_of_a_notebook_are_mended_and_its_code_is_not():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_no_picture_and_no_table_of_a_notebook_is_left_out(path):
-    page = notebook_page.make_page(path.read_text(), path.stem)
-    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", [])]
+    page = notebook_page.make_page(path.read_text(encoding="utf-8"), path.stem)
+    outputs = [
+        output for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] for output in cell.get("outputs", [])
+    ]
     html = [output for output in outputs if "text/html" in output.get("data", {})]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert (len(page.html), len(page.pictures)) == (len(html), len(pictures))
-    assert page.markdown.count("```python") == sum('"code"' in line for line in path.read_text().splitlines())
+    assert page.markdown.count("```python") == sum(
+        '"code"' in line for line in path.read_text(encoding="utf-8").splitlines()
+    )
 
 
 def test_the_picture_of_the_floors_has_each_room_on_the_floor_that_the_tests_hold_it_to():
-    drawn = floors.read_floors((ROOT / "ARCHITECTURE.md").read_text())
+    drawn = floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
     on_floors = {room.rstrip("/").removesuffix(".py"): floor for floor, rooms in drawn.items() for room in rooms}
     assert on_floors == {name: floor for name, floor in test_floors.FLOORS.items() if name != "__main__"}
     assert list(drawn) == sorted(drawn, reverse=True)
@@ -141,7 +155,7 @@ def test_the_picture_of_the_floors_has_each_room_on_the_floor_that_the_tests_hol
 
 
 def test_no_room_is_drawn_beyond_the_edge_of_the_picture():
-    picture = floors.draw_floors(floors.read_floors((ROOT / "ARCHITECTURE.md").read_text()))
+    picture = floors.draw_floors(floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
     (width, height) = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0])
     boxes = re.findall(r'class="room" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', picture)
     assert all(float(x) + float(w) <= width and float(y) + float(h) <= height for x, y, w, h in boxes)
@@ -164,7 +178,7 @@ class TestHook:
         assert pages == GENERATED | {page for page in NAV if page.endswith(".ipynb")}
         added = {file.src_uri: file for file in files}
         assert added["notebooks/quickstart.ipynb"].url == "notebooks/quickstart/"
-        stored = (ROOT / "notebooks" / "quickstart.ipynb").read_text()
+        stored = (ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8")
         assert added["notebooks/download/quickstart.ipynb"].content_string == stored
         assert added["changelog.md"].content_string.startswith("# Changelog")
         assert "<svg" in added["images/floors.svg"].content_string
@@ -172,12 +186,14 @@ class TestHook:
     def test_the_page_of_benchmarks_has_the_results_where_there_are_any(self, hook, tmp_path):
         results = tmp_path / "RESULTS.md"
         assert "python -m benchmarks" in hook.read_results(results)
-        results.write_text("# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n")
+        results.write_text(
+            "# Results\n\n## Bytes\n\n![bytes](plots/bytes.png) of [steps](README.md)\n", encoding="utf-8"
+        )
         text = hook.read_results(results)
         assert text == "\n## Bytes\n\n![bytes](images/benchmarks/bytes.png) of [steps](benchmarks-notes.md)\n"
 
     def test_the_page_of_benchmarks_has_a_place_for_the_results(self, hook):
-        assert (ROOT / "docs" / "benchmarks.md").read_text().count(hook.RESULTS_MARK) == 1
+        assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").count(hook.RESULTS_MARK) == 1
 
     def test_the_address_of_the_repository_is_that_of_the_package(self, hook):
-        assert f'repository = "{hook.find_repository()}"' in (ROOT / "pyproject.toml").read_text()
+        assert f'repository = "{hook.find_repository()}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
