@@ -44,21 +44,39 @@ class Net(nn.Module):
         return nn.Dense(CLASSES, dtype=self.dtype)(nn.relu(x))
 
 
+def parts_with_optax(state: Any) -> dict[str, Any]:
+    """What of a state is counted, of a loop whose optimizer is optax's."""
+
+    def named(*names: str) -> list[Any]:
+        found = [optax.tree_utils.tree_get_all_with_path(state.opt_state, name) for name in names]
+        return [value for values in found for _, value in values]
+
+    return {
+        "parameters": state.params,
+        "moments": named("mu", "nu"),
+        "schedule counts": named("count"),
+        "batch statistics": state.variables,
+        "step counter": state.step,
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Contestant:
     """A library in use.
 
     Attributes:
       name: what to call it.
-      state: the state before the first step, with `params`, `opt_state`, `variables` and `step`.
+      state: the state before the first step, with `params`; and `opt_state`, `variables` and `step` if it is optax's.
       step: `(state, ((x, faults), labels)) -> (state, loss)`.
       scale_of: `(before, after) -> state`, the one before the step with the loss scale of the one after it.
+      parts: what of a state is counted, by what tables call it.
     """
 
     name: str
     state: Any
     step: Callable[..., Any]
     scale_of: Callable[[Any, Any], Any]
+    parts: Callable[[Any], dict[str, Any]] = parts_with_optax
 
 
 @functools.cache  # with their compiled steps
@@ -94,7 +112,7 @@ def _ours(params: Any, variables: Any) -> Contestant:
 
 def _jmp(params: Any, variables: Any) -> Contestant:
     policy = deepmind_jmp.Policy(jnp.float32, jnp.float16, jnp.float16)
-    step = step_with_jmp(_apply_of(Net()), TX, policy, PERIOD)
+    step = step_with_jmp(apply_of(Net()), TX, policy, PERIOD)
     state = init_jmp(params, variables, TX, scaled=True, scale=SCALE)
     return Contestant("jmp", state, jax.jit(step), lambda before, after: before._replace(scale=after.scale))
 
@@ -102,13 +120,13 @@ def _jmp(params: Any, variables: Any) -> Contestant:
 def _dynamic_scale(params: Any, variables: Any) -> Contestant:
     scale = DynamicScale(growth_interval=PERIOD, scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
     state = FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
-    step = jax.jit(step_with_dynamic_scale(_apply_of(Net(jnp.float16))))
+    step = jax.jit(step_with_dynamic_scale(apply_of(Net(jnp.float16))))
     scale_of = lambda before, after: before.replace(dynamic_scale=after.dynamic_scale)
     return Contestant("flax DynamicScale", state, step, scale_of)
 
 
 def _mpx(params: Any, variables: Any) -> Contestant:
-    step = step_with_mpx(_apply_of(Net(jnp.float16)), TX)
+    step = step_with_mpx(apply_of(Net(jnp.float16)), TX)
     state = init_mpx(params, variables, TX, SCALE, PERIOD)
     scale_of = lambda before, after: before._replace(scale=after.scale)
     return Contestant("mixed-precision-for-jax", state, jax.jit(step), scale_of)
@@ -118,7 +136,7 @@ def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
     tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
     state = PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
-    step = step_unscaled(_apply_of(Net(jnp.float16)))
+    step = step_unscaled(apply_of(Net(jnp.float16)))
 
     def scale_of(before, after):
         return before.replace(opt_state=after.opt_state._replace(inner_state=before.opt_state.inner_state))
@@ -126,7 +144,9 @@ def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     return Contestant("optax.apply_if_finite", state, jax.jit(step), scale_of)
 
 
-def _apply_of(model: nn.Module) -> Callable[..., Any]:
+def apply_of(model: nn.Module) -> Callable[..., Any]:
+    """`(params, variables, (x, faults)) -> (logits, variables)` of a module; the gradients of it have the faults."""
+
     def apply(params, variables, x_and_faults):
         x, faults = x_and_faults
         collections = {"params": with_faults(params, faults), **variables}

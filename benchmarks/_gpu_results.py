@@ -75,7 +75,7 @@ def read_results(path: pathlib.Path) -> Results:
     """The results of a file that is there; raises `ResultsError` if it has not our layout."""
     advice = "It stays as it is. Move it away, or name another folder: --results DIR."
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ResultsError(f"{path} is not JSON. {advice}") from None
     layout = found.get("layout") if isinstance(found, dict) else None

@@ -1,6 +1,9 @@
 """What a benchmark measured: tables that a file keeps, whose columns say whether they repeat."""
 
 import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks._markdown import table
@@ -31,6 +34,19 @@ class ResultTable:
         assert set(self.timed) <= set(self.header), self.timed
         assert all(len(row) == len(self.header) for row in self.rows), self.header
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        timed: Sequence[str] = (),
+        notes: Sequence[str] = (),
+    ) -> "ResultTable":
+        """A table of rows of any kind."""
+        return cls(name, title, tuple(header), tuple(map(tuple, rows)), tuple(timed), tuple(notes))
+
     def to_markdown(self) -> str:
         """The table and its notes.
 
@@ -51,6 +67,23 @@ class ResultTable:
     @classmethod
     def from_dict(cls, kept: dict[str, Any]) -> "ResultTable":
         """The table that `to_dict` was asked of, also after JSON made lists of its tuples."""
-        rows = tuple(tuple(row) for row in kept["rows"])
-        lists = {name: tuple(kept[name]) for name in ("header", "timed", "notes")}
-        return cls(kept["name"], kept["title"], rows=rows, **lists)
+        return cls.of(**kept)
+
+
+def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None:
+    """Prints tables as they come, and writes them to a file of JSON if there is a path.
+
+    >>> print_tables([ResultTable("bytes", "Bytes", ("by", "bytes"), (("a", "1"),))])
+    <BLANKLINE>
+    Bytes:
+    <BLANKLINE>
+    | by | bytes |
+    |---|---|
+    | a | 1 |
+    """
+    kept = []
+    for made in tables:
+        print(f"\n{made.title}:\n\n{made.to_markdown()}", flush=True)
+        kept.append(made.to_dict())
+    if path:
+        pathlib.Path(path).write_text(json.dumps(kept, indent=1))

@@ -86,7 +86,7 @@ def gpu(config: pathlib.Path = H100) -> Target:
     assert toolkit is not None
     assert toolkit.submodule_search_locations is not None
     described = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=config.read_text(), topology="1x1x1"
+        platform="cuda", topology_name="", target_config=config.read_text(encoding="utf-8"), topology="1x1x1"
     )
     options = {"xla_gpu_cuda_data_dir": toolkit.submodule_search_locations[0]}
     return Target(config.stem.upper(), described.devices[0], options)

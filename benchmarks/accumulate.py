@@ -11,7 +11,7 @@ GPT's loss is on text that it did not see.
 
 import argparse
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from flax import linen
 
 import jmp_policy as jmp
 from benchmarks._compiled import compile_for_figures, figures, products
-from benchmarks._markdown import table
 from benchmarks._programs import Program
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS
 from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
 from jmp_policy.demo._gpt import GPTConfig, TrainerConfig
@@ -43,15 +43,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, two steps, and this machine alone")
     quick = parser.parse_args(argv).quick
-    shape, vocabulary, steps, seeds = ((1, 8, 32), 64, 2, 1) if quick else (SHAPE, VOCABULARY, 150, 2)
     with jax.numpy_dtype_promotion("standard"):
         versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax")]
-        print(", ".join([*versions, jax.default_backend()]) + "\n")
-        header = ["weights", "policy", "largest error of logits", "error of logits", "of dx", "of dw"]
-        print(table(header, error_rows(shape, vocabulary)) + "\n")
-        header = ["target", "policy", "flops", "bytes accessed", "temporaries", "products"]
-        print(table(header, cost_rows([] if quick else ["tpu"])) + "\n")
-        print(table(["seed", "policy", "bits per byte"], loss_rows(steps, range(seeds))))
+        print(", ".join([*versions, jax.default_backend()]))
+        print_tables(tables(quick))
+        print_tables(training_tables(quick))
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The errors of a head, and the figures of a step."""
+    shape, vocabulary = ((1, 8, 32), 64) if quick else (SHAPE, VOCABULARY)
+    header = ["weights", "policy", "largest error of logits", "error of logits", "of dx", "of dw"]
+    title = f"A head of {shape[-1]} to {vocabulary} against float64"
+    notes = ["The result, and dw, are sums over many products. dx is rounded to bfloat16 in both, as the input is."]
+    yield ResultTable.of("errors", title, header, error_rows(shape, vocabulary), notes=notes)
+    header = ["target", "policy", "flops", "bytes accessed", "temporaries", "products"]
+    notes = ["XLA:CPU computes all products in float32 anyway. For a TPU wider results are more bytes: the price."]
+    title = f"Loss and gradients of the demo's GPT, batch {BATCH}"
+    yield ResultTable.of("costs", title, header, cost_rows([] if quick else ["tpu"]), notes=notes)
+
+
+def training_tables(quick: bool) -> Iterator[ResultTable]:
+    """The losses of the GPT."""
+    steps, seeds = (2, 1) if quick else (150, 2)
+    title = f"Bits per byte of text that a GPT did not see, after {steps} steps"
+    header = ["seed", "policy", "bits per byte"]
+    notes = ["Two seeds differ by more than two policies do."]
+    yield ResultTable.of("losses", title, header, loss_rows(steps, range(seeds)), notes=notes)
 
 
 def error_rows(shape: tuple[int, ...], vocabulary: int) -> list[list[str]]:
@@ -88,21 +106,27 @@ def cost_rows(targets: Sequence[str]) -> list[list[str]]:
     rows = []
     for target in ["this machine", *targets]:
         for name, policy in POLICIES.items():
+            try:
+                compile_program = compile_for_this_machine if target == "this machine" else TARGETS[target]().compile
+            except ModuleNotFoundError as error:
+                rows.append([target, name, f"not measured: needs {error.name or 'its compiler'}", "", "", ""])
+                continue
             trainer = make_trainer("linen", TrainerConfig(jmp.get_policy(policy.format(p="float32"))))
             windows = jax.ShapeDtypeStruct((BATCH, GPTConfig().context + 1), jnp.uint8)
             step = jax.jit(jax.value_and_grad(trainer.loss_fn))
             program = Program(step, (trainer.params, windows))
-            lowered = (
-                compile_for_figures(step.lower(*program.args))
-                if target == "this machine"
-                else TARGETS[target]().compile(program)
-            )
+            lowered = compile_program(program)
             found = figures(lowered)
             counted = ", ".join(f"{count} {kind}" for kind, count in sorted(products(lowered).items()))
             rows.append(
                 [target, name, f"{found.flops:.4g}", f"{found.bytes_accessed:.4g}", f"{found.temporaries:.4g}", counted]
             )
     return rows
+
+
+def compile_for_this_machine(program: Program) -> Any:
+    """Compiles a program that will not run."""
+    return compile_for_figures(program.lower())
 
 
 def loss_rows(steps: int, seeds: Sequence[int]) -> list[list[str]]:

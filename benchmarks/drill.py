@@ -17,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks._drill_run import CHECKPOINT_EVERY
-from benchmarks._markdown import table
+from benchmarks._results import ResultTable, print_tables
 from jmp_policy.cli._children import Children
 from jmp_policy.cli._processes import find_free_port
 
@@ -157,7 +157,7 @@ def find_writes(out: Path) -> set[str]:
 def count_steps(out: Path) -> int:
     """The last step that the metrics have."""
     file = out / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
@@ -167,14 +167,14 @@ def find_saved_step(out: Path) -> int:
 
 
 def read_digests(out: Path) -> list[str]:
-    return [path.read_text() for path in sorted(out.glob("digest-*"))]
+    return [path.read_text(encoding="utf-8") for path in sorted(out.glob("digest-*"))]
 
 
 def read_loss(out: Path) -> float:
-    return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    return json.loads((out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["validation_loss"]
 
 
-def draw_results(results: Sequence[tuple[Scenario, Result]]) -> str:
+def draw_results(results: Sequence[tuple[Scenario, Result]]) -> ResultTable:
     rows = []
     for scenario, result in results:
         numbers = [
@@ -184,22 +184,37 @@ def draw_results(results: Sequence[tuple[Scenario, Result]]) -> str:
         same = {True: "yes", False: "no", None: f"loss within {result.loss:.0e}"}[result.is_same]
         counts = [str(len(kills)) for kills in numbers]
         rows.append([scenario.name, *counts, f"{result.resumes} of {len(result.kills)}", *lost, same])
-    header = ["run", "SIGKILL", "SIGTERM", "resumed", "most steps lost, SIGKILL", "SIGTERM", "same bits at the end"]
-    return table(header, rows)
+    header = [
+        "run",
+        "SIGKILL",
+        "SIGTERM",
+        "resumed",
+        "most steps lost, SIGKILL",
+        "most steps lost, SIGTERM",
+        "same bits at the end",
+    ]
+    notes = ["A kill strikes when it strikes: steps that are lost differ from run to run."]
+    return ResultTable.of("kills", "Runs that are killed, and resumed", header, rows, header[1:-1], notes)
 
 
-def main() -> None:
+def tables(quick: bool, kills: int = 20, seed: int = 0) -> Iterator[ResultTable]:
+    """Kills so many runs; in a quick run, one of the first scenario."""
+    results = []
+    for index, scenario in enumerate(SCENARIOS[:1] if quick else SCENARIOS):
+        own = 1 if quick else len(range(index, kills, len(SCENARIOS)))
+        with tempfile.TemporaryDirectory() as folder:
+            results.append((scenario, drill(scenario, own, Path(folder), seed + index)))
+    yield draw_results(results)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Kill trainings at random moments, and resume them.")
     parser.add_argument("--kills", type=int, default=20, help="in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
-    arguments = parser.parse_args()
-    results, begin = [], time.monotonic()
-    for index, scenario in enumerate(SCENARIOS):
-        kills = len(range(index, arguments.kills, len(SCENARIOS)))
-        with tempfile.TemporaryDirectory() as folder:
-            results.append((scenario, drill(scenario, kills, Path(folder), arguments.seed + index)))
-        print(draw_results(results), flush=True)
-    print(f"{arguments.kills} kills in {time.monotonic() - begin:.0f} s")
+    options, begin = parser.parse_args(argv), time.monotonic()
+    print_tables(tables(False, options.kills, options.seed))
+    print(f"{options.kills} kills in {time.monotonic() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100 t
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 import jmp_policy as jmp
 from benchmarks._compiled import figures
-from benchmarks._markdown import table
 from benchmarks._measure import count_operations
 from benchmarks._programs import Program
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
 from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt, unrolled
@@ -111,7 +111,8 @@ def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> None:
     jax.make_jaxpr(lambda *args: fun(*args))(*args)  # a new function each time: JAX would not trace one twice
 
 
-_COST_HEADER = ["measured", "operations", "bytes", "temporaries", "compile time", "trace time"]
+_TIMED = ["compile time", "trace time"]
+_COST_HEADER = ["measured", "operations", "bytes", "temporaries", *_TIMED]
 _TRACING_HEADER = ["layers", "trace time per layer", "over without"]
 
 
@@ -121,13 +122,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("target", nargs="?", choices=TARGETS, default="cpu", help="what to compile for")
     parser.add_argument("--quick", action="store_true", help="a small model, and few ways to measure it")
     given = parser.parse_args(argv)
-    quick, target = given.quick, TARGETS[given.target]()
+    target = TARGETS[given.target]()
+    with jax.numpy_dtype_promotion("standard"):
+        print(f"jax {jax.__version__}, {target.name}")
+        print_tables(tables(given.quick, target))
+
+
+def tables(quick: bool, target: Target | None = None) -> Iterator[ResultTable]:
+    """What the programs cost on a target, this machine's CPU by default, and what tracing takes."""
+    target = TARGETS["cpu"]() if target is None else target
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
     measured = {"matmuls, float16": MEASURED["matmuls, float16"]} if quick else MEASURED
-    with jax.numpy_dtype_promotion("standard"):
-        print(f"jax {jax.__version__}, {target.name}\n")
-        print(table(_COST_HEADER, cost_rows(config, target, measured)))
-        print("\n" + table(_TRACING_HEADER, tracing_rows((2, 4) if quick else (10, 100, 1000), 1 if quick else 3)))
+    rows = cost_rows(config, target, measured)
+    title = f"Gradients of the demo's GPT with statistics over those without, for {target.name}"
+    notes = ["The program without statistics is cheaper in every row: this is their price."]
+    yield ResultTable.of("costs", title, _COST_HEADER, rows, _TIMED, notes)
+    rows = tracing_rows((2, 4) if quick else (10, 100, 1000), 1 if quick else 3)
+    title = "Tracing the gradients of a chain of layers with a row for each product"
+    yield ResultTable.of("tracing", title, _TRACING_HEADER, rows, _TRACING_HEADER[1:])
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from benchmarks import _origins_jax
-from benchmarks._markdown import table
 from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_steps, measure
 from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, TORCH_CONTESTANTS
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -47,23 +47,49 @@ def judge_in_torch(python: str) -> dict[str, dict[str, str]]:
     return json.loads(made.stdout)
 
 
-def make_peers_table(verdicts: dict[str, dict[str, str]]) -> str:
+def make_peers_table(verdicts: dict[str, dict[str, str]]) -> ResultTable:
     """A line for each fault, and one that counts."""
     lines = [[name, *(said[name] for said in verdicts.values())] for name in ARGUMENTS]
-    return table(["fault", *verdicts], [*lines, ["named", *map(_count, verdicts.values())]])
+    rows = [*lines, ["named", *map(_count, verdicts.values())]]
+    notes = [
+        "Line: the report names the line where the number is made; cause: that where the infinity or zero comes from. "
+        "A false alarm names a line whose number harms nothing.",
+    ]
+    return ResultTable.of("faults", "Who names the line of ten planted faults", ["fault", *verdicts], rows, notes=notes)
 
 
-def make_costs_table(target: Target, config: GPTConfig, repeats: int) -> str:
+def make_costs_table(
+    target: Target, config: GPTConfig, repeats: int, policies: Sequence[str] = tuple(POLICIES)
+) -> ResultTable:
     """A line for each policy. On a CPU it runs a good step, too."""
     lines = []
-    for name, policy in POLICIES.items():
-        fun, args = gradient(config, policy)
+    for name in policies:
+        fun, args = gradient(config, POLICIES[name])
         ratios = measure(make_steps(fun, args), target, repeats)
         params = jax.tree.map(lambda shape: 0.02 * jax.random.normal(jax.random.key(0), shape.shape), args[:2])
         bits = str(check_bits(fun, (*params, *args[2:]))) if target.name == "CPU" else "not run"
         lines.append([name, *(f"{ratio:.2f}" for ratio in ratios), bits])
     asked = ["asked", *("" if limit != limit else f"{limit:.2f}" for limit in ASKED), "0"]
-    return table(["policy", *(name.replace("_", " ") for name in Cost._fields), "other bytes"], [*lines, asked])
+    timed = ["compile time", "trace time"]
+    header = ["policy", *(name.replace("_", " ") for name in Cost._fields), "other bytes"]
+    title = f"A good step of the demo's GPT with the search over one without, for {target.name}"
+    notes = [
+        "The step without the search is cheaper in every row: this is its price. asked: the most that it may be.",
+        "other bytes: of the results of a good step, those that differ from the step without.",
+    ]
+    return ResultTable.of("costs", title, header, [*lines, asked], timed, notes)
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """What a good step costs, on this machine's CPU."""
+    config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
+    yield make_costs_table(TARGETS["cpu"](), config, 1 if quick else 5, list(POLICIES)[:1] if quick else list(POLICIES))
+
+
+def fault_tables(quick: bool) -> Iterator[ResultTable]:
+    """Who names the line."""
+    verdicts = {name: _origins_jax.judge_all(name) for name in list(_origins_jax.CONTESTANTS)[:1]} if quick else None
+    yield make_peers_table(judge_peers(sys.executable) if verdicts is None else verdicts)
 
 
 def _count(said: dict[str, str]) -> str:
@@ -84,11 +110,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     with jax.numpy_dtype_promotion("standard"):
         if given.command == "peers":
-            print(f"jax {jax.__version__}\n\n{make_peers_table(judge_peers(given.torch_python))}")
+            print(f"jax {jax.__version__}")
+            print_tables([make_peers_table(judge_peers(given.torch_python))])
             return
         target = TARGETS[given.target]()
         config = GPTConfig(width=32, depth=1, heads=2, context=16) if given.quick else GPTConfig()
-        print(f"jax {jax.__version__}, {target.name}\n\n{make_costs_table(target, config, 1 if given.quick else 5)}")
+        print(f"jax {jax.__version__}, {target.name}")
+        print_tables([make_costs_table(target, config, 1 if given.quick else 5)])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run from the root of the repository; a hundred models take some fifteen minutes:
 
-    python -m benchmarks.predict [--models 100]
+    python -m benchmarks.predict [--models 100] [--quick]
 
 One table, a line for each kind of fault. A scope counts as named right if it was planted and named, and as named wrong
 if it was named only. "float16 fails" counts the models whose gradient really is lost in float16, at the loss scale that
@@ -10,15 +10,15 @@ was asked about; "repaired" those whose gradient under the predicted map and los
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import jmp_policy as jmp
-from benchmarks._markdown import table
 from benchmarks._planted_models import PlantedModel, make_model
+from benchmarks._results import ResultTable, print_tables
 from jmp_policy.numerics import Prediction, collect, predict
 
 POLICY = "params=float32,compute=float16,output=float32"
@@ -68,14 +68,15 @@ def count(outcomes: Sequence[Outcome]) -> list[str]:
     return [*numbers, f"{worst:.1e}", _share(right, right + wrong), _share(right, planted)]
 
 
-def make_table(outcomes: Iterable[Outcome]) -> str:
+def make_table(outcomes: Iterable[Outcome]) -> ResultTable:
     """A line for each kind, and one for all."""
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_kind.setdefault(outcome.model.kind, []).append(outcome)
     lines = [[kind, *count(own)] for kind, own in by_kind.items()]
     every = [outcome for own in by_kind.values() for outcome in own]
-    return table(HEADER, [*lines, ["all", *count(every)]])
+    title = f"What `predict` says of {len(every)} models, and what float16 does to them"
+    return ResultTable.of("predictions", title, HEADER, [*lines, ["all", *count(every)]])
 
 
 HEADER = [
@@ -106,17 +107,24 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.3f}" if whole else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=int, default=100, help="how many models to try")
-    args = parser.parse_args()
+def tables(quick: bool, models: int = 100) -> Iterator[ResultTable]:
+    """Tries so many models."""
     outcomes = []
-    for seed in range(args.models):
+    for seed in range(2 if quick else models):
         outcomes.append(try_model(make_model(seed)))
         outcome = outcomes[-1]
         sign = "" if outcome.named == outcome.model.planted else f", but {sorted(outcome.model.planted)} was planted"
         print(f"{seed}: {outcome.model.kind}: {sorted(outcome.named)}{sign}", flush=True)
-    print("\n" + make_table(outcomes))
+    yield make_table(outcomes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=100, help="how many models to try")
+    parser.add_argument("--quick", action="store_true", help="two models")
+    options = parser.parse_args(argv)
+    print_tables(tables(options.quick, options.models))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ Operations, bytes accessed and temporaries of one compiled program over those of
 many numbers the devices reduce in which dtype, as the TPU's compiler wrote it.
 """
 
+import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jmp_policy as jmp
 from benchmarks._compiled import figures
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import tpu
 from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
 from jmp_policy.demo._gpt_linen import GPT
@@ -26,24 +28,24 @@ POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
 BATCH = 16
 
 
-def make_gradients(reduce_dtype: Any) -> tuple[Callable[..., Any], Any, Any]:
+def make_gradients(reduce_dtype: Any, config: GPTConfig) -> tuple[Callable[..., Any], Any, Any]:
     """The function that is compiled, and the shapes of its parameters and its batch."""
-    model = jmp.with_policy(GPT(CONFIG), POLICY)
+    model = jmp.with_policy(GPT(config), POLICY)
 
     def compute_loss(params: Any, windows: jax.Array) -> jax.Array:
         inputs, targets = split_windows(windows)
         logits: Any = model.apply({"params": params}, inputs)
         return cross_entropy(logits, targets)
 
-    windows = jax.ShapeDtypeStruct((BATCH, CONFIG.context + 1), np.uint8)
-    tokens = jax.ShapeDtypeStruct((1, CONFIG.context), np.int32)
+    windows = jax.ShapeDtypeStruct((BATCH, config.context + 1), np.uint8)
+    tokens = jax.ShapeDtypeStruct((1, config.context), np.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     return jmp.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=reduce_dtype), params, windows
 
 
-def compile_on(devices: list[Any], reduce_dtype: Any) -> Any:
+def compile_on(devices: list[Any], reduce_dtype: Any, config: GPTConfig = CONFIG) -> Any:
     """Compiles the gradients for devices that share the batch, and the parameters too."""
-    fun, params, windows = make_gradients(reduce_dtype)
+    fun, params, windows = make_gradients(reduce_dtype, config)
     mesh = jax.sharding.Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
 
     def place(leaf: Any) -> NamedSharding:
@@ -65,30 +67,53 @@ def count_reduced(compiled: Any) -> dict[str, int]:
     return counts
 
 
-def list_targets() -> dict[str, list[Any]]:
-    """The devices to compile for."""
-    targets = {"a CPU": jax.devices("cpu")[:1]}
-    try:
-        tpu()  # which sets what its compiler would ask for, or says that there is none
-    except ModuleNotFoundError as error:
-        print(error)
-        return targets
+def list_targets() -> dict[str, list[Any] | str]:
+    """The devices to compile for, or which library they need."""
+    targets: dict[str, list[Any] | str] = {"a CPU": jax.devices("cpu")[:1]}
     for name, count in {"a TPU v5e": 1, "eight TPU v5e": 8}.items():
+        try:
+            tpu()  # which sets what its compiler would ask for, or says that there is none
+        except ModuleNotFoundError:
+            targets[name] = "libtpu"
+            continue
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
         targets[name] = list(devices)[:count]
     return targets
 
 
-def main() -> None:
-    """Prints the table."""
-    print("| for | operations | bytes | temporaries | reduced without | reduced with |")
-    print("|---|---|---|---|---|---|")
-    for name, devices in list_targets().items():
-        plain, wide = (compile_on(devices, dtype) for dtype in (None, POLICY.reduce_dtype))
-        before, after = figures(plain), figures(wide)
-        names = ("flops", "bytes_accessed", "temporaries")
-        ratios = [f"{getattr(after, name) / getattr(before, name):.3f}" for name in names]
-        print("|", " | ".join([name, *ratios, *(str(count_reduced(c)) for c in (plain, wide))]), "|", flush=True)
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """What the gradients cost."""
+    config = GPTConfig(width=64, depth=1, heads=4, context=32) if quick else CONFIG
+    targets = {"a CPU": jax.devices("cpu")[:1]} if quick else list_targets()
+    rows = [_make_row(name, devices, config) for name, devices in targets.items()]
+    header = ["for", "operations", "bytes", "temporaries", "reduced without", "reduced with"]
+    title = f"Gradients of a GPT of width {config.width} in bfloat16, reduced in float32 over reduced in bfloat16"
+    notes = [
+        "What is more is the price of sums that are not rounded: the gradients of the parameters are wider between the "
+        "products that make them and their reduction."
+    ]
+    yield ResultTable.of("costs", title, header, rows, notes=notes)
+
+
+def _make_row(name: str, devices: list[Any] | str, config: GPTConfig) -> list[str]:
+    if isinstance(devices, str):
+        return [name, f"not measured: needs {devices}", "", "", "", ""]
+    plain, wide = (compile_on(devices, dtype, config) for dtype in (None, POLICY.reduce_dtype))
+    before, after = figures(plain), figures(wide)
+    names = ("flops", "bytes_accessed", "temporaries")
+    ratios = [f"{getattr(after, name) / getattr(before, name):.3f}" for name in names]
+    return [name, *ratios, *(_list_counts(count_reduced(compiled)) for compiled in (plain, wide))]
+
+
+def _list_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {dtype}" for dtype, count in sorted(counts.items())) or "none"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, on a CPU alone")
+    print_tables(tables(parser.parse_args(argv).quick))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,18 @@ Nothing runs, and no device need be there: each step is traced for an `AbstractM
 counted. For eight devices the same program is lowered for those of a CPU, and the texts must be the same.
 """
 
+import argparse
 import dataclasses
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from benchmarks._markdown import table
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._scale_model import AXES, GPT, Format, make_step
 from jmp_policy import numerics
 from jmp_policy.report import format_bytes
@@ -97,7 +97,7 @@ def make_abstract_mesh(shape: tuple[int, int]) -> AbstractMesh:
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figures]]) -> str:
+def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figures]]) -> ResultTable:
     """A row for each figure and format, a column for each model on its mesh; formats that agree share a row."""
     rows: list[list[str]] = []
     for field in dataclasses.fields(Figures):
@@ -107,24 +107,46 @@ def make_table(columns: Mapping[tuple[str, tuple[int, int]], Mapping[str, Figure
             names.setdefault(tuple(cells), []).append(name)
         rows += [[field.name, "; ".join(shared), *cells] for cells, shared in names.items()]
     header = [f"{model}, {data} x {fsdp}" for model, (data, fsdp) in columns]
-    return table(["bytes", "format", *header], rows)
+    notes = [
+        "Parameters and moments are float32 in all formats. gathered: whole arrays that a device gets. reduced: "
+        "arrays that it gives into sums of gradients. sent: what it sends if each collective goes around a ring. "
+        "state: parameters, moments, scales and counters of a device.",
+        "Counted in the traced program, before XLA's passes. Formats that agree share a row.",
+    ]
+    title = "Bytes of a device in a training step of a GPT, by model and devices along data x fsdp"
+    return ResultTable.of("bytes", title, ["bytes", "format", *header], rows, notes=notes)
 
 
-def main() -> None:
-    """Prints what the largest trace took, whether the programs are the same, and the table."""
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """What each model costs on its mesh. The largest trace comes first: the peak of memory is its own."""
+    import resource  # which Windows has not
+
     columns: dict[tuple[str, tuple[int, int]], dict[str, Figures]] = {}
-    for model, shape in reversed(SCALES):  # the largest first: the peak of memory is its own
+    took: list[list[str]] = []
+    for model, shape in SCALES[:1] if quick else reversed(SCALES):
         gpt, figures = MODELS[model], {}
         for name, format in FORMATS.items():
             began, worked = time.perf_counter(), time.process_time()
             figures[name] = measure(gpt, format, shape)
-            took = f"{time.perf_counter() - began:.1f} s, {time.process_time() - worked:.1f} s of process time"
+            times = [f"{time.perf_counter() - began:.1f}", f"{time.process_time() - worked:.1f}"]
             peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            where = f"{gpt.parameters:,} parameters on {shape[0] * shape[1]:,} devices, {name}"
-            print(f"{where}: {took}, peak of memory so far {peak}", flush=True)
+            if not columns:
+                took.append([f"{gpt.parameters:,}", f"{shape[0] * shape[1]:,}", name, *times, peak])
+            print(model, shape, name, *times, peak, flush=True)
         columns[model, shape] = figures
+    yield make_table({scale: columns[scale] for scale in SCALES if scale in columns})
+    timed = ["seconds", "process seconds", "peak of memory so far"]
+    header = ["parameters", "devices", "format", *timed]
+    yield ResultTable.of("traces", "What the tracing of the largest took", header, took, timed)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smallest model")
+    options = parser.parse_args(argv)
     subprocess.run([sys.executable, "-m", "benchmarks.scale", "compare"], check=True)
-    print(make_table({scale: columns[scale] for scale in SCALES}))
+    print_tables(tables(options.quick))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmp_policy as jmp
-from benchmarks._markdown import table
+from benchmarks._results import ResultTable, print_tables
 from benchmarks.architectures._architecture import Architecture, Model
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._resnet import ResNet
@@ -230,24 +230,60 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, metavar="N", help="how many trials for each model")
     parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16"], metavar="DTYPE")
     given = parser.parse_args(argv)
-    print(f"jax {jax.__version__}, {jax.default_backend()}\n")
-    if given.plantings:
-        rows = [summarize(ranking, [*search_plantings(ranking, given.plantings)]) for ranking in RANKINGS]
-        print(table(_SEARCH_HEADER, rows) + "\n", flush=True)
-    if given.chains:
-        chains: dict[str, list[Planting]] = {}
-        for kind, planting in tune_chains(range(given.first_chain, given.first_chain + given.chains)):
-            print(kind, planting, flush=True)
-            chains.setdefault(kind, []).append(planting)
-        everything = [planting for some in chains.values() for planting in some]
-        rows = [summarize(kind, some) for kind, some in {**chains, "all": everything}.items()]
-        print("\n" + table(["layers", *_SEARCH_HEADER[1:]], rows) + "\n", flush=True)
-    models = {name: model for name, model in list_models().items() if given.only is None or name in given.only}
-    rows = []
-    for name, model in models.items():
-        for dtype in given.dtypes:
-            rows += model_rows(name, model, dtype, given.budget)
-            print(table(_MODEL_HEADER, rows) + "\n", flush=True)
+    print(f"jax {jax.__version__}, {jax.default_backend()}")
+    with jax.numpy_dtype_promotion("standard"):
+        if given.plantings:
+            print_tables([search_table(given.plantings)])
+        if given.chains:
+            print_tables([chains_table(range(given.first_chain, given.first_chain + given.chains))])
+        models = [name for name in list_models() if given.only is None or name in given.only]
+        if models:
+            print_tables([models_table(models, given.dtypes, given.budget)])
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The search alone."""
+    yield search_table(5 if quick else 100)
+
+
+def model_tables(quick: bool) -> Iterator[ResultTable]:
+    """Chains that run in float16, and models."""
+    yield chains_table(range(1 if quick else 100))
+    if not quick:
+        yield models_table(list(list_models()), ["float16", "bfloat16"], None)
+
+
+def search_table(plantings: int) -> ResultTable:
+    """What the search finds, for each ranking."""
+    rows = [summarize(ranking, [*search_plantings(ranking, plantings)]) for ranking in RANKINGS]
+    notes = [
+        "Above 1 in the last column: the ranking was wrong, and a search that asks a few times its logarithm cannot be "
+        "had then. `tune` ranks by measured errors."
+    ]
+    title = f"The search alone: {plantings} plantings of 1 to 4 culprits among 12 to 96 scopes"
+    return ResultTable.of("search", title, _SEARCH_HEADER, rows, notes=notes)
+
+
+def chains_table(seeds: Sequence[int]) -> ResultTable:
+    """What `tune` finds in chains of layers."""
+    chains: dict[str, list[Planting]] = {}
+    for kind, planting in tune_chains(seeds):
+        print(kind, planting, flush=True)
+        chains.setdefault(kind, []).append(planting)
+    everything = [planting for some in chains.values() for planting in some]
+    rows = [summarize(kind, some) for kind, some in {**chains, "all": everything}.items()]
+    title = f"{len(everything)} chains of layers in float16, some of which break"
+    return ResultTable.of("chains", title, ["layers", *_SEARCH_HEADER[1:]], rows)
+
+
+def models_table(names: Sequence[str], dtypes: Sequence[str], budget: int | None) -> ResultTable:
+    """The maps of models."""
+    models, rows = list_models(), []
+    for name in names:
+        for dtype in dtypes:
+            rows += model_rows(name, models[name], dtype, budget)
+            print("\n".join(map(str, rows[-4:])), flush=True)
+    return ResultTable.of("models", "Models with the map that was found", _MODEL_HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ accessed and temporaries are what XLA says of the compiled step, and the same on
 import argparse
 import dataclasses
 import itertools
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from benchmarks._dispatch import dispatch_microseconds
-from benchmarks._markdown import table
 from benchmarks._measure import Cost, cost, lowering_seconds, step_seconds
 from benchmarks._programs import (
     APIS,
@@ -30,6 +28,7 @@ from benchmarks._programs import (
     with_dynamic_scale,
     with_jmp,
 )
+from benchmarks._results import ResultTable, print_tables
 from jmp_policy.demo._gpt import GPTConfig
 
 QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
@@ -72,30 +71,71 @@ def compare(case: Case, repeats: int = 10) -> Comparison:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="PATH", help="also write what was measured to this file")
-    parser.add_argument("--quick", action="store_true", help="a small GPT, and three repeats of what is timed")
+    parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
+    parser.add_argument("--quick", action="store_true", help="an MLP, and one repeat of what is timed")
     options = parser.parse_args(argv)
-    gpt, repeats = (QUICK_GPT, 3) if options.quick else (GPTConfig(), 10)
-    cases = [Case(*names, gpt) for names in itertools.product(MODELS, APIS, POLICIES)]
+    print(f"jax {jax.__version__}, {jax.default_backend()} ({jax.devices()[0].device_kind})")
+    print_tables(tables(options.quick), options.json)
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The ratios of steps, and what a policy adds to a call."""
+    every = list(itertools.product(MODELS, APIS, POLICIES))
     comparisons = []
-    for case in cases:
-        print(f"measuring {case.model}, {case.api}, {case.policy}", flush=True)
-        comparisons.append(compare(case, repeats))
-    dispatch = dispatch_microseconds()
-    print(report(comparisons, dispatch))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"comparisons": [_as_json(c) for c in comparisons], "dispatch": dispatch}, file, indent=2)
+    for names in [("mlp", "nnx", "mixed_float16")] if quick else every:
+        print(f"measuring {', '.join(names)}", flush=True)
+        comparisons.append(compare(Case(*names, GPTConfig()), 1 if quick else 10))
+    yield steps_table(comparisons)
+    yield dispatch_table(dispatch_microseconds())
 
 
-def report(comparisons: Sequence[Comparison], dispatch: dict[str, float]) -> str:
-    """The tables, in Markdown."""
-    rows = [row for comparison in comparisons for row in _rows(comparison)]
+def steps_table(comparisons: Sequence[Comparison]) -> ResultTable:
+    """What our steps cost over those of others."""
+    timed = any(comparison.step_times for comparison in comparisons)
     header = ["model", "API", "policy", "ours over", "operations", "flops", "bytes", "temporaries", "lowering time"]
-    timed = any(c.step_times for c in comparisons)
-    ratios = table([*header, *(["step time"] if timed else [])], [row if timed else row[:-1] for row in rows])
-    added = table(["argument", "added µs"], [[name, f"{added:.1f}"] for name, added in dispatch.items()])
-    return f"{_environment()}\n\n{ratios}\n\nDispatch, over a tuple of the same arrays:\n\n{added}"
+    return ResultTable(
+        "steps",
+        "A train step, ours over theirs: below one, ours is cheaper",
+        (*header, *(["step time"] if timed else [])),
+        tuple(tuple(row if timed else row[:-1]) for comparison in comparisons for row in _rows(comparison)),
+        ("lowering time", *(["step time"] if timed else [])),
+        (*_explain(comparisons), *([] if timed else ["Step times: not measured; they are for accelerators."])),
+    )
+
+
+def dispatch_table(microseconds: dict[str, float]) -> ResultTable:
+    """What an argument adds to a call of a jitted function."""
+    rows = tuple((name, f"{added:.1f}") for name, added in microseconds.items())
+    title = "What an argument adds to a call of a jitted function, over a tuple of the same arrays"
+    return ResultTable("dispatch", title, ("argument", "added µs"), rows, ("added µs",))
+
+
+_REASONS = {
+    "by hand": "ours has calls of functions, and cases that choose the platform's form of the skip; XLA removes them",
+    "by hand, no check": "that step has no loss scale and no skip, which is what more is paid for here",
+    "jmp": "it skips by a select, into which XLA:CPU fuses the float32 gradients; ours is a branch, before which it "
+    "writes them down. The select needs more temporaries in turn, and computes a step that is then thrown away",
+    "DynamicScale": "its skip is a `where` of what it returns; XLA:CPU fuses it where ours is a branch",
+}
+"""Why another is cheaper in a figure."""
+
+
+def _explain(comparisons: Sequence[Comparison]) -> list[str]:
+    """A note for each contestant that is below us in some figure: where, and why."""
+    notes = []
+    for other, reason in _REASONS.items():
+        where = [_name_losses(comparison, other) for comparison in comparisons if other in comparison.others]
+        if named := "; ".join(filter(None, where)):
+            notes.append(f"Below us: {other} ({named}): {reason}.")
+    return notes
+
+
+def _name_losses(comparison: Comparison, other: str) -> str:
+    """The figures of a case in which another is below us, as they are shown."""
+    ratios = dataclasses.asdict(comparison.ours.over(comparison.others[other]))
+    worse = [name.replace("bytes_accessed", "bytes") for name, ratio in ratios.items() if round(ratio, 2) > 1]
+    case = comparison.case
+    return f"{case.model} {case.api} {case.policy.removeprefix('mixed_')}: {', '.join(worse)}" if worse else ""
 
 
 def _rows(comparison: Comparison) -> list[list[str]]:
@@ -107,16 +147,6 @@ def _rows(comparison: Comparison) -> list[list[str]]:
         step_time = f"{times['ours'] / times[name]:.2f}" if times else ""
         rows.append([case.model, case.api, case.policy, name, *ratios, lowering, step_time])
     return rows
-
-
-def _environment() -> str:
-    device = jax.devices()[0].device_kind
-    times = "" if jax.default_backend() == "gpu" else " Step times: not measured."
-    return f"jax {jax.__version__}, {jax.default_backend()} ({device}).{times}"
-
-
-def _as_json(comparison: Comparison) -> dict:
-    return dataclasses.asdict(comparison)
 
 
 if __name__ == "__main__":

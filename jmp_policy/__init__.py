@@ -74,7 +74,7 @@ if _typing.TYPE_CHECKING:
     from .checkpoints import convert_state as convert_state
     from .tuning import Trial as Trial, Tuning as Tuning, tune as tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
 

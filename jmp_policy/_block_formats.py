@@ -81,7 +81,9 @@ class MXFP4:
 
     Args:
       activations: whether inputs and gradients are rounded to 4 bits as well.
-      block_size, scale_rounding, min_size: as for `MXFP8`.
+      block_size: as for `MXFP8`.
+      scale_rounding: as for `MXFP8`.
+      min_size: as for `MXFP8`.
 
     Raises:
       TypeError, ValueError: an argument is not of its kind.
@@ -126,7 +128,8 @@ class NVFP4:
     `nvfp4(keep=none)`. A weight that is stored in blocks already is multiplied so, whatever its layer is called.
 
     Args:
-      activations, min_size: as for `MXFP8`.
+      activations: as for `MXFP8`.
+      min_size: as for `MXFP8`.
       block_size: how many numbers share a scale. Hardware multiplies blocks of 16.
       square_weights: whether the blocks of weights are of 16 inputs by 16 outputs, so that the backward pass multiplies
         by the numbers that the forward pass multiplied by. Without activations they never are.

@@ -106,7 +106,7 @@ def floor(path: Path) -> int:
 @functools.cache
 def imported(path: Path) -> set[str]:
     """What a file imports, absolute, wherever in the file the import stands; types alone do not count."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     package = ["jmp_policy", *path.relative_to(PACKAGE).parent.parts]
     names = set()
     for node in ast.walk(tree):
@@ -171,7 +171,7 @@ def test_no_files_of_a_room_import_each_other_in_a_circle():
 def test_only_public_jax_is_read():
     def private(path):
         jaxlib = {name for name in imported(path) if name.startswith("jaxlib")}
-        return jaxlib | ({"jax._src"} if "jax._src" in path.read_text() else set())
+        return jaxlib | ({"jax._src"} if "jax._src" in path.read_text(encoding="utf-8") else set())
 
     assert offenders(private, [*FILES, PACKAGE / "__init__.py"]) == {}
 
@@ -199,17 +199,21 @@ def test_the_doctor_needs_no_extra():
 
 
 def test_the_adapters_are_the_one_import_by_name():
-    by_name = [name_of(path) for path in FILES if "import_module(" in path.read_text()]
+    by_name = [name_of(path) for path in FILES if "import_module(" in path.read_text(encoding="utf-8")]
     # A map's config names the types of its keys; the state of float8 layers has a dtype of Flax's.
     assert set(by_name) <= {"_adapter", "_policy_map", "_float8_state"}
 
 
 def test_nothing_is_asserted_on():
     def asserts(path):
-        return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+        return [
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Assert)
+        ]
 
     assert offenders(asserts, [path for path in FILES if floor(path) <= 5]) == {}
 
 
 def test_nothing_is_left_to_do():
-    assert offenders(lambda path: "TODO" in path.read_text()) == {}
+    assert offenders(lambda path: "TODO" in path.read_text(encoding="utf-8")) == {}

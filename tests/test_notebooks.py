@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import nbformat
 import pytest
@@ -26,6 +27,15 @@ SHORTER = {
 }  # fmt: skip
 """What a notebook trains for so many steps runs as well for a few: the outputs that it shows are those of them all."""
 
+INSTALL = """
+import importlib.util
+
+# Where this notebook is opened without the package:
+if importlib.util.find_spec("jmp_policy") is None:
+    %pip install -q "jmp-policy[notebooks] @ git+https://github.com/OWNER/REPOSITORY"
+""".strip()
+"""The first cell of code of each notebook."""
+
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of the kernel's own machinery are not ours to mend
@@ -45,10 +55,18 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
 def test_notebook_imports_public_names_alone(path):
     notebook = nbformat.read(path, as_version=4)
     code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    code = re.sub(r"^( *)%.*", r"\1pass", code, flags=re.MULTILINE)  # what IPython reads, and Python does not
     imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = [getattr(node, "module", None) or "" for node in imports] + [a.name for i in imports for a in i.names]
     assert "jmp_policy" in modules
     assert [name for name in modules if any(part.startswith("_") for part in name.split("."))] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_installs_what_it_needs_before_anything_else_where_the_package_is_missing(path):
+    title, install, *_ = nbformat.read(path, as_version=4).cells
+    assert title.source.startswith("# ")
+    assert (install.source, install.outputs) == (INSTALL, [])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -58,5 +76,5 @@ def test_notebook_has_the_outputs_of_one_run_and_names_no_machine(path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert not [folder for folder in ("/home/", "/root/", "/tmp/") if folder in text]

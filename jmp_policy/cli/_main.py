@@ -12,6 +12,7 @@ from ._command import ToldElsewhere, UserError, check_device
 from ._compare import add_compare
 from ._doctor import add_doctor
 from ._numerics import add_numerics
+from ._outputs import spell_signs_plainly
 from ._train import add_train
 from ._tune import add_tune
 
@@ -40,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["train", "--data", "no/such/file"])
     2
     """
-    try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
-        return _run_command(arguments)
-    except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
-        return int(exit.code or 0)
-    except KeyboardInterrupt:
-        return _fail("interrupted", status=130)
+    with spell_signs_plainly():
+        try:
+            arguments = _parse(sys.argv[1:] if argv is None else argv)
+            return _run_command(arguments)
+        except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
+            return int(exit.code or 0)
+        except KeyboardInterrupt:
+            return _fail("interrupted", status=130)
 
 
 def _run_command(arguments: argparse.Namespace) -> int:

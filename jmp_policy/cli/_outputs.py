@@ -1,7 +1,12 @@
 """What a command says of a function of the user's: a table or JSON on the terminal, a page, a picture."""
 
 import argparse
+import codecs
+import contextlib
+import io
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +14,31 @@ from ._command import UserError, make_console
 
 if TYPE_CHECKING:
     from ..report import Report
+
+_PLAIN = str.maketrans({"─": "-", "↑": "^", "↓": "v", "→": ">", "±": "~", "…": "~"})
+"""Signs of reports, and what stands for them where a terminal or a pipe has no such sign: one column each."""
+
+
+@contextlib.contextmanager
+def spell_signs_plainly() -> Iterator[None]:
+    """Prints plain signs in place of those that stdout or stderr has no code for, such as a pipe on Windows."""
+    codecs.register_error("jmp_policy.plain", _spell_plainly)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="jmp_policy.plain")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(streams, before, strict=True):
+            stream.reconfigure(errors=errors)
+
+
+def _spell_plainly(error: UnicodeError) -> tuple[str, int]:
+    """What stands for the signs that a stream has no code for."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
 
 
 def add_files(parser: argparse.ArgumentParser, *, page: str, picture: str) -> None:

@@ -59,8 +59,10 @@ def start_processes(arguments: argparse.Namespace) -> int:
     """Starts the processes that train on this machine, and waits for them; returns the exit status.
 
     Raises:
-      UserError: the options do not fit together, or the port is not free.
+      UserError: the options do not fit together, the port is not free, or this is Windows.
     """
+    if sys.platform == "win32":
+        raise UserError("several processes need Linux or macOS: on Windows JAX has no collectives between CPUs")
     command = [sys.executable, "-m", "jmp_policy", *arguments.argv]
     environment = {**os.environ, _CHILD: "1"}
     count = arguments.local_processes

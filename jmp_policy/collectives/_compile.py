@@ -56,7 +56,7 @@ def partition(lowered: jax.stages.Lowered, token: str) -> str:
             _remove_from_cache(token)
         written = sorted(Path(folder).glob("*.after_*spmd-partitioning*.txt"))
         if written:
-            return written[-1].read_text()
+            return written[-1].read_text(encoding="utf-8")
     raise RuntimeError(
         "The compiler wrote down no program after its pass 'spmd-partitioning', as one in another process, on a remote "
         "machine, may. What the program itself says, in shard_map, can be read without it: "

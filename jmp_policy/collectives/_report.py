@@ -1,6 +1,7 @@
 """The report of the collectives of a program: a table, sums, and assertions."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -275,7 +276,7 @@ def _add_amounts(rows: Sequence[Collective]) -> tuple[str, str, str]:
 def _make_row_table(rows: Iterable[Collective]) -> Table:
     cells = [
         (
-            row.source.partition(" (")[0].rpartition("/")[2],
+            os.path.basename(row.source.partition(" (")[0]),
             _name_kind(row),
             *shorten_dtypes([row.dtype]).split(),
             "x".join(map(str, row.shape)),

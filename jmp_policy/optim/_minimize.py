@@ -1,6 +1,7 @@
 """A whole training step, from the loss function to new parameters."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, NamedTuple, overload
 
@@ -110,7 +111,24 @@ def minimize(
             params, opt_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
         return (params, opt_state, *out) if has_aux else (params, opt_state, out)
 
+    _declare_signature(minimizing_step, fun)
     return minimizing_step
+
+
+def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
+    """Says where the arguments of `fun` are in the step: one place further, which jit asks for static and donated ones.
+
+    `functools.wraps` says that they are where `fun` has them.
+    """
+    del minimizing_step.__wrapped__
+    step_signature = inspect.signature(minimizing_step)
+    try:
+        given = list(inspect.signature(fun).parameters.values())
+        ours = list(step_signature.parameters.values())[:2]
+        theirs = given[1:] if given[0].kind in (given[0].POSITIONAL_ONLY, given[0].POSITIONAL_OR_KEYWORD) else given
+        minimizing_step.__signature__ = step_signature.replace(parameters=[*ours, *theirs])
+    except (IndexError, TypeError, ValueError):  # `fun` does not tell, or has an argument named like one of ours
+        return
 
 
 def _plain_step(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ class Prediction(Report):
             "amax": [f"{reason.amax:.2g}" for reason in reasons],
             "limit": [f"{reason.limit:.2g}" for reason in reasons],
             "operation": [reason.primitive for reason in reasons],
-            "line": [reason.source.rpartition("/")[2] for reason in reasons],
+            "line": [os.path.basename(reason.source) for reason in reasons],
             "cure": [reason.cure.replace("_", " ") for reason in reasons],
         }
         kept = {header: column for header, column in cells.items() if header not in dropped}

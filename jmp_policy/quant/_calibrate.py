@@ -49,7 +49,7 @@ def calibrate(
         valid.
 
     Warns:
-      Layers whose inputs have no numbers, because they run inside of `vmap` or `remat`.
+      UserWarning: layers' inputs have no numbers, because they run inside of `vmap` or `remat`.
 
     Source: Wu et al., Integer Quantization for Deep Learning Inference, 2020, section 3.3 (max, entropy and percentile
     calibration).

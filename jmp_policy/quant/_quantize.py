@@ -80,7 +80,7 @@ def quantize(
       TypeError: `target` is neither.
 
     Warns:
-      A rule of the map decides for no module; of variables, for none that has parameters.
+      UserWarning: a rule of the map decides for no module; of variables, for none that has parameters.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}}

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..report import Column, Table, has_columns, is_fitting
@@ -29,7 +30,7 @@ class Line:
     @property
     def source(self) -> str:
         """The file and line, without the folders."""
-        return self.row.source.rpartition("/")[2]
+        return os.path.basename(self.row.source)
 
     @property
     def turn(self) -> str:

@@ -65,7 +65,7 @@ def test_every_fault_is_a_skip_and_nothing_else_is():
     plan = plan_faults(ours.state.params, steps=30, rate=0.1, seed=2)
     state, losses = ours.state, []
     for seed, fault in enumerate(plan):
-        state, loss = ours.step(state, faults._batch(seed, state.params, fault))
+        state, loss = ours.step(state, faults.make_batch(seed, state.params, fault))
         losses.append(float(loss))
     assert int(jmp.metrics(state)["skipped_steps"]) == sum(fault is not None for fault in plan)
     assert np.isfinite(losses).all()
@@ -93,9 +93,3 @@ def test_a_fault_strikes_one_gradient_and_not_the_loss():
 def test_numbers_are_compared_by_their_bits():
     got = faults._differing({"a": np.float32([0.0, 1.0, np.nan])}, {"a": np.float32([-0.0, 1.0, np.nan])})
     assert got == faults.Count(corrupted=1, total=3)
-
-
-def test_the_command_line_writes_both_forms(tmp_path, capsys):
-    faults.main(["--steps", "12", "--json", str(tmp_path / "faults.json")])
-    assert "| jmp_policy | 0 / 5684 | 0 / 11368 | 0 / 2 | 0 / 160 | 0 / 1 |" in capsys.readouterr().out
-    assert '"jmp_policy": {"parameters": {"corrupted": 0, "total": 5684}' in (tmp_path / "faults.json").read_text()

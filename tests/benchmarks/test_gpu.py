@@ -38,7 +38,7 @@ def run(monkeypatch, tmp_path):
 
 
 def _read(folder: pathlib.Path) -> dict:
-    return json.loads((folder / "nvidia-h100-80gb-hbm3.json").read_text())
+    return json.loads((folder / "nvidia-h100-80gb-hbm3.json").read_text(encoding="utf-8"))
 
 
 def test_rows_have_names_of_their_own():
@@ -71,7 +71,7 @@ def test_an_interrupted_run_keeps_its_rows_and_the_next_goes_on(run, tmp_path, c
     assert run(until_the_ninth) == 130
     assert "goes on" in capsys.readouterr().out
     assert list(_read(tmp_path)["rows"]) == KEYS[:9]
-    assert "| 2.00 (1.00 to 3.00) |" in (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text()
+    assert "| 2.00 (1.00 to 3.00) |" in (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
     assert run(measured.append) == 0
     assert measured == KEYS
 
@@ -110,7 +110,7 @@ def test_a_file_of_another_layout_is_refused_and_stays(run, tmp_path, capsys, te
     said = capsys.readouterr().err
     assert problem in said
     assert "Move it away, or name another folder: --results DIR." in said
-    assert path.read_text() == text
+    assert path.read_text(encoding="utf-8") == text
 
 
 def test_results_of_other_versions_are_not_mixed(run, tmp_path, capsys):
@@ -159,7 +159,7 @@ def test_a_row_that_failed_shows_why_and_is_not_tried_again(run, tmp_path):
     failing = lambda key: {"error": "XlaRuntimeError: out of memory"} if key == KEYS[1] else None
     assert run(failing) == 0
     assert run(pytest.fail) == 0
-    table = (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text()
+    table = (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
     assert "| float32 | failed: XlaRuntimeError: out of memory |" in table
 
 
@@ -240,10 +240,10 @@ def test_peak_memory_is_read_before_what_a_row_is_compared_with_is_there(monkeyp
 def test_the_command_works_in_little(tmp_path, capsys):
     assert gpu.main(["--tiny", "--only", "products-8192/", "--results", str(tmp_path)]) == 0
     [path] = tmp_path.glob("*-tiny.json")
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert list(rows) == [key for key in KEYS if key.startswith("products-8192/")]
     assert all(row["seconds"][0] > 0 for row in rows.values())
-    assert path.with_suffix(".md").read_text() in capsys.readouterr().out
+    assert path.with_suffix(".md").read_text(encoding="utf-8") in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -281,14 +281,14 @@ def test_every_row_works_in_little(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(command, cwd=gpu.RESULTS.parents[1], env=environment, check=True, capture_output=True)
     [path] = tmp_path.glob("*-tiny.json")
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert sorted(rows) == sorted(KEYS)
     failed = {key: row["error"] for key, row in rows.items() if "error" in row}
     assert set(failed) <= {"mixed_float16/mixed-precision-for-jax"}, failed  # which is in no registry
 
 
 def test_the_readme_shows_what_was_measured():
-    readme = (gpu.RESULTS.parent / "README.md").read_text()
+    readme = (gpu.RESULTS.parent / "README.md").read_text(encoding="utf-8")
     measured = sorted(gpu.RESULTS.glob("*.json"))
     reports = [_gpu_results.write_report(_gpu_results.read_results(path)) for path in measured]
     for report in reports or [_gpu_results.write_report(None)]:

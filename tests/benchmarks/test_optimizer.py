@@ -112,12 +112,17 @@ def test_floors_count_each_array_once_for_reading_and_once_for_writing():
 
 def test_the_report_has_a_column_for_each_size():
     row = optimizer.Row("adamw", {"1 M": Traffic(10.0, 0.0, 3.0), "2 M": Traffic(10.5, 0.1, 3.0)}, floor=7.0, state=8.0)
-    header, _, line = optimizer.report([row]).splitlines()
+    header, _, line = optimizer.report("given", "Given", [row]).to_markdown().splitlines()
     assert header == (
         "| step | accessed, 1 M | accessed, 2 M | temporaries, 1 M | temporaries, 2 M | in place, 1 M | in place, 2 M "
         "| floor | state, bytes per parameter |"
     )
     assert line == "| adamw | 10.00 | 10.50 | 0.00 | 0.10 | 3.00 | 3.00 | 7.00 | 8.00 |"
+
+
+def test_a_step_whose_library_is_missing_says_so():
+    rows = [optimizer.Row("ours", {"1 M": Traffic(1.0, 0.0, 3.0)}, 7.0), optimizer.Row("mpx", {}, 0, missing="mpx")]
+    assert optimizer.report("whole", "Whole", rows).rows[1] == ("mpx", "not measured: needs mpx", "", "", "")
 
 
 def test_the_sizes_are_those_of_the_names():

@@ -90,8 +90,8 @@ def test_others_name_no_less_than_the_benchmark_says_of_them():
 def test_what_is_not_installed_is_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(_origins_jax, "judge_all", lambda contestant: dict.fromkeys(ARGUMENTS, "line"))
     monkeypatch.setattr(origins, "judge_in_torch", lambda python: {})
-    last = origins.make_peers_table(origins.judge_peers(sys.executable)).splitlines()[-1]
-    assert last == "| named |" + " 10 of 10 |" * 4 + " not installed |" * 2
+    last = origins.make_peers_table(origins.judge_peers(sys.executable)).rows[-1]
+    assert last == ("named", *["10 of 10"] * 4, *["not installed"] * 2)
 
 
 def _loss_and_grads(weights, x):

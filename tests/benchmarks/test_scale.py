@@ -97,8 +97,8 @@ def _fill(path, leaf):
 
 def test_formats_that_agree_share_a_row():
     figures = {name: Figures(10**9 * (2 + (name == "float32")), 1, 1, 1, 1) for name in FORMATS}
-    lines = make_table({("1.3 B", (2, 4)): figures}).splitlines()
+    lines = make_table({("1.3 B", (2, 4)): figures}).to_markdown().splitlines()
     assert lines[0] == "| bytes | format | 1.3 B, 2 x 4 |"
     assert lines[2] == "| gathered | float32 | 3 GB |"
     assert lines[3].startswith("| gathered | bf16, reduced in float32; bf16, reduced in bf16; float8")
-    assert len(lines) == 2 + 6
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 6

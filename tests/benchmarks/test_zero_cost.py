@@ -127,21 +127,32 @@ def test_ratios_of_nothing_to_nothing_are_one():
     assert Cost(2, 0, 3, 1).over(Cost(1, 0, 2, 0)) == Cost(2.0, 1.0, 1.5, float("inf"))
 
 
-def test_the_report_has_a_row_for_each_contestant():
+def test_the_table_has_a_row_for_each_contestant():
     case = _programs.Case("mlp", "linen", "mixed_float16")
     costs = {name: Cost(2, 2, 2, 2) for name in ("by hand", "jmp", "DynamicScale")}
-    written = zero_cost.report([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.04, {})], {"Policy": 0.31})
-    assert "| mlp | linen | mixed_float16 | by hand | 0.50 | 1.00 | 1.50 | 2.00 | 1.04 |" in written
-    assert "| mlp | linen | mixed_float16 | DynamicScale | 0.50 | 1.00 | 1.50 | 2.00 |  |" in written
-    assert "Step times: not measured." in written
-    assert "| Policy | 0.3 |" in written
+    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.04, {})])
+    by_hand, _, dynamic_scale = made.rows
+    assert by_hand == ("mlp", "linen", "mixed_float16", "by hand", "0.50", "1.00", "1.50", "2.00", "1.04")
+    assert dynamic_scale == ("mlp", "linen", "mixed_float16", "DynamicScale", "0.50", "1.00", "1.50", "2.00", "")
+    assert made.timed == ("lowering time",)
+    assert zero_cost.dispatch_table({"Policy": 0.31}).rows == (("Policy", "0.3"),)
+
+
+def test_the_table_says_where_another_is_below_us():
+    case = _programs.Case("mlp", "linen", "mixed_float16")
+    costs = {"jmp": Cost(2, 2, 2, 2), "DynamicScale": Cost(4, 4, 4, 4)}
+    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.0, {})])
+    notes = [note for note in made.notes if "Below us" in note]
+    assert [note.split(":")[1].strip() for note in notes] == ["jmp (mlp linen float16"]
+    assert "(mlp linen float16: bytes, temporaries)" in notes[0]
 
 
 def test_step_times_have_a_column_where_they_were_measured():
     case, costs = _programs.Case("mlp", "nnx", "mixed_float16"), {"by hand": Cost(1, 1, 1, 1)}
     comparison = zero_cost.Comparison(case, Cost(1, 1, 1, 1), costs, 1.0, {"ours": 1.0, "by hand": 2.0})
-    assert "| step time |" in zero_cost.report([comparison], {})
-    assert "| 1.00 | 0.50 |" in zero_cost.report([comparison], {})
+    made = zero_cost.steps_table([comparison])
+    assert made.header[-2:] == made.timed == ("lowering time", "step time")
+    assert made.rows[0][-2:] == ("1.00", "0.50")
 
 
 @pytest.mark.parametrize("contestant", [_programs.with_jmp, _programs.with_dynamic_scale])

@@ -1,11 +1,14 @@
 """`jmp-policy audit`: the function is imported from the current folder, and what is wrong with its name is one line."""
 
+import io
 import json
+import sys
 
 import jax
 import pytest
 
 from jmp_policy.cli import main
+from jmp_policy.cli._outputs import spell_signs_plainly
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -69,6 +72,21 @@ def test_findings_are_status_1_if_strict(capsys):
     assert main([*command, "--strict"]) == 1
     shown = " ".join(capsys.readouterr().out.split())  # as one line
     assert "audited_module.py:9 (apply): half-cumulative" in shown.replace("Model.apply", "apply")
+
+
+@pytest.mark.parametrize(("encoding", "arrow"), [("cp1252", ">"), ("ascii", ">"), ("utf-8", "→")])
+def test_signs_that_a_pipe_has_no_code_for_are_plain(encoding, arrow, monkeypatch):
+    """As on Windows, where a pipe has the code page of the machine; a terminal has all signs."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["audit", "audited_module:good", "--args", "audited_module:arguments"]) == 0
+    with spell_signs_plainly():
+        output.write("half → ← ∞")
+    output.seek(0)
+    shown = output.read()
+    assert ("─" if arrow == "→" else "-") * 20 in shown
+    assert shown.endswith("half → ← ∞" if arrow == "→" else "half > ? ?")
+    assert output.errors == "strict"
 
 
 def test_json_is_one_document_and_nothing_else(capsys):

@@ -75,7 +75,7 @@ def test_json_is_one_document_and_nothing_else(capsys):
 
 def test_a_page_and_a_plot_are_written_where_they_are_wanted(folder, capsys):
     assert main([*PRODUCT, "--of", "forward", "--html", "page.html", "--plot", "plot.png"]) == 0
-    page = (folder / "page.html").read_text()
+    page = (folder / "page.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
     assert f"<title>numerics of {NAME}:product</title>" in page
     assert "dot_general" in page

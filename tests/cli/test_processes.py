@@ -53,6 +53,14 @@ def test_what_does_not_fit_together_is_one_line(arguments, message, capsys, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_several_processes_on_windows_are_refused_in_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert main(["train", "--local-processes", "2"]) == 2
+    said = "jmp-policy: error: several processes need Linux or macOS: on Windows JAX has no collectives between CPUs\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_variable_that_is_no_number_is_one_line(capsys, monkeypatch):
     for name, value in {"COORDINATOR_ADDRESS": "h:1", "NUM_PROCESSES": "two", "PROCESS_ID": "0"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)

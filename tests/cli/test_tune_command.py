@@ -70,12 +70,12 @@ def test_a_page_a_plot_and_the_trials_are_written(folder, capsys):
     command = [*NET, "--html", "page.html", "--plot", "plot.png", "--trials", "trials.jsonl"]
     assert main(command) == 0
     first = capsys.readouterr().out
-    assert f"<title>tune of {NAME}:net</title>" in (folder / "page.html").read_text()
+    assert f"<title>tune of {NAME}:net</title>" in (folder / "page.html").read_text(encoding="utf-8")
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    trials = (folder / "trials.jsonl").read_text()
+    trials = (folder / "trials.jsonl").read_text(encoding="utf-8")
     assert main(command) == 0
     assert capsys.readouterr().out == first
-    assert (folder / "trials.jsonl").read_text() == trials
+    assert (folder / "trials.jsonl").read_text(encoding="utf-8") == trials
 
 
 def test_a_module_and_a_metric_are_taken(capsys):

@@ -37,7 +37,9 @@ def test_the_table_tells_what_each_policy_costs_and_saves(folder):
     assert all(row.zeroed_layer_shares.keys() == float32.zeroed_layer_shares.keys() for row in rows)
     assert {row.parameter_bytes for row in rows} == {float32.parameter_bytes}
     assert all(row.activation_bytes > 0 and row.step_seconds > 0 for row in rows)
-    assert [row["name"] for row in json.loads((out / "table.json").read_text())] == [row.name for row in rows]
+    assert [row["name"] for row in json.loads((out / "table.json").read_text(encoding="utf-8"))] == [
+        row.name for row in rows
+    ]
     assert (out / "loss.png").exists()
     assert "16 windows of 16 bytes: the loss of a step is the mean over 256 bytes" in tiny.text_of(console)
 

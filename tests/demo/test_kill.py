@@ -38,7 +38,7 @@ def start(folder: Path, out: Path, api: str, *, resume: bool = False, last_step:
 
 
 def steps_of(out: Path) -> list[dict]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{key: value for key, value in json.loads(line).items() if key != "step_seconds"} for line in lines]
 
 

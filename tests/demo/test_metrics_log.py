@@ -29,7 +29,7 @@ def test_a_line_broken_by_a_kill_is_dropped(tmp_path):
     assert log.read() == [{"step": 1}]
     log.truncate(1)
     log.append({"step": 2})
-    assert [json.loads(line)["step"] for line in log.path.read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in log.path.read_text(encoding="utf-8").splitlines()] == [1, 2]
 
 
 def test_truncating_drops_later_steps_only(tmp_path):

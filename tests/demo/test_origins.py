@@ -49,13 +49,15 @@ def strange_batch(monkeypatch):
 @pytest.mark.usefixtures("strange_batch")
 def test_a_step_that_the_forward_pass_broke_is_explained(folder):
     result, text = run(folder, steps=3)
-    (record,) = [json.loads(line) for line in (folder / "run" / "origins.jsonl").read_text().splitlines()]
+    (record,) = [
+        json.loads(line) for line in (folder / "run" / "origins.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert (record["step"], record["kind"], record["argument"]) == (2, "nan", "table")
     assert record["description"].startswith("A nan came in with argument `table`.")
     assert text.count("step 2 skipped: nan in argument `table`") == 1
     assert result.files[-1] == "origins.jsonl"
     resumed, _ = run(folder, steps=4, resume=True)
-    assert len((folder / "run" / "origins.jsonl").read_text().splitlines()) == 1
+    assert len((folder / "run" / "origins.jsonl").read_text(encoding="utf-8").splitlines()) == 1
     assert resumed.summary.scale.skipped == (2,)
 
 
@@ -93,7 +95,9 @@ def test_a_scale_that_can_fall_no_more_or_a_loss_that_is_not_finite_is(tmp_path)
     (line,) = look(trainer, tmp_path, *steps)  # one origin is said once
     assert line.startswith("step 1 skipped: nan in `log`, test_origins.py")
     assert trainer.scales == [4.0, 1.0, 1.0]
-    assert [json.loads(record)["step"] for record in (tmp_path / "origins.jsonl").read_text().splitlines()] == [1, 3, 4]
+    assert [
+        json.loads(record)["step"] for record in (tmp_path / "origins.jsonl").read_text(encoding="utf-8").splitlines()
+    ] == [1, 3, 4]
 
 
 def test_a_scale_that_does_not_move_is_always_looked_into(tmp_path):

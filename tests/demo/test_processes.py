@@ -48,7 +48,7 @@ def test_two_and_four_processes_have_the_losses_of_one(folder):
         for result in results:
             np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-6)
         check_replicas(results)
-        lines = (folder / f"of-{count}" / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / f"of-{count}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         assert len(lines) == 4  # of the first process alone
 
 
@@ -83,7 +83,7 @@ def test_processes_find_each_other_where_jax_knows_the_cluster(folder):
     assert [process.returncode for process in processes] == [0, 0]
     assert "0 of 1" in first  # steps that were skipped
     assert "validation loss" not in second
-    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 2
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def start(folder: Path, *options: str) -> subprocess.Popen:
 def wait_for_steps(folder: Path, process: subprocess.Popen) -> None:
     """Waits until a run has taken some steps."""
     metrics = folder / "run" / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
+    while process.poll() is None and (not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 3):
         time.sleep(0.05)
 
 
@@ -38,7 +38,7 @@ def test_sigterm_saves_in_all_processes_and_ends_with_status_0(folder):
     saved = re.search(r"stopped and saved at step (\d+); continue with: jmp-policy train --resume", output)
     assert saved is not None
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == [saved[1]]
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == int(saved[1])  # none is lost
     assert "error" not in errors
 

@@ -58,7 +58,7 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["6"]
     assert "step 6: validation loss" in text
-    assert json.loads((folder / "run" / "summary.json").read_text()) == {
+    assert json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8")) == {
         "policy": "float32",
         "step": 6,
         "matmul_shares": {},  # a table multiplies nothing
@@ -97,7 +97,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
     tiny.run(folder, policy="mixed_float16", steps=1)
     file = folder / "run" / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     assert config.pop("growth_period") == 2
     file.write_text(json.dumps(config))
     (folder / "run" / "summary.json").unlink()
@@ -111,7 +111,7 @@ def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
     stop_after(4)
     stopped, _ = tiny.run(folder)
     assert (stopped.finished, stopped.step, stopped.summary.step) == (False, 4, 4)
-    assert json.loads((folder / "run" / "summary.json").read_text())["step"] == 4
+    assert json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))["step"] == 4
     assert (folder / "run" / "loss.png").exists()
 
 

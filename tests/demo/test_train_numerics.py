@@ -25,7 +25,7 @@ def run(folder, **wishes):
 
 def read_metrics(path) -> list[dict]:
     """The metrics of a run, without the times."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
 
 
@@ -53,10 +53,10 @@ def test_the_first_and_every_nth_step_is_measured_and_a_report_ends_the_run(fold
     for name in result.files:
         if name.endswith(".png"):
             assert (path / name).read_bytes().startswith(b"\x89PNG")
-    text = " ".join((path / "numerics.txt").read_text().split())
+    text = " ".join((path / "numerics.txt").read_text(encoding="utf-8").split())
     assert text.startswith("What the tensors of 3 steps from 1 to 8 looked like, trained with float32, and what other")
-    assert str(history.merge()) in (path / "numerics.txt").read_text()
-    assert "<title>numerics of a run</title>" in (path / "numerics.html").read_text()
+    assert str(history.merge()) in (path / "numerics.txt").read_text(encoding="utf-8")
+    assert "<title>numerics of a run</title>" in (path / "numerics.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("table")

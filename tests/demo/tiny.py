@@ -19,7 +19,7 @@ MODEL = GPTConfig(width=16, depth=1, heads=2, context=16)
 def write_text(path: Path) -> Path:
     """Random words, which a bigram model cannot spell."""
     words = ["policy", "compute", "parameter", "float", "scale", "gradient", "underflow", "half"]
-    path.write_text(" ".join(random.Random(0).choices(words, k=5000)))
+    path.write_text(" ".join(random.Random(0).choices(words, k=5000)), encoding="utf-8")
     return path
 
 
@@ -46,7 +46,7 @@ def run(folder: Path, **wishes) -> tuple[TrainResult, str]:
 
 def read_records(path: Path) -> list[dict]:
     """The metrics of a run, without the times."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
 
 

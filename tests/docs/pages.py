@@ -32,7 +32,7 @@ class Block:
 
 def read_pages() -> list[pathlib.Path]:
     """The pages that have programs."""
-    return [page for page in sorted(FOLDER.rglob("*.md")) if read_blocks(page.read_text())]
+    return [page for page in sorted(FOLDER.rglob("*.md")) if read_blocks(page.read_text(encoding="utf-8"))]
 
 
 def read_blocks(text: str) -> list[Block]:

@@ -19,7 +19,7 @@ RUN = """
 import contextlib, io, json, pathlib, sys
 names = {"__name__": "__main__"}
 printed = []
-for place, code in json.loads(pathlib.Path(sys.argv[1]).read_text()):
+for place, code in json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")):
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
         exec(compile(code, place, "exec"), names)
     printed.append(stdout.getvalue())
@@ -30,7 +30,9 @@ pathlib.Path(sys.argv[2]).write_text(json.dumps(printed))
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(FOLDER).with_suffix("")))
 def test_the_programs_of_a_page_run_and_print_what_it_says(page, tmp_path):
-    blocks = [block for block in read_blocks(page.read_text()) if not set(block.needs) & set(NOT_INSTALLABLE)]
+    blocks = [
+        block for block in read_blocks(page.read_text(encoding="utf-8")) if not set(block.needs) & set(NOT_INSTALLABLE)
+    ]
     missing = {name for block in blocks for name in block.needs if importlib.util.find_spec(name) is None}
     blocks = [block for block in blocks if not missing & set(block.needs)]
     for block, printed in zip(blocks, run(page, blocks, tmp_path), strict=True):
@@ -42,7 +44,7 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(FOLDER).with_suffix("")))
 def test_the_programs_of_a_page_can_be_parsed(page):
-    for block in read_blocks(page.read_text()):
+    for block in read_blocks(page.read_text(encoding="utf-8")):
         compile(block.code, f"{page}:{block.line}", "exec")
 
 
@@ -58,7 +60,7 @@ def run(page: pathlib.Path, blocks: list[Block], folder: pathlib.Path) -> list[s
     command = [sys.executable, *warnings, "-c", RUN, str(program), str(printed)]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{page}:\n{done.stderr[-4000:]}"
-    return json.loads(printed.read_text())
+    return json.loads(printed.read_text(encoding="utf-8"))
 
 
 def assert_prints(place: str, printed: str, expected: str) -> None:

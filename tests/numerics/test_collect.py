@@ -93,7 +93,7 @@ def test_a_gradient_has_a_row_for_each_product_argument_and_result():
 def test_a_row_knows_its_line():
     _, stats = observe(loss_fn)(PARAMS, X, Y)
     [first, _] = find(stats, "forward")
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = next(i for i, text in enumerate(lines, 1) if 'x @ params["first"]' in text)
     assert (first.source, first.function, first.primitive) == (f"{__file__}:{line}", "mlp", "dot_general")
     assert (first.turn, first.dtype, first.shape) == (None, "float32", (5, 8))

@@ -119,3 +119,27 @@ def test_states_without_a_loss_scale_or_with_one_in_the_wrong_place_are_errors()
     inside = optax.MultiSteps(scaled, 2)
     with pytest.raises(ValueError, match=r"go outermost, .* loss_scaled\(optax.MultiSteps\("):
         jmp.optim.minimize(loss_fn, inside, has_aux=True)(PARAMS, inside.init(PARAMS), X)
+
+
+def test_a_step_of_a_loss_of_nothing_but_parameters_can_be_donated():
+    tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(4.0))
+    step = jax.jit(jmp.optim.minimize(lambda params: jnp.sum(params**2), tx), donate_argnums=(0, 1))
+    params, _, loss = step(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert params.tolist() == [0.0, 0.0]
+    assert float(loss) == 2.0
+
+
+def test_static_names_are_found_where_the_step_has_them():
+    def loss_of_power(params, x, power):
+        return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
+
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
+    step = jax.jit(jmp.optim.minimize(loss_of_power, tx), static_argnames="power")
+    params = step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0]
+    assert params.tolist() == [0.0, 0.0]
+
+
+def test_a_loss_whose_arguments_are_named_like_those_of_the_step_still_trains():
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
+    step = jax.jit(jmp.optim.minimize(lambda weights, params: jnp.sum(weights * params), tx))
+    assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].tolist() == [0.5, 0.5]

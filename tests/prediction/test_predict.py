@@ -36,7 +36,7 @@ def test_planted_scopes_are_named_and_no_others_and_what_is_predicted_happens(se
     assert outcome.repaired_error < 0.03
     assert set(prediction.culprits) == (set() if model.is_cured else model.planted)
     assert set(prediction.ranking[: len(model.planted)]) == model.planted
-    assert model.kind in make_table([outcome])
+    assert model.kind in make_table([outcome]).to_markdown()
 
 
 def test_every_kind_takes_its_turn():

@@ -42,7 +42,7 @@ def list_reductions(fun, *args, **kwargs):
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         lowered.compile(compiler_options=options)
         [path] = Path(folder).glob("*after_spmd-partitioning*")
-        return read_reductions(path.read_text())
+        return read_reductions(path.read_text(encoding="utf-8"))
 
 
 def read_reductions(hlo):

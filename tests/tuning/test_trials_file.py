@@ -53,22 +53,22 @@ def test_interrupted_and_resumed_is_as_never_interrupted(stop, tmp_path, monkeyp
 def test_another_tolerance_uses_the_same_trials(tmp_path):
     file = tmp_path / "trials.jsonl"
     tune(Counted(), trials_file=file)
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     metric = Counted()
     loose = jmp.tune(net, ARGS, HALF, tolerance=0.03, metric=metric, trials_file=str(file))
     assert loose.scopes == ("c",)
     assert metric.calls == REFERENCE_RUNS
-    assert file.read_text().splitlines() == lines
+    assert file.read_text(encoding="utf-8").splitlines() == lines
 
 
 def test_a_line_that_was_cut_off_is_run_again(tmp_path):
     file = tmp_path / "trials.jsonl"
     wanted = tune(Counted(), trials_file=file)
-    file.write_text(file.read_text()[:-9])
+    file.write_text(file.read_text(encoding="utf-8")[:-9])
     metric = Counted()
     assert tune(metric, trials_file=file) == wanted
     assert metric.calls == REFERENCE_RUNS + 1
-    assert [json.loads(line)["kept"] for line in file.read_text().splitlines()[1:]] == [
+    assert [json.loads(line)["kept"] for line in file.read_text(encoding="utf-8").splitlines()[1:]] == [
         list(trial.kept) for trial in wanted.trials
     ]
 
@@ -85,11 +85,11 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path):
 def test_trials_of_something_else_are_refused_and_left(change, message, tmp_path):
     file = tmp_path / "trials.jsonl"
     tune(None, trials_file=file)
-    before = file.read_text()
+    before = file.read_text(encoding="utf-8")
     options = {"args": ARGS, "policy": HALF, "tolerance": 0.02, "trials_file": file, **change}
     with pytest.raises(ValueError, match=message):
         jmp.tune(net, options.pop("args"), options.pop("policy"), **options)
-    assert file.read_text() == before
+    assert file.read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize("text", ["a diary\n", '{"ranking": 3}\n', "[1]\n", '{"a": 1}\n{"b": 2}\n', "no end"])
@@ -98,7 +98,7 @@ def test_a_file_of_something_else_is_refused_and_left(text, tmp_path):
     file.write_text(text)
     with pytest.raises(ValueError, match=r"notes\.txt is not a file of trials, and is left as it is\. Name another"):
         tune(None, trials_file=file)
-    assert file.read_text() == text
+    assert file.read_text(encoding="utf-8") == text
 
 
 def test_keys_are_part_of_the_arguments(tmp_path):

@@ -22,7 +22,9 @@ REVEALED = re.compile(r'^Type of ".*" is "(.*)"$', re.DOTALL)
 
 def read_expected(path: Path) -> dict[int, str]:
     """What a file says of its lines, by their numbers."""
-    found = {number: EXPECTED.search(line) for number, line in enumerate(path.read_text().splitlines(), 1)}
+    found = {
+        number: EXPECTED.search(line) for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    }
     return {number: f"{match[1]}: {match[2]}" for number, match in found.items() if match}
 
 

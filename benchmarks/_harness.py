@@ -1,0 +1,166 @@
+"""Runs benchmarks one after the other, each in a process of its own, and keeps what they measured in a file."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+LAYOUT = 1
+"""Of the file of results."""
+
+FOLDER = pathlib.Path(__file__).parent
+
+Results = dict[str, Any]
+"""The file: its layout, and by name what each suite measured, with its date, versions, device and seconds."""
+
+
+class HarnessError(Exception):
+    """Results that must not be touched, or cannot be read."""
+
+
+def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs suites, says on standard error how each went, and hands over what each measured when it is there.
+
+    Args:
+      names: which.
+      quick: whether at small sizes.
+      jobs: how many at a time; more than one moves what is timed.
+
+    Yields:
+      A name, and what it measured: `error` says how it failed, `missing` which library it needs.
+    """
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run_suite, name, quick): name for name in names}
+        for done in concurrent.futures.as_completed(running):
+            yield running[done], done.result()
+
+
+def run_suite(name: str, quick: bool) -> dict[str, Any]:
+    """Runs a suite in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, log = pathlib.Path(folder) / "measured.json", pathlib.Path(folder) / "log"
+        command = [sys.executable, "-m", "benchmarks._run", name, str(path), *(["--quick"] if quick else [])]
+        began = time.monotonic()
+        with log.open("w") as file:
+            done = subprocess.run(command, stdout=file, stderr=file, cwd=FOLDER.parent, env=_environ(quick))
+        measured = json.loads(path.read_text()) if path.exists() else {"tables": []}
+        measured |= {"seconds": round(time.monotonic() - began, 1), "quick": quick}
+        lines = [line for line in log.read_text().splitlines() if line.strip()]
+    if done.returncode and "error" not in measured:
+        measured["error"] = f"Its process ended with {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
+    _announce(name, measured, lines)
+    return measured
+
+
+def _environ(quick: bool) -> dict[str, str]:
+    """The environment of a suite. In a quick run each program runs a few times, and compiling is what takes long."""
+    fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"} if quick else {}
+    return {**fast, **os.environ}
+
+
+def _announce(name: str, measured: dict[str, Any], lines: Sequence[str]) -> None:
+    said = f"{name}: {describe_outcome(measured)}, {measured['seconds']:.0f} s"
+    tail = [f"  {line}" for line in lines[-15:]] if "error" in measured else []
+    print("\n".join([said, *tail]), file=sys.stderr, flush=True)
+
+
+def describe_outcome(measured: dict[str, Any]) -> str:
+    """How a suite went, in a few words.
+
+    >>> describe_outcome({"tables": [], "missing": "qwix"})
+    'not measured: needs qwix'
+    """
+    if "error" in measured:
+        return f"failed: {measured['error']}"
+    if "missing" in measured:
+        return f"not measured: needs {measured['missing']}"
+    return f"{len(measured['tables'])} tables"
+
+
+def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
+    """Where the results of a device are. `benchmarks.gpu` has `<device>.json` for GPUs.
+
+    >>> results_path(pathlib.Path("benchmarks"), {"platform": "cpu", "kind": "cpu"}).as_posix()
+    'benchmarks/results/cpu.json'
+    >>> results_path(pathlib.Path("benchmarks"), {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3"}).name
+    'nvidia-h100-80gb-hbm3-suites.json'
+    """
+    kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
+    return root / "results" / ("cpu.json" if device["platform"] == "cpu" else f"{kind}-suites.json")
+
+
+def read_results(path: pathlib.Path) -> Results:
+    """The results of a file, or of none."""
+    if not path.exists():
+        return {"layout": LAYOUT, "suites": {}}
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.get("layout") != LAYOUT or "suites" not in found:
+        raise HarnessError(f"{path} is not a file of results of `python -m benchmarks` of layout {LAYOUT}.")
+    return found
+
+
+def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: Sequence[str]) -> Results:
+    """The results with what was measured in the place of what the same suites said before.
+
+    A suite whose library is missing here leaves what it said where it was installed.
+
+    Raises:
+      HarnessError: quick results would replace those at real sizes.
+    """
+    old = results["suites"]
+    replaced = [name for name, new in measured.items() if new["quick"] and name in old and not old[name]["quick"]]
+    if replaced:
+        raise HarnessError(f"Quick results would replace those of {', '.join(replaced)}. Name a folder: --out DIR.")
+    new = {name: found for name, found in measured.items() if not ("missing" in found and name in old)}
+    merged = {**old, **new}
+    rank = {name: place for place, name in enumerate(order)}
+    return {**results, "suites": {name: merged[name] for name in sorted(merged, key=lambda name: rank.get(name, 999))}}
+
+
+def write_results(path: pathlib.Path, results: Results) -> None:
+    """Writes the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    os.replace(unfinished, path)
+
+
+def list_differences(mine: Results, theirs: Results) -> list[str]:
+    """The cells of columns that are not timed in which two results differ, a line for each."""
+    found = []
+    for name in sorted({*mine["suites"], *theirs["suites"]}):
+        if name not in mine["suites"] or name not in theirs["suites"]:
+            found.append(f"{name}: only in the {'first' if name in mine['suites'] else 'second'}")
+            continue
+        found += _compare_suites(name, mine["suites"][name], theirs["suites"][name])
+    return found
+
+
+def _compare_suites(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    if (describe_outcome(mine), len(mine["tables"])) != (describe_outcome(theirs), len(theirs["tables"])):
+        return [f"{name}: {describe_outcome(mine)} against {describe_outcome(theirs)}"]
+    found = []
+    for a, b in zip(mine["tables"], theirs["tables"], strict=True):
+        where = f"{name}, {a['name']}"
+        if (a["name"], a["header"], len(a["rows"])) != (b["name"], b["header"], len(b["rows"])):
+            found.append(f"{where}: other columns or rows than {b['name']}")
+            continue
+        timed = {*a["timed"], *b["timed"]}
+        for ours, others in zip(a["rows"], b["rows"], strict=True):
+            for column, one, other in zip(a["header"], ours, others, strict=True):
+                if column not in timed and one != other:
+                    found.append(f"{where}, {ours[0]}, {column}: {one} against {other}")
+    return found
+
+
+def count_cells(results: Results) -> int:
+    """How many cells of results are not timed."""
+    tables = [made for measured in results["suites"].values() for made in measured["tables"]]
+    return sum(len(made["rows"]) * sum(column not in made["timed"] for column in made["header"]) for made in tables)

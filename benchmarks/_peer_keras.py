@@ -1,0 +1,216 @@
+"""The peers' models in Keras 3 on JAX, with the weights of linen, and the step that Keras takes in `fit`.
+
+Importing it raises ImportError where Keras is not installed, or runs on another backend than JAX.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._faults import with_faults
+from benchmarks._loss import cross_entropy
+from jmp_policy.demo._gpt import GPTConfig
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+from keras import layers, ops
+
+if keras.backend.backend() != "jax":
+    raise ImportError(f"Keras runs on {keras.backend.backend()!r}, not on 'jax': set KERAS_BACKEND=jax")
+
+
+class KerasModel(NamedTuple):
+    """A built model.
+
+    Attributes:
+      model: the model.
+      paths: the path of each trainable variable among the parameters of the same module of linen.
+    """
+
+    model: Any
+    paths: Sequence[tuple[str, ...]]
+
+
+class KerasState(NamedTuple):
+    """What a loop around Keras's stateless functions carries.
+
+    Attributes:
+      params: the trainable variables, as the parameters of linen.
+      variables: the others of the model.
+      opt_state: those of the optimizer, the loss scale's among them.
+    """
+
+    params: Any
+    variables: list[Any]
+    opt_state: list[Any]
+
+
+class Trainer(NamedTuple):
+    """A model with an optimizer.
+
+    Attributes:
+      init: `params -> KerasState`.
+      step: `(state, batch) -> (state, loss)`: Keras's `JAXTrainer.train_step` without metrics.
+      optimizer: the optimizer, a `LossScaleOptimizer` if the loss is scaled.
+    """
+
+    init: Callable[[Any], KerasState]
+    step: Callable[[KerasState, Any], tuple[KerasState, jax.Array]]
+    optimizer: Any
+
+
+def trainer(
+    made: KerasModel, scale: float | None, learning_rate: Any = 1e-3, period: int = 2000, weight_decay: float = 1e-4
+) -> Trainer:
+    """AdamW with the constants of optax's, and Keras's loss scale.
+
+    Args:
+      made: the model.
+      scale: the first loss scale; `None` for no scaling.
+      learning_rate: a number or a schedule of Keras.
+      period: of the loss scale.
+      weight_decay: of AdamW.
+    """
+    model = made.model
+    optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=weight_decay, epsilon=1e-8)
+    if scale is not None:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=scale, dynamic_growth_steps=period)
+    optimizer.build(model.trainable_variables)
+
+    def init(params: Any) -> KerasState:
+        held = [variable.value for variable in model.non_trainable_variables]
+        # An array of its own for each, so that the state can be donated.
+        opt_state = [jnp.array(variable.value, copy=True) for variable in optimizer.variables]
+        return KerasState(params, [jnp.array(value, copy=True) for value in held], opt_state)
+
+    def step(state: KerasState, batch: Any) -> tuple[KerasState, jax.Array]:
+        x, labels = batch
+        x, faults = x if isinstance(x, tuple) else (x, None)
+
+        def loss_fn(trainable: list[Any]) -> Any:
+            if faults is not None:
+                pairs = zip(trainable, made.paths, strict=True)
+                trainable = [with_faults(value, _at(faults, path)) for value, path in pairs]
+            logits, variables = model.stateless_call(trainable, state.variables, x, training=True)
+            loss = cross_entropy(logits, labels)
+            with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state.opt_state, strict=True))):
+                return optimizer.scale_loss(loss), (loss, variables)
+
+        trainable = [_at(state.params, path) for path in made.paths]
+        (_, (loss, variables)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
+        trainable, opt_state = optimizer.stateless_apply(state.opt_state, grads, trainable)
+        params = _tree(made.paths, trainable)
+        return KerasState(params, list(variables), list(opt_state)), loss
+
+    return Trainer(init, step, optimizer)
+
+
+def gpt(config: GPTConfig, policy: str) -> KerasModel:
+    """The GPT of `jmp_policy.demo`."""
+
+    class GPT(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(dtype=policy)
+            width = config.width
+            self.embed = layers.Embedding(config.vocabulary, width, dtype=policy)
+            self.positions = layers.Embedding(config.context, width, dtype=policy)
+            self.blocks = [
+                {
+                    "attention_norm": _norm(policy),
+                    "qkv": layers.Dense(3 * width, use_bias=False, dtype=policy),
+                    "project": layers.Dense(width, use_bias=False, dtype=policy),
+                    "mlp_norm": _norm(policy),
+                    "expand": layers.Dense(4 * width, dtype=policy),
+                    "contract": layers.Dense(width, dtype=policy),
+                }
+                for _ in range(config.depth)
+            ]
+            self.norm = _norm(policy)
+
+        def call(self, tokens: Any, training: Any = None) -> Any:
+            x = self.embed(tokens) + self.positions(ops.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = x + block["project"](self.attend(block["qkv"](block["attention_norm"](x))))
+                expanded = block["expand"](block["mlp_norm"](x))
+                x = x + block["contract"](keras.activations.gelu(expanded, approximate=True))
+            return ops.matmul(self.norm(x), ops.transpose(self.embed.embeddings))
+
+        def attend(self, qkv: Any) -> Any:
+            batch, length, _ = qkv.shape
+            qkv = ops.reshape(qkv, (batch, length, config.heads, -1))
+            queries, keys, values = ops.split(qkv, 3, axis=-1)
+            scores = ops.einsum("bqhd,bkhd->bhqk", queries, keys) / math.sqrt(queries.shape[-1])
+            visible = ops.tril(ops.ones((length, length), "bool"))
+            weights = ops.softmax(ops.where(visible, scores, jnp.finfo(scores.dtype).min.astype(scores.dtype)))
+            return ops.reshape(ops.einsum("bhqk,bkhd->bqhd", weights, values), (batch, length, config.width))
+
+    model = GPT()
+    model(jnp.zeros((1, config.context), jnp.int32))
+    named = {("embed", "embedding"): model.embed.embeddings, ("positions", "embedding"): model.positions.embeddings}
+    named |= _named(("norm",), model.norm)
+    for index, block in enumerate(model.blocks):
+        for name, layer in block.items():
+            parents = ("attention", name) if name in ("qkv", "project") else (name,)
+            named |= _named((f"blocks_{index}", *parents), layer)
+    return _in_order(model, named)
+
+
+def mlp(sizes: tuple[int, int], policy: str) -> KerasModel:
+    """Square layers, whose weights begin at zero."""
+    width, depth = sizes
+    made = [layers.Dense(width, "relu", kernel_initializer="zeros", dtype=policy) for _ in range(depth - 1)]
+    made.append(layers.Dense(width, kernel_initializer="zeros", dtype=policy))
+    model = keras.Sequential([keras.Input((width,)), *made])
+    return _in_order(model, _merge(_named((f"Dense_{index}",), layer) for index, layer in enumerate(made)))
+
+
+def net(features: int, hidden: int, classes: int, policy: str) -> KerasModel:
+    """The model of the benchmark of faults."""
+    made = [layers.Dense(hidden, dtype=policy), layers.BatchNormalization(epsilon=1e-5, dtype=policy)]
+    last = layers.Dense(classes, dtype=policy)
+    model = keras.Sequential([keras.Input((features,)), *made, layers.Activation("relu", dtype=policy), last])
+    names = {("Dense_0",): made[0], ("BatchNorm_0",): made[1], ("Dense_1",): last}
+    return _in_order(model, _merge(_named(path, layer) for path, layer in names.items()))
+
+
+GPT_OR_MLP: dict[str, Callable[[Any, str], KerasModel]] = {"GPT": gpt, "MLP": mlp}
+
+_NAMES = {"gamma": "scale", "beta": "bias"}
+
+
+def _norm(policy: str) -> Any:
+    return layers.LayerNormalization(epsilon=1e-6, dtype=policy)
+
+
+def _named(path: tuple[str, ...], layer: Any) -> dict[tuple[str, ...], Any]:
+    return {(*path, _NAMES.get(variable.name, variable.name)): variable for variable in layer.trainable_variables}
+
+
+def _merge(parts: Any) -> dict[tuple[str, ...], Any]:
+    return {path: variable for part in parts for path, variable in part.items()}
+
+
+def _in_order(model: Any, named: dict[tuple[str, ...], Any]) -> KerasModel:
+    path_of = {id(variable): path for path, variable in named.items()}
+    return KerasModel(model, [path_of[id(variable)] for variable in model.trainable_variables])
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def _tree(paths: Sequence[tuple[str, ...]], values: Sequence[Any]) -> Any:
+    made: dict[str, Any] = {}
+    for path, value in zip(paths, values, strict=True):
+        parent = made
+        for name in path[:-1]:
+            parent = parent.setdefault(name, {})
+        parent[path[-1]] = value
+    return made

@@ -1,0 +1,82 @@
+"""The models and batches that all peers train: a GPT and an MLP, in linen, whose weights the others copy."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+
+from benchmarks._loss import cross_entropy
+from benchmarks._made_text import made_text
+from benchmarks._models_linen import HandGPT
+from benchmarks._optimizer_steps import MLP
+from jmp_policy.demo._gpt import GPTConfig
+from jmp_policy.demo._gpt_linen import GPT
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """A model to train.
+
+    Attributes:
+      name: "GPT" or "MLP", for a reader.
+      sizes: `GPTConfig`, or width and depth.
+      module: the module with a dtype by hand, or with none (`None`).
+      params: the parameters in float32, or their shapes.
+      batches: inputs and labels of each step, or their shapes.
+    """
+
+    name: str
+    sizes: Any
+    module: Callable[[Any], linen.Module]
+    params: Any
+    batches: tuple[Any, ...]
+
+    def apply(self, dtype: Any) -> Callable[..., Any]:
+        """`(params, variables, x) -> (logits, variables)` with a dtype by hand, or with none (`None`)."""
+        return _functional(self.module(dtype))
+
+    def loss_in_float32(self, params: Any) -> float:
+        """The loss of parameters on the first batch, computed in float32."""
+        x, labels = self.batches[0]
+        return float(_loss(self.module(jnp.float32), params, x, labels))
+
+
+def gpt(config: GPTConfig, steps: int, batch: int = 8) -> Problem:
+    """A byte-level GPT and windows of a text that is the same on every machine; nothing is random but by a seed."""
+    text = made_text(0, words=4000).train
+    starts = np.random.default_rng(0).integers(0, len(text) - config.context, (steps, batch))
+    windows = text[starts[..., None] + np.arange(config.context + 1)].astype(np.int32)
+    batches = tuple((jnp.asarray(window[:, :-1]), jnp.asarray(window[:, 1:])) for window in windows)
+    params = jax.jit(GPT(config).init)(jax.random.key(0), batches[0][0])["params"]
+    return Problem("GPT", config, lambda dtype: _gpt(config, dtype), params, batches)
+
+
+def mlp(width: int, depth: int, steps: int = 0, batch: int = 16) -> Problem:
+    """Square layers that are all parameters, on random numbers; without steps, shapes that are never run."""
+    x, labels = jax.ShapeDtypeStruct((batch, width), jnp.float32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    init = functools.partial(MLP(width, depth).init, jax.random.key(0))
+    params = jax.jit(init)(jnp.zeros(x.shape))["params"] if steps else jax.eval_shape(init, x)["params"]
+    rng = np.random.default_rng(0)
+    batches: tuple[Any, ...] = ((x, labels),)
+    if steps:
+        draw = lambda: (rng.normal(size=x.shape).astype(np.float32), rng.integers(0, width, batch).astype(np.int32))
+        batches = tuple(jax.tree.map(jnp.asarray, draw()) for _ in range(steps))
+    return Problem("MLP", (width, depth), functools.partial(MLP, width, depth), params, batches)
+
+
+def _gpt(config: GPTConfig, dtype: Any) -> linen.Module:
+    return GPT(config) if dtype is None else HandGPT(config, dtype)
+
+
+def _functional(model: linen.Module) -> Callable[..., Any]:
+    return lambda params, variables, x: (model.apply({"params": params}, x), variables)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(model: linen.Module, params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    return cross_entropy(model.apply({"params": params}, x), labels)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""The page of results, made of the files of results alone."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import _harness, _plots
+from benchmarks._results import ResultTable
+from benchmarks._suites import SUITES
+
+INTRODUCTION = """# Results
+
+`python -m benchmarks` made this page of the files in `benchmarks/results`: edit none of it by hand. What each benchmark
+does, what its columns mean and what we make of them is in [the method](README.md). Columns of seconds, and of ratios of
+seconds, differ from run to run, and are named below their tables; all other cells repeat exactly for the same versions
+on the same device."""
+
+COMPILED = {"TPU": "compiled-tpu.json", "GPU": "compiled-gpu.json"}
+"""The files of `benchmarks.compiled`, by what they were compiled for."""
+
+NOT_MEASURED = "Not measured."
+
+
+def write_report(root: pathlib.Path) -> str:
+    """Writes `RESULTS.md` and its plots, and says where."""
+    plots = _plots.draw_plots(_read_suites(root), root / "plots")
+    (root / "RESULTS.md").write_text(make_report(root))
+    return f"{root / 'RESULTS.md'} and {len(plots)} plots"
+
+
+def make_report(root: pathlib.Path) -> str:
+    """The page, of the files in a folder."""
+    parts = [INTRODUCTION]
+    for path in _find_results(root):
+        parts += _describe_suites(_harness.read_results(path)["suites"])
+    for device, name in COMPILED.items():
+        parts += _describe_compiled(device, root / "results" / name)
+    parts += _describe_gpus(root)
+    return "\n\n".join(parts) + "\n"
+
+
+def _find_results(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files of this harness: that of the CPU first."""
+    folder = root / "results"
+    return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
+
+
+def _read_suites(root: pathlib.Path) -> dict[str, Any]:
+    """What the suites measured on a CPU."""
+    return _harness.read_results(root / "results" / "cpu.json")["suites"]
+
+
+def _describe_suites(suites: dict[str, Any]) -> Iterator[str]:
+    """A section for each suite."""
+    for name, suite in SUITES.items():
+        yield f"## {name}"
+        yield f"{suite.question} (`python -m benchmarks --only {name}`)"
+        measured = suites.get(name)
+        if measured is None:
+            yield NOT_MEASURED
+            continue
+        yield _describe_run(measured)
+        for kept in measured["tables"]:
+            made = ResultTable.from_dict(kept)
+            yield f"**{made.title}**"
+            yield made.to_markdown() + (f"\n\nDiffers from run to run: {', '.join(made.timed)}." if made.timed else "")
+            if (name, made.name) in _plots.PLOTS and not measured["quick"]:
+                plot = _plots.PLOTS[name, made.name]
+                yield f"![{plot.description}](plots/{plot.file})"
+
+
+def _describe_run(measured: dict[str, Any]) -> str:
+    """When, on what and with what a suite ran, and whether it failed."""
+    device = measured["device"]
+    versions = ", ".join(f"{library} {version}" for library, version in measured["versions"].items())
+    size = " at small sizes" if measured["quick"] else ""
+    where = f"{device['kind']}, {device['cores']} cores"
+    took = f"{measured['seconds']:.0f} s, {measured.get('process_seconds', 0):.0f} s of them process time"
+    said = f"Measured{size} on {measured['date']} on {where}, in {took}: {versions}."
+    outcome = _harness.describe_outcome(measured)
+    return said if outcome.endswith("tables") else f"{outcome[0].upper()}{outcome[1:]}. {said}"
+
+
+def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
+    """What the compiler for a device that is not here says of programs."""
+    yield f"## Compiled for a {device}"
+    yield (
+        f"What XLA says of programs that it compiled for a {device} which is not there; nothing ran "
+        f"(`python -m benchmarks.compiled {device.lower()} --json benchmarks/results/{path.name}`)."
+    )
+    if not path.exists():
+        yield NOT_MEASURED
+        return
+    kept = json.loads(path.read_text())
+    origin = dict(kept["origin"])
+    versions = ", ".join(f"{name} {version}" for name, version in origin.items() if name not in ("target", "sources"))
+    yield f"Compiled on {kept['date']} for {origin['target']}, with {versions}."
+    for made in map(ResultTable.from_dict, kept["tables"]):
+        yield f"**{made.title}**"
+        yield made.to_markdown()
+
+
+def _describe_gpus(root: pathlib.Path) -> Iterator[str]:
+    """What `benchmarks.gpu` measured."""
+    from benchmarks._gpu_results import read_results, write_report as write_gpu_report
+
+    yield "## On a GPU"
+    yield "Times of steps and of products on a GPU (`python -m benchmarks.gpu`)."
+    ours = {"cpu.json", *COMPILED.values()}
+    paths = [path for path in sorted((root / "results").glob("*.json")) if path.name not in ours]
+    paths = [path for path in paths if not path.stem.endswith(("-suites", "-tiny"))]
+    if not paths:
+        yield NOT_MEASURED
+    for path in paths:
+        yield write_gpu_report(read_results(path)).rstrip().replace("# ", "### ", 1)

@@ -1,0 +1,83 @@
+"""Runs one benchmark in a process of its own, and writes what it measured to a file after each table.
+
+`python -m benchmarks._run NAME PATH [--quick]`, which `python -m benchmarks` does for each.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._suites import SUITES, Suite
+
+LIBRARIES = (
+    "jax", "jaxlib", "flax", "optax", "ml_dtypes", "jmp", "mixed-precision-for-JAX", "qwix", "keras", "dm-haiku",
+    "torch", "transformers", "orbax-checkpoint", "libtpu",
+)  # fmt: skip
+"""Those whose versions decide what is measured, where they are installed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SUITES)
+    parser.add_argument("path", type=pathlib.Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(argv)
+    measured: dict[str, Any] = {**describe_machine(), "tables": []}
+    try:
+        measure(SUITES[options.name], options.quick, measured, options.path)
+    except ImportError as error:
+        traceback.print_exc()
+        measured["missing"] = error.name or str(error)
+    except Exception as error:
+        traceback.print_exc()
+        measured["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    measured["process_seconds"] = round(time.process_time(), 1)
+    options.path.write_text(json.dumps(measured))
+    return 1 if "error" in measured else 0
+
+
+def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
+    """Adds the tables of a benchmark to what was measured; each is saved at once."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves
+        for made in getattr(importlib.import_module(f"benchmarks.{suite.module}"), suite.tables)(quick):
+            measured["tables"].append(made.to_dict())
+            path.write_text(json.dumps(measured))
+
+
+def describe_machine() -> dict[str, Any]:
+    """When and on what this is: date, versions and device."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "versions": {"python": platform.python_version(), **list_versions()},
+        "device": {"platform": device.platform, "kind": device.device_kind, "cores": os.cpu_count()},
+    }
+
+
+def list_versions() -> dict[str, str]:
+    """The versions of the libraries that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""All peers in one run: the same models, weights and batches, by hand, with jmp_policy and with each of them.
+
+Run from the root of the repository:
+
+    python -m benchmarks.peers [--quick]
+
+What a compiled float16 and bfloat16 step costs over the step by hand, on this CPU and, where their compilers are
+installed, on a TPU and an H100; what bad steps corrupt; the loss after some steps, over float32; and what quantized
+layers lose. A library that is not installed has a row that says so. PyTorch has no figures of a compiled program.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _peer_faults, _peer_problems, _targets
+from benchmarks._compiled import Figures, compile_for_figures, figures
+from benchmarks._fault_contestants import FEATURES, Contestant
+from benchmarks._float8_contestants import CONTESTANTS, case, reference_gradients, relative_error
+from benchmarks._float8_models import MODELS
+from benchmarks._measure import count_operations, median_seconds
+from benchmarks._optimizer_cost import count_bytes
+from benchmarks._peer_problems import Problem
+from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, Make, steps
+from benchmarks._quant_contestants import SCHEMES
+from benchmarks._results import ResultTable
+from benchmarks.quant import error_row
+from jmp_policy.demo._gpt import GPTConfig
+
+MISSING = "not installed"
+UNMEASURED = "not measured"
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The tables, in the order in which they are made.
+
+    Args:
+      quick: a small MLP for all, few steps, and neither accelerators, nor quantized layers, nor the bad steps of those
+        that `benchmarks.faults` has.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(GPT, steps=40)
+        stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", "float16", "bfloat16")}
+        compiled = [] if quick else [_peer_problems.mlp(512, 6)]
+        for dtype in ("float16", "bfloat16"):
+            costs = {
+                problem: {name: _cost(problem, make) for name, make in steps(dtype).items()} for problem in compiled
+            }
+            costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
+            yield cost_table(dtype, costs)
+        if not quick:
+            yield accelerator_table(_peer_problems.mlp(2048, 6))
+        yield fault_table(_peer_faults.everyone(quick))
+        yield loss_table(trained, stepping)
+        if not quick:
+            yield quantized_table(GPT)
+
+
+GPT = GPTConfig(depth=2, context=32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a compiled step costs: its StableHLO operations, and what XLA says of it."""
+
+    operations: float
+    figures: Figures
+
+    def over(self, other: "Cost") -> list[float]:
+        """Operations, flops, bytes and temporaries, over those of another."""
+        ratios = self.figures.over(other.figures)
+        return [self.operations / other.operations, ratios.flops, ratios.bytes_accessed, ratios.temporaries]
+
+
+@dataclasses.dataclass
+class Stepping:
+    """A step that is compiled for this machine, with its state.
+
+    Attributes:
+      compiled: the step.
+      state: the state, which each step replaces.
+      cost: what the step costs.
+    """
+
+    compiled: Any
+    state: Any
+    cost: Cost
+
+    def take(self, batch: Any) -> None:
+        """Takes a step, and waits for it."""
+        self.state, loss = self.compiled(self.state, batch)
+        jax.block_until_ready((self.state, loss))
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        return self.state.params if hasattr(self.state, "params") else self.state[0]
+
+
+def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> ResultTable:
+    """What the steps of each model cost over the step by hand, and the bytes that a scale and a check add to a step.
+
+    Args:
+      dtype: of the computations.
+      costs: by model and contestant; `None` for who is not installed.
+    """
+    rows, notes = [], list(_COST_NOTES[dtype])
+    for problem, by_name in costs.items():
+        base = by_name[BY_HAND]
+        assert base is not None
+        found = {}
+        for name, cost in by_name.items():
+            cells = [MISSING] * 5
+            if cost is not None:
+                plain = by_name[_without_check(dtype, name)]
+                assert plain is not None
+                added = (cost.figures.bytes_accessed - plain.figures.bytes_accessed) / count_bytes(problem.params)
+                ratios = cost.over(base)
+                found[name] = dict(zip(("flops", "bytes", "temporaries"), ratios[1:], strict=True))
+                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{round(added, 2) + 0.0:.2f}"]  # no -0.00
+            rows.append((problem.name, name, *cells))
+        rows.append((problem.name, TORCH, *[UNMEASURED] * 5))
+        notes += _who_needs_less(problem.name, found)
+    header = ("model", "by", "operations", "flops", "bytes", "temporaries", "bytes of scale and check")
+    title = f"A train step in {dtype}, compiled for this CPU, over the step by hand"
+    return ResultTable(f"{dtype} step", title, header, tuple(rows), notes=tuple(notes))
+
+
+def _without_check(dtype: str, name: str) -> str:
+    """The step of the same forward pass that neither scales nor checks."""
+    if name.startswith(KERAS):
+        return KERAS_UNSCALED if dtype == "float16" else KERAS
+    return UNSCALED if dtype == "float16" else BY_HAND
+
+
+_ADDED = (
+    "The last column has the bytes that a step reads and writes more than one without a scale and without a check, of"
+    " the same library if that brings the layers, in multiples of the bytes of the parameters."
+)
+
+
+_COST_NOTES = {
+    "float16": (
+        "By hand: float16 layers, a dynamic loss scale, a check of all gradients and a `lax.cond` around AdamW.",
+        "`optax.apply_if_finite` scales no loss, so that small gradients are lost in float16.",
+        _ADDED,
+        "PyTorch AMP runs on the CPU operation by operation: there is no compiled program whose bytes could be read.",
+    ),
+    "bfloat16": (
+        "By hand: bfloat16 layers and AdamW, with no check. jmp and mixed-precision-for-jax always check and select,"
+        " and the latter always scales the loss; Keras does neither.",
+        _ADDED,
+    ),
+}
+
+_COPIES = "by hand, gradients of copies"
+_HALF_GRADIENTS = (
+    "all of its gradients are half. Ours are float32 where the model reads a parameter in float32, as in a norm, or"
+    " casts it at two uses, as the table of the embedding, whose two gradients are summed in float32"
+)
+_NO_UNSCALING = "it unscales nothing"
+_OTHER_LAYERS = "its layers and its AdamW are other programs; the last column has what its scale and check add"
+
+_REASONS = {
+    (_COPIES, "flops"): _HALF_GRADIENTS,
+    (_COPIES, "bytes"): _HALF_GRADIENTS,
+    (_COPIES, "temporaries"): _HALF_GRADIENTS,
+    ("optax.apply_if_finite, no scale", "flops"): _NO_UNSCALING,
+    (KERAS, "flops"): "its AdamW folds the corrections of both moments into the learning rate",
+    (KERAS, "bytes"): _OTHER_LAYERS,
+    (KERAS, "temporaries"): _OTHER_LAYERS,
+}
+"""Why a step has fewer of something than ours. Those that neither scale nor check do less, and are left out."""
+
+
+def _who_needs_less(model: str, ratios: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Notes on those who need less than we, and on the peer that needs the fewest bytes.
+
+    Args:
+      model: its name.
+      ratios: by contestant, and by what they are of.
+    """
+    ours = ratios[MINIMIZE]
+    peers = {name: its for name, its in ratios.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))}
+    for name, its in ratios.items():
+        for figure, ratio in its.items():
+            if (name in peers or name == _COPIES) and round(ratio, 3) < round(ours[figure], 3):
+                reason = _REASONS.get((name, figure), "we do not know why")
+                both = f"{ratio:.3f}, {ours[figure]:.3f}"
+                yield f"{model}: {name} has fewer {figure} than `optim.minimize` ({both}): {reason}."
+    if peers:
+        best = min(peers, key=lambda name: peers[name]["bytes"])
+        both = f"{peers[best]['bytes']:.3f}; ours {ours['bytes']:.3f}"
+        yield f"{model}: of all peers, {best} has the fewest bytes, {both}."
+
+
+def accelerator_table(problem: Problem) -> ResultTable:
+    """Bytes and temporaries of a float16 step, compiled for accelerators that need not be there."""
+    made = {name: _lowerable(problem, make) for name, make in steps("float16").items()}
+    header, columns, notes = ["by"], [], [f"An MLP of {problem.sizes[1]} layers of width {problem.sizes[0]}."]
+    for name, label in {"tpu": "TPU v5e", "gpu": "H100"}.items():
+        header += [f"{label}, {figure} over by hand" for figure in ("bytes", "temporaries")]
+        try:
+            target = _targets.TARGETS[name]()
+        except ModuleNotFoundError as error:
+            notes.append(f"{label}: {error}")
+            columns.append({contestant: [MISSING] * 2 for contestant in made})
+        else:
+            found = {by: program and figures(target.compile(program)) for by, program in made.items()}
+            columns.append(_accelerator_cells(found))
+            notes += [f"{label}, {note}" for note in _who_needs_less(problem.name, _bytes_and_temporaries(found))]
+    rows = tuple((by, *(cell for column in columns for cell in column[by])) for by in made)
+    title = "A train step in float16, compiled for a TPU and an H100 that need not be there"
+    return ResultTable("accelerators", title, tuple(header), rows, notes=tuple(notes))
+
+
+def _accelerator_cells(found: dict[str, Figures | None]) -> dict[str, list[str]]:
+    ratios = _bytes_and_temporaries(found)
+    return {by: [f"{ratio:.3f}" for ratio in ratios[by].values()] if by in ratios else [MISSING] * 2 for by in found}
+
+
+def _bytes_and_temporaries(found: dict[str, Figures | None]) -> dict[str, dict[str, float]]:
+    base = found[BY_HAND]
+    assert base is not None
+    ratios = {by: its.over(base) for by, its in found.items() if its is not None}
+    return {by: {"bytes": its.bytes_accessed, "temporaries": its.temporaries} for by, its in ratios.items()}
+
+
+def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:
+    """What bad steps leave in the state of a run.
+
+    Args:
+      everyone: the contestants; `None` for who is not installed.
+    """
+    rows = []
+    parts = ("parameters", "moments", "schedule counts", "batch statistics", "step counter")
+    for name, contestant in everyone.items():
+        counts = None if contestant is None else _peer_faults.count(contestant)
+        for plan in _peer_faults.plans():
+            cells = [MISSING] * len(parts) if counts is None else [str(counts[plan][part]) for part in parts]
+            rows.append((name, plan, *cells))
+    notes = (
+        f"A net of {FEATURES} inputs with BatchNorm and AdamW with a schedule, in float16. One gradient is infinite in"
+        " bad steps. A number is corrupted if it differs from a run in which those left all but the loss scale alone.",
+        "Batch statistics are left to the user by Flax, by mixed-precision-for-jax, by Keras and by PyTorch, whose"
+        " forward pass updates them before anybody looks at the gradients.",
+        "PyTorch: `GradScaler` skips the optimizer and not the schedule, so that all later steps have other learning"
+        " rates, and parameters and moments with them.",
+        "`optax.apply_if_finite` accepts the sixth bad update in a row, as it was told to.",
+    )
+    title = "What bad steps corrupt, of all numbers"
+    return ResultTable("bad steps", title, ("by", "bad steps", *parts), tuple(rows), notes=notes)
+
+
+def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
+    """The loss of a model after its steps, and the process time of one.
+
+    Args:
+      problem: the model.
+      stepping: the compiled steps, by dtype and contestant; they are taken.
+    """
+    trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
+    takes: dict[tuple[str, str], Callable[[Any], Any]] = {}
+    for dtype, by_name in stepping.items():
+        takes |= {(dtype, name): made.take for name, made in by_name.items() if made is not None}
+        if (trainer := trainers[dtype]) is not None:
+            takes[dtype, TORCH] = trainer.train
+    seconds = _take_turns(takes, problem.batches)
+    losses = {(dtype, name): None for dtype, by_name in stepping.items() for name in (*by_name, TORCH)}
+    for dtype, name in losses:
+        if (dtype, name) in takes:
+            made, trainer = stepping[dtype].get(name), trainers[dtype]
+            params = made.params if made is not None else jax.tree.map(jnp.asarray, trainer.state().params)
+            losses[dtype, name] = problem.loss_in_float32(params)
+    reference = losses["float32", BY_HAND]
+    assert reference is not None
+    rows = []
+    for (dtype, name), loss in losses.items():
+        cells = [MISSING] * 3
+        if loss is not None:
+            change = 100 * (loss / reference - 1)
+            cells = [f"{loss:.4f}", f"{change:+.3f} %", f"{1000 * seconds[dtype, name]:.1f}"]
+        rows.append((dtype, name, *cells))
+    header = ("dtype", "by", "loss", "over float32 by hand", "ms of process time a step")
+    notes = (
+        f"The {problem.name}, after {len(problem.batches)} steps of AdamW from the same weights on the same batches;"
+        " the loss of its parameters is computed in float32.",
+        "So few steps show that all train the same model, not who trains better: differences are rounding.",
+        "Process time is of this CPU, which has no arithmetic in float16; it says nothing of an accelerator.",
+    )
+    title = "The loss after the same steps, and the time of one"
+    return ResultTable("losses", title, header, tuple(rows), timed=(header[-1],), notes=notes)
+
+
+def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) -> dict[Any, float]:
+    """Takes all steps, and says what one takes of process time."""
+    taken: dict[Any, Iterator[Any]] = {key: iter(batches) for key in takes}
+    runs = [lambda key=key, take=take: take(next(taken[key])) for key, take in takes.items()]
+    return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))
+
+
+def quantized_table(config: GPTConfig) -> ResultTable:
+    """The error of quantized layers, against qwix and Flax with the same weights."""
+    rows = []
+    for scheme in SCHEMES:
+        try:
+            name, *cells = error_row(scheme, config)
+        except ImportError:
+            rows.append((scheme.name, "logits of the GPT", "qwix", *[MISSING] * 4))
+        else:
+            rows.append((name, "logits of the GPT", "qwix", *cells))
+    shape, module = (8, 64, 64), MODELS["MLP"]
+    expected = reference_gradients(module, shape)
+    for mine, theirs in _FLOAT8.items():
+        try:
+            errors = [relative_error(case(by, module, shape).gradients(2), expected) for by in (mine, theirs)]
+            cells = [f"{error:.4f}" for error in errors]
+        except ImportError:
+            cells = [MISSING] * 2
+        rows.append((f"float8, {mine}", "gradients of an MLP", theirs, *cells, "", ""))
+    header = ("format", "of", "peer", "our error", "peer's error", "our bytes over float32", "peer's bytes")
+    notes = ("`benchmarks.quant` and `benchmarks.float8` have the costs, and more formats and models.",)
+    title = "What quantized layers lose, relative to float32 and float64"
+    return ResultTable("quantized", title, header, tuple(rows), notes=notes)
+
+
+_FLOAT8 = {"delayed": "flax Fp8DirectDotGeneralOp", "current": "qwix"}
+assert set(_FLOAT8) | set(_FLOAT8.values()) <= set(CONTESTANTS)
+
+
+def _lowerable(problem: Problem, make: Make) -> Any:
+    try:
+        return make(problem)
+    except ImportError:
+        return None
+
+
+def _cost(problem: Problem, make: Make) -> Cost | None:
+    program = _lowerable(problem, make)
+    if program is None:
+        return None
+    lowered = program.lower()
+    return Cost(count_operations(lowered.as_text()), figures(compile_for_figures(lowered)))
+
+
+def _compile_to_run(problem: Problem, dtype: str) -> dict[str, Stepping | None]:
+    made: dict[str, Stepping | None] = {}
+    for name, make in steps(dtype).items():
+        program = _lowerable(problem, make)
+        if program is None:
+            made[name] = None
+            continue
+        lowered = program.lower()
+        compiled = lowered.compile()
+        cost = Cost(count_operations(lowered.as_text()), figures(compiled))
+        made[name] = Stepping(compiled, program.args[0], cost)
+    return made
+
+
+def _torch_trainer(problem: Problem, dtype: str) -> Any:
+    try:
+        from benchmarks import _peer_torch
+    except ImportError:
+        return None
+    trainer = _peer_torch.Trainer(_peer_torch.GPT_OR_MLP[problem.name](problem.sizes), dtype)
+    trainer.init(problem.params)
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
+    for made in tables(parser.parse_args(argv).quick):
+        print(f"{made.title}:\n\n{made.to_markdown()}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

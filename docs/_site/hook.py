@@ -1,0 +1,90 @@
+"""What the site has beyond the pages of docs/: notebooks, changes, ARCHITECTURE.md, and measured results.
+
+MkDocs calls the functions `on_*` while it builds; `mkdocs.yml` names this file.
+"""
+
+import functools
+import pathlib
+import tomllib
+
+from floors import draw_floors, read_floors
+from links import PLACEHOLDER, mend_links
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from notebook_page import NotebookPage, make_page
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+WHOLE_FILES = {
+    "CHANGELOG.md": "changelog.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "benchmarks/README.md": "benchmarks-notes.md",
+}
+"""Files of the repository that are pages as they are."""
+
+RESULTS_MARK = "<!-- results -->"
+"""Where docs/benchmarks.md has the results."""
+
+NO_RESULTS = """!!! note "Nothing has been measured on this checkout"
+
+    `python -m benchmarks` measures, and writes the file that is shown here, `benchmarks/RESULTS.md`.
+"""
+
+_NOTEBOOKS: dict[str, NotebookPage] = {}
+
+
+class NotebookFile(File):
+    """A notebook that MkDocs takes for a page, so that other pages link to `notebooks/name.ipynb`."""
+
+    def is_documentation_page(self) -> bool:
+        """True, whatever the name ends with."""
+        return True
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the files that stand elsewhere in the repository."""
+    repository = find_repository()
+    mend_notebook = functools.partial(mend_links, path="notebooks/", repository=repository, root="../")
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text = path.read_text(encoding="utf-8")
+        page = _NOTEBOOKS[f"notebooks/{path.name}"] = make_page(text, path.stem, mend_notebook)
+        files.append(NotebookFile.generated(config, f"notebooks/{path.name}", content=page.markdown))
+        text = text.replace(PLACEHOLDER, repository or PLACEHOLDER)
+        files.append(File.generated(config, f"notebooks/download/{path.name}", content=text))
+        for name, picture in page.pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
+    for name, uri in WHOLE_FILES.items():
+        text = mend_links((ROOT / name).read_text(encoding="utf-8"), name, repository)
+        files.append(File.generated(config, uri, content=text))
+    floors = draw_floors(read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "images/floors.svg", content=floors))
+    for path in sorted((ROOT / "benchmarks" / "plots").glob("*.png")):
+        files.append(File.generated(config, f"images/benchmarks/{path.name}", content=path.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Writes the results into docs/benchmarks.md, and the address of the repository, once there is one, everywhere."""
+    if page.file.src_uri == "benchmarks.md":
+        markdown = markdown.replace(RESULTS_MARK, read_results(ROOT / "benchmarks" / "RESULTS.md"))
+    return markdown.replace(PLACEHOLDER, find_repository() or PLACEHOLDER)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts the tables into notebooks that they print as HTML."""
+    notebook = _NOTEBOOKS.get(page.file.src_uri)
+    return html if notebook is None else notebook.insert_html(html)
+
+
+def read_results(path: pathlib.Path) -> str:
+    """What was measured, without its title, or how to measure it."""
+    if not path.exists():
+        return NO_RESULTS
+    text = mend_links(path.read_text(encoding="utf-8"), "benchmarks/RESULTS.md", find_repository())
+    return text.partition("\n")[2] if text.startswith("# ") else text
+
+
+def find_repository() -> str:
+    """The address in pyproject.toml, or nothing while the project has no home."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"].rstrip("/")

@@ -1,0 +1,52 @@
+"""Links of files that were written for the repository, on a page of the site."""
+
+import posixpath
+import re
+
+PLACEHOLDER = "https://github.com/OWNER/REPOSITORY"
+"""What the pages say in place of an address that they cannot know; see `hatch_build.py`."""
+
+_PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks-notes.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+}
+_FOLDERS = {"docs/": "", "notebooks/": "notebooks/", "benchmarks/plots/": "images/benchmarks/"}
+
+
+def mend_links(text: str, path: str, repository: str, root: str = "") -> str:
+    """Makes the links of a file of the repository those of a page of the site, from which `root` leads to its root.
+
+    What has no page leads to the repository; while that has no address, the link says where the file stands.
+
+    >>> mend_links("[meshes](../docs/mesh.md#some) and ![losses](plots/loss.png)", "benchmarks/RESULTS.md", "")
+    '[meshes](mesh.md#some) and ![losses](images/benchmarks/loss.png)'
+    >>> mend_links("[rules](tests/test_floors.py)", "ARCHITECTURE.md", "")
+    'rules (`tests/test_floors.py`)'
+    >>> mend_links("[rules](tests/test_floors.py)", "ARCHITECTURE.md", "https://host/owner/name")
+    '[rules](https://host/owner/name/blob/HEAD/tests/test_floors.py)'
+    """
+
+    def mend(link: re.Match[str]) -> str:
+        image, label, target = link.groups()
+        file, anchor, name = target.partition("#")
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(path), file))
+        page = _find_page(file)
+        if page is not None:
+            return f"{image}[{label}]({root}{page}{anchor}{name})"
+        if repository:
+            return f"{image}[{label}]({repository}/{'raw' if image else 'blob'}/HEAD/{file}{anchor}{name})"
+        return "" if image else f"{label} (`{file}`)"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)", mend, text)
+
+
+def _find_page(file: str) -> str | None:
+    if file in _PAGES:
+        return _PAGES[file]
+    for folder, on_site in _FOLDERS.items():
+        if file.startswith(folder):
+            return on_site + file.removeprefix(folder)
+    return None

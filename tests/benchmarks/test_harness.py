@@ -1,0 +1,173 @@
+"""`python -m benchmarks`: what runs, what is kept of it, and the page that is made of what is kept."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import __main__ as command, _harness, _plots, _report, _run
+from benchmarks._results import ResultTable, print_tables
+from benchmarks._suites import SUITES, Suite
+
+TESTED_ELSEWHERE = {
+    "predict": "tests/prediction", "tune_models": "test_tune_benchmark.py", "quant_training": "test_quant_accuracy.py",
+    "autocast_training": "tests/autocast/test_models.py", "architectures": "tests/architectures",
+    "drill": "test_drill.py",
+}  # fmt: skip
+"""Suites that other tests run in little."""
+
+NOT_FOR_TESTS = {"mpx", "torch", "keras"}
+"""Libraries that the extra `test` leaves out."""
+
+
+def _measured(cell="1.00", seconds="0.1", *, quick=False, date="2026-01-01", **more):
+    made = ResultTable("steps", "Steps", ("of", "bytes", "time"), (("ours", cell, seconds),), ("time",), ("A note.",))
+    device = {"platform": "cpu", "kind": "cpu", "cores": 2}
+    return {"date": date, "versions": {"jax": "1.2"}, "device": device, "tables": [made.to_dict()], "seconds": 3.0,
+            "quick": quick, **more}  # fmt: skip
+
+
+def _results(**suites):
+    return {"layout": _harness.LAYOUT, "suites": suites}
+
+
+def test_a_later_run_leaves_other_suites_their_dates():
+    old = _results(optimizer=_measured(), faults=_measured())
+    merged = _harness.merge_results(old, {"faults": _measured(date="2026-02-02")}, list(SUITES))
+    assert {name: kept["date"] for name, kept in merged["suites"].items()} == {
+        "optimizer": "2026-01-01", "faults": "2026-02-02"
+    }  # fmt: skip
+
+
+def test_quick_results_replace_none_at_real_sizes():
+    with pytest.raises(_harness.HarnessError, match=r"would replace those of faults. Name a folder: --out DIR"):
+        _harness.merge_results(_results(faults=_measured()), {"faults": _measured(quick=True)}, list(SUITES))
+
+
+def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
+    missing = _measured(missing="qwix") | {"tables": []}
+    old = _results(quant=_measured())
+    assert _harness.merge_results(old, {"quant": missing}, list(SUITES)) == old
+    assert _harness.merge_results(_results(), {"quant": missing}, list(SUITES))["suites"]["quant"] == missing
+
+
+def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    _harness.write_results(first, _results(faults=_measured("1.00", "0.1")))
+    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02")))
+    assert command.main(["compare", str(first), str(second)]) == 0
+    assert "All 2 cells that are not timed agree." in capsys.readouterr().out
+    _harness.write_results(second, _results(faults=_measured("1.01", "0.1")))
+    assert command.main(["compare", str(first), str(second)]) == 1
+    assert "faults, steps, ours, bytes: 1.00 against 1.01" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (_results(), "faults: only in the first"),
+        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 tables against failed: KeyError: 1"),
+    ],
+)
+def test_suites_that_only_one_run_measured_are_differences(other, said):
+    assert _harness.list_differences(_results(faults=_measured()), other) == [said]
+
+
+def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"layout": 0}')
+    assert command.main(["compare", *[str(tmp_path / "a.json")] * 2]) == 2
+    assert "is not a file of results" in capsys.readouterr().err
+
+
+def _run_suite(monkeypatch, path, suite):
+    monkeypatch.setattr(_run, "SUITES", {"faults": suite})
+    status = _run.main(["faults", str(path), "--quick"])
+    return status, json.loads(path.read_text())
+
+
+def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_path):
+    def break_down(quick):
+        yield ResultTable("first", "First", ("a",), (("1",),))
+        raise ValueError("no more")
+
+    monkeypatch.setattr(_harness, "break_down", break_down, raising=False)
+    status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("_harness", "?", "break_down"))
+    assert (status, measured["error"]) == (1, "ValueError: no more")
+    assert [made["name"] for made in measured["tables"]] == ["first"]
+    assert measured["versions"]["jax"]
+
+
+def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_path):
+    status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("there_is_no_such", "?"))
+    assert (status, measured["missing"]) == (0, "benchmarks.there_is_no_such")
+    assert _harness.describe_outcome(measured) == "not measured: needs benchmarks.there_is_no_such"
+
+
+def test_the_page_is_made_of_the_files_alone(tmp_path):
+    _harness.write_results(tmp_path / "results" / "cpu.json", _results(faults=_measured(error="KeyError: 1")))
+    page = _report.make_report(tmp_path)
+    assert "Failed: KeyError: 1. Measured on 2026-01-01 on cpu, 2 cores, in 3 s" in page
+    assert "**Steps**\n\n| of | bytes | time |\n|---|---|---|\n| ours | 1.00 | 0.1 |\n\n- A note." in page
+    assert "Differs from run to run: time." in page
+    assert page.count("\nNot measured.\n") == len(SUITES) - 1 + len(_report.COMPILED) + 1
+
+
+def test_the_page_has_what_the_compiler_said(tmp_path):
+    origin = {"target": "TPU v5e", "jax": "1.2", "sources": "0"}
+    kept = {"date": "2026-03-03", "origin": origin, "tables": _measured()["tables"], "programs": {}}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept))
+    page = _report.make_report(tmp_path)
+    assert "Compiled on 2026-03-03 for TPU v5e, with jax 1.2.\n\n**Steps**\n\n| of | bytes | time |" in page
+
+
+def test_the_page_in_the_repository_is_that_of_its_files():
+    """Whoever edits it by hand, or adds results without it, runs `python -m benchmarks report`."""
+    assert (_harness.FOLDER / "RESULTS.md").read_text() == _report.make_report(_harness.FOLDER)
+
+
+def test_the_page_in_the_repository_has_its_plots():
+    linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text()))
+    assert linked == {path.name for path in (_harness.FOLDER / "plots").iterdir()}
+    assert linked == {plot.file for plot in _plots.PLOTS.values()}
+
+
+def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():
+    kept = _harness.read_results(_harness.FOLDER / "results" / "cpu.json")["suites"]
+    assert [name for name, measured in kept.items() if measured["quick"] or "error" in measured] == []
+
+
+def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
+    made = ResultTable.from_dict(_measured()["tables"][0])
+    print_tables([made], str(tmp_path / "tables.json"))
+    assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
+    assert [ResultTable.from_dict(kept) for kept in json.loads((tmp_path / "tables.json").read_text())] == [made]
+
+
+def test_every_suite_has_a_module():
+    for name, suite in SUITES.items():
+        assert (_harness.FOLDER / f"{suite.module.replace('.', '/')}.py").exists(), name
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_everything(tmp_path):
+    """It takes the place of a quick run of each benchmark by itself."""
+    names = [name for name in SUITES if name not in TESTED_ELSEWHERE]
+    arguments = [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), "--only", *names]
+    done = subprocess.run(
+        arguments, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "results").iterdir()
+    suites = _harness.read_results(path)["suites"]
+    assert set(suites) == set(names)
+    for name, measured in suites.items():
+        assert measured["quick"], name
+        assert measured["tables"] or measured["missing"] in NOT_FOR_TESTS, (name, measured)
+        for made in map(ResultTable.from_dict, measured["tables"]):
+            assert made.rows, (name, made.name)
+            assert len(set(made.header)) == len(made.header), (name, made.header)
+    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text()

@@ -1,0 +1,54 @@
+"""Each entry of the page of troubles shows its symptom, and shows that the remedy takes it away."""
+
+import re
+
+import pytest
+from pages import FOLDER, read_blocks
+
+TEXT = (FOLDER / "troubleshooting.md").read_text()
+HEAD, *ENTRIES = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+BY_TITLE = {entry.partition("\n")[0]: entry for entry in ENTRIES}
+ASKED_FOR = [
+    "The loss is nan",
+    "The loss scale sits at its floor",
+    "Many steps are skipped",
+    "There is no speed-up",
+    "Accuracy differs from float32",
+    "Out of memory",
+    "Every step compiles again",
+    "Gradients are zero",
+    "Parameters do not move",
+    "A checkpoint will not restore under another policy",
+    "Evaluation differs from training",
+]
+
+
+@pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
+def test_an_entry_asserts_its_symptom_before_the_tool_and_the_remedy_after_it(entry):
+    blocks = read_blocks(entry)
+    shows = [bool(re.search(r"^ *assert .*# the symptom$", block.code, re.MULTILINE)) for block in blocks]
+    mends = [bool(re.search(r"^ *assert .*# the remedy$", block.code, re.MULTILINE)) for block in blocks]
+    finds = [block.output is not None for block in blocks]
+    assert shows.index(True) < finds.index(True) < mends.index(True)
+    assert not any(both for both in zip(shows, mends, strict=True) if all(both))
+
+
+@pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
+def test_an_entry_says_how_to_recognise_it_what_finds_it_and_what_helps(entry):
+    words = re.findall(r"^\*\*(.+?)\*\*", entry, re.MULTILINE)
+    assert words == ["How you recognise it.", "What finds it.", "The remedy."]
+
+
+@pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
+def test_the_tool_of_an_entry_prints_what_is_checked(entry):
+    outputs = [block.output for block in read_blocks(entry) if block.output is not None]
+    assert outputs
+    assert all(re.search(r"\w{3}", output) for output in outputs)  # `...` alone would check nothing
+
+
+def test_each_symptom_has_an_entry_and_a_line_in_the_table():
+    linked = re.findall(r"\| \[(.+)\]\(#(.+)\) \|", HEAD)
+    assert [title for title, _ in linked] == list(BY_TITLE)
+    assert set(ASKED_FOR) <= set(BY_TITLE)
+    for title, anchor in linked:
+        assert anchor == re.sub(r"[^\w-]", "", title.lower().replace(" ", "-"))

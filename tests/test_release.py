@@ -1,0 +1,130 @@
+"""What stands beside the package for a release: workflows, templates, the citation, the changelog, the recipe."""
+
+import importlib.util
+import pathlib
+import re
+import tomllib
+
+import pytest
+import yaml
+
+import jmp_policy as jmp
+
+ROOT = pathlib.Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def read_yaml(path: pathlib.Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def read_steps(workflow: pathlib.Path) -> list[dict]:
+    return [step for job in read_yaml(workflow)["jobs"].values() for step in job["steps"]]
+
+
+def read_commands(workflow: pathlib.Path) -> list[str]:
+    return [line.strip() for step in read_steps(workflow) for line in step.get("run", "").splitlines()]
+
+
+def read_lower_bounds() -> dict[str, str]:
+    return dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", dependency).groups() for dependency in PROJECT["dependencies"])
+
+
+def test_the_version_is_one():
+    assert PROJECT["version"] == jmp.__version__ == read_yaml(ROOT / "CITATION.cff")["version"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_unless_a_job_says_more(workflow):
+    assert read_yaml(workflow)["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_actions_of_a_workflow_are_pinned(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    uses = re.findall(r"uses: (.*)", text)
+    assert len(uses) == len([step for step in read_steps(workflow) if "uses" in step]) > 0
+    assert [use for use in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", use)] == []
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_names_extras_modules_and_files_that_exist(workflow):
+    commands = "\n".join(read_commands(workflow))
+    extras = {extra for given in re.findall(r"'\.\[([\w,]+)\]'", commands) for extra in given.split(",")}
+    assert extras <= set(PROJECT["optional-dependencies"])
+    files = re.findall(r"@?((?:tests|\.ci)/[\w./]*)", commands)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    modules = set(re.findall(r"python -m (\w+)", commands)) - {"pip", "venv", "build"}
+    assert [module for module in modules if not (ROOT / module / "__main__.py").exists()] == []
+
+
+def test_the_tests_run_on_every_python_that_the_package_names():
+    names = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+", name)]
+    matrix = read_yaml(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["quick"]["strategy"]["matrix"]
+    assert matrix["python"] == names
+    assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
+
+
+def test_the_quick_set_leaves_out_what_there_is():
+    options = (ROOT / ".ci" / "quick.args").read_text(encoding="utf-8").split()
+    patterns = [re.fullmatch(r"--ignore(?:-glob)?=(.+)", option)[1] for option in options]
+    assert [pattern for pattern in patterns if not list(ROOT.glob(pattern))] == []
+
+
+def test_only_the_job_that_publishes_may_ask_for_an_identity():
+    jobs = read_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert {name: job.get("permissions", {}) for name, job in jobs.items()} == {
+        "build": {},
+        "publish": {"id-token": "write"},
+    }
+    assert jobs["publish"]["needs"] == "build"
+
+
+def test_the_oldest_versions_that_are_tested_are_the_lower_bounds():
+    lines = (ROOT / ".ci" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    assert dict(line.split("==") for line in lines) == read_lower_bounds()
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_has_a_label_for_each_field_and_names_that_exist(template):
+    form = read_yaml(template)
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["attributes"]["label"] for field in fields)
+    identities = [field["id"] for field in fields]
+    assert len(set(identities)) == len(identities)
+    for name in re.findall(r"jmp\.([\w.]+\w)", template.read_text(encoding="utf-8")):
+        found = jmp
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+def test_bug_reports_ask_for_what_doctor_prints_and_what_explain_says():
+    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
+    assert "jmp-policy doctor --json" in text
+    assert "jmp.explain(model, x)" in text
+
+
+RECIPE = read_yaml(ROOT / "recipe" / "recipe.yaml")
+
+
+def test_the_recipe_says_what_the_package_says():
+    assert RECIPE["context"]["version"] == PROJECT["version"]
+    assert RECIPE["package"]["name"] == PROJECT["name"]
+    assert f">={RECIPE['context']['python_min']}" == PROJECT["requires-python"]
+    python, *needed = RECIPE["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert [name.replace(" ", "") for name in needed] == PROJECT["dependencies"]
+    (command,) = PROJECT["scripts"]
+    assert RECIPE["build"]["python"]["entry_points"] == [f"{command} = {PROJECT['scripts'][command]}"]
+    assert RECIPE["about"]["license"] == PROJECT["license"]
+
+
+def test_the_recipe_imports_every_public_package():
+    imports = RECIPE["tests"][0]["python"]["imports"]
+    packages = ["linen", "nnx", "numerics", "optim", "quant", "sharding", "compat.keras", "compat.torch"]
+    assert sorted(imports) == sorted(["jmp_policy", *(f"jmp_policy.{name}" for name in packages)])
+    assert [name for name in imports if importlib.util.find_spec(name) is None] == []
