@@ -70,7 +70,7 @@ def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
 
 def _count_jobs(quick: bool) -> int:
     """Seconds of programs that run beside others say nothing; a quick run keeps none."""
-    return os.cpu_count() or 1 if quick else 1
+    return (os.cpu_count() or 1) if quick else 1
 
 
 def _report(argv: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from benchmarks._fault_contestants import (
 )
 from benchmarks._faults import Fault
 from benchmarks._loss import cross_entropy_of
-from benchmarks._peer_steps import BY_HAND, KERAS, TORCH
+from benchmarks._peer_steps import BY_HAND, KERAS, OURS, TORCH
 from benchmarks.faults import Count, corruption
 
 LEARNING_RATE, DECAY_STEPS = 1e-2, 2000  # of TX
@@ -37,12 +37,19 @@ def plans() -> dict[str, list[Fault | None]]:
     return {"one": [*good, FAULT, *good], f"{BURST} in a row": [*good, *[FAULT] * BURST, *good]}
 
 
-def everyone() -> dict[str, Contestant | None]:
-    """All contestants; `None` for one that is not installed."""
+OTHERS = "jmp", "flax DynamicScale", "mixed-precision-for-jax", "optax.apply_if_finite"
+
+
+def everyone(quick: bool = False) -> dict[str, Contestant | None]:
+    """All contestants; `None` for one that is not installed.
+
+    Args:
+      quick: whether to leave out `OTHERS`, which `benchmarks.faults` has.
+    """
     installed = {contestant.name: contestant for contestant in contestants()}
     params = installed["jmp"].state.params
     made: dict[str, Contestant | None] = {BY_HAND: by_hand(params, installed["jmp"].state.variables)}
-    for name in ("jmp_policy", "jmp", "flax DynamicScale", "mixed-precision-for-jax", "optax.apply_if_finite"):
+    for name in (OURS,) if quick else (OURS, *OTHERS):
         made[name] = installed.get(name)
     for name, make in {KERAS: keras, TORCH: torch}.items():
         try:
@@ -117,5 +124,3 @@ def torch(params: Any) -> Contestant:
 
     scale_of = lambda before, after: before._replace(scale=after.scale)
     return Contestant(TORCH, trainer.init(params), trainer.step, scale_of, parts)
-
-

@@ -17,8 +17,8 @@ from jmp_policy.demo._gpt import GPTConfig
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import keras  # noqa: E402
-from keras import layers, ops  # noqa: E402
+import keras
+from keras import layers, ops
 
 if keras.backend.backend() != "jax":
     raise ImportError(f"Keras runs on {keras.backend.backend()!r}, not on 'jax': set KERAS_BACKEND=jax")
@@ -94,7 +94,8 @@ def trainer(
 
         def loss_fn(trainable: list[Any]) -> Any:
             if faults is not None:
-                trainable = [with_faults(value, _at(faults, path)) for value, path in zip(trainable, made.paths)]
+                pairs = zip(trainable, made.paths, strict=True)
+                trainable = [with_faults(value, _at(faults, path)) for value, path in pairs]
             logits, variables = model.stateless_call(trainable, state.variables, x, training=True)
             loss = cross_entropy(logits, labels)
             with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state.opt_state, strict=True))):

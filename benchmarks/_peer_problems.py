@@ -18,7 +18,7 @@ from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._gpt_linen import GPT
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A model to train.
 
@@ -56,12 +56,17 @@ def gpt(config: GPTConfig, steps: int, batch: int = 8) -> Problem:
     return Problem("GPT", config, lambda dtype: _gpt(config, dtype), params, batches)
 
 
-def mlp(width: int, depth: int, batch: int = 16) -> Problem:
-    """Square layers that are all parameters, as shapes: it is compiled and never run."""
-    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
-    params = jax.eval_shape(MLP(width, depth).init, jax.random.key(0), x)["params"]
-    module = functools.partial(MLP, width, depth)
-    return Problem("MLP", (width, depth), module, params, ((x, jax.ShapeDtypeStruct((batch,), jnp.int32)),))
+def mlp(width: int, depth: int, steps: int = 0, batch: int = 16) -> Problem:
+    """Square layers that are all parameters, on random numbers; without steps, shapes that are never run."""
+    x, labels = jax.ShapeDtypeStruct((batch, width), jnp.float32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    init = functools.partial(MLP(width, depth).init, jax.random.key(0))
+    params = jax.jit(init)(jnp.zeros(x.shape))["params"] if steps else jax.eval_shape(init, x)["params"]
+    rng = np.random.default_rng(0)
+    batches: tuple[Any, ...] = ((x, labels),)
+    if steps:
+        draw = lambda: (rng.normal(size=x.shape).astype(np.float32), rng.integers(0, width, batch).astype(np.int32))
+        batches = tuple(jax.tree.map(jnp.asarray, draw()) for _ in range(steps))
+    return Problem("MLP", (width, depth), functools.partial(MLP, width, depth), params, batches)
 
 
 def _gpt(config: GPTConfig, dtype: Any) -> linen.Module:

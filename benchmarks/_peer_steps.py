@@ -32,6 +32,10 @@ SCALE = 2.0**15
 
 BY_HAND, OURS, KERAS, TORCH = "by hand", "jmp_policy", "Keras 3 on JAX", "PyTorch AMP"
 
+UNSCALED = "by hand, no scale, no check"
+KERAS_UNSCALED = f"{KERAS}, no scale, no check"
+MINIMIZE = f"{OURS}, `optim.minimize`"
+
 Make = Callable[[Problem], Program]
 
 
@@ -49,14 +53,15 @@ def _float16() -> dict[str, Make]:
     return {
         BY_HAND: lambda problem: scaled_by_hand(problem, half),
         "by hand, gradients of copies": lambda problem: scaled_by_hand(problem, half, half),
-        "by hand, no scale, no check": lambda problem: unscaled(problem, half),
-        f"{OURS}, `optim.minimize`": lambda problem: minimized(problem, "mixed_float16", _scaled()),
+        UNSCALED: lambda problem: unscaled(problem, half),
+        MINIMIZE: lambda problem: minimized(problem, "mixed_float16", _scaled()),
         f"{OURS}, `TrainState`": lambda problem: trained(problem, "mixed_float16"),
         "jmp": lambda problem: with_jmp(problem, half),
         "flax DynamicScale": lambda problem: with_dynamic_scale(problem, half),
         "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
         "optax.apply_if_finite, no scale": lambda problem: unscaled(problem, half, _if_finite()),
         KERAS: lambda problem: with_keras(problem, "mixed_float16"),
+        KERAS_UNSCALED: lambda problem: with_keras(problem, "mixed_float16", scaled=False),
     }
 
 
@@ -66,7 +71,7 @@ def _bfloat16() -> dict[str, Make]:
     return {
         BY_HAND: lambda problem: unscaled(problem, half),
         "by hand, `lax.cond`": lambda problem: scaled_by_hand(problem, half, scaled=False),
-        f"{OURS}, `optim.minimize`": lambda problem: minimized(problem, "mixed_bfloat16", TX),
+        MINIMIZE: lambda problem: minimized(problem, "mixed_bfloat16", TX),
         f"{OURS}, `skip_nonfinite`": lambda problem: minimized(problem, "mixed_bfloat16", skipping),
         "jmp": lambda problem: with_jmp(problem, half),
         "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
@@ -151,12 +156,12 @@ def with_mpx(problem: Problem, dtype: Any) -> Program:
     return _program(problem, step, lambda params: init_mpx(params, {}, TX, SCALE))
 
 
-def with_keras(problem: Problem, policy: str) -> Program:
-    """With Keras 3 on JAX. Raises ImportError without it."""
+def with_keras(problem: Problem, policy: str, scaled: bool = True) -> Program:
+    """With Keras 3 on JAX, which scales the loss of a policy named mixed_float16. Raises ImportError without it."""
     from benchmarks import _peer_keras
 
     model = _peer_keras.GPT_OR_MLP[problem.name](problem.sizes, policy)
-    trainer = _peer_keras.trainer(model, scale=SCALE if policy == "mixed_float16" else None)
+    trainer = _peer_keras.trainer(model, scale=SCALE if scaled and policy == "mixed_float16" else None)
     return _program(problem, trainer.step, trainer.init)
 
 

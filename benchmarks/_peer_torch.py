@@ -6,6 +6,7 @@ It runs on a CPU, in one thread, so that its figures repeat. Importing it raises
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,6 +197,15 @@ def gpt(config: GPTConfig) -> TorchModel:
     return TorchModel(model, named)
 
 
+def mlp(sizes: tuple[int, int]) -> TorchModel:
+    """Square layers."""
+    width, depth = sizes
+    layers = [nn.Linear(width, width) for _ in range(depth)]
+    model = nn.Sequential(*[part for layer in layers[:-1] for part in (layer, nn.ReLU())], layers[-1])
+    named = [_named((f"Dense_{index}",), layer) for index, layer in enumerate(layers)]
+    return TorchModel(model, {path: parameter for part in named for path, parameter in part.items()})
+
+
 def net(features: int, hidden: int, classes: int) -> TorchModel:
     """The model of the benchmark of faults."""
     # Both begin at the identity; torch's momentum is the weight of what is new.
@@ -206,6 +216,9 @@ def net(features: int, hidden: int, classes: int) -> TorchModel:
     for name, layer in (("Dense_0", model[0]), ("BatchNorm_0", model[1]), ("Dense_1", model[3])):
         named |= _named((name,), layer)
     return TorchModel(model, named)
+
+
+GPT_OR_MLP: dict[str, Callable[[Any], TorchModel]] = {"GPT": gpt, "MLP": mlp}
 
 
 def _norm(config: GPTConfig) -> nn.LayerNorm:
@@ -230,4 +243,3 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
 
 def _tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
-

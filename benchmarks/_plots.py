@@ -58,6 +58,11 @@ def _clean(axes: Any) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
+def _put_legend(axes: Any, **options: Any) -> None:
+    """A legend beside the axes, where it hides nothing."""
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), **options)
+
+
 def _list_rows(axes: Any, names: Sequence[str]) -> None:
     """The names of rows, the first at the top."""
     axes.set_yticks(range(len(names)), names)
@@ -83,9 +88,9 @@ def _draw_zero_cost(axes: Any, rows: Rows) -> None:
         axes.scatter(*zip(*points, strict=True), marker=marker, color=color, s=46, label=other, zorder=3)
     axes.axvline(1, color="black", linewidth=0.8)
     _list_rows(axes, cases)
-    axes.set_xlabel("bytes accessed, ours over theirs; left of 1 ours has fewer")
-    axes.set_title("A train step with a policy, a scale and a skip, on a CPU")
-    axes.legend(title="ours over", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.figure.supxlabel("bytes accessed, ours over theirs; left of 1 ours has fewer")
+    axes.figure.suptitle("A train step with a policy, a scale and a skip, on a CPU")
+    _put_legend(axes, title="ours over")
     _clean(axes)
 
 
@@ -97,20 +102,23 @@ def _draw_loss_scaling(axes: Any, rows: Rows) -> None:
     rows = [row for row in rows if row["step"].startswith("float16: ") and _is_number(row["accessed, 100 M"])]
     rows.sort(key=lambda row: float(row["accessed, 100 M"]))
     names = [row["step"].removeprefix("float16: ").replace("`", "") for row in rows]
-    is_ours = lambda name: "loss_scaled" in name
-    is_bare = lambda name: "no check" in name
-    colors = [BLUE if is_ours(name) else GREY if is_bare(name) or "by hand" in name else ORANGE for name in names]
+    colors = [
+        BLUE if "loss_scaled" in name else GREY if "hand" in name or "check" in name else ORANGE for name in names
+    ]
     _draw_bars(axes, names, [float(row["accessed, 100 M"]) for row in rows], colors)
-    axes.set_xlabel("bytes accessed, in multiples of the parameters' (100 M float32 parameters, AdamW)")
-    axes.set_title("A whole float16 step on a CPU: ours blue, other libraries orange, by hand grey")
+    for color, label in ((BLUE, "jmp_policy"), (ORANGE, "other libraries"), (GREY, "by hand")):
+        axes.barh([0], [0], color=color, label=label)
+    _put_legend(axes)
+    axes.figure.supxlabel("bytes accessed, in multiples of those of 100 M float32 parameters")
+    axes.figure.suptitle("A whole float16 step of AdamW on a CPU, by library")
 
 
 def _draw_state(axes: Any, rows: Rows) -> None:
     rows = [row for row in rows if "skip_nonfinite" not in row["step"]]
     names = [row["step"] for row in rows]
     _draw_bars(axes, names, [float(row["state, bytes per parameter"]) for row in rows], [BLUE] * len(rows))
-    axes.set_xlabel("bytes of optimizer state per bfloat16 parameter")
-    axes.set_title("What AdamW keeps beside bfloat16 parameters")
+    axes.figure.supxlabel("bytes of optimizer state per bfloat16 parameter")
+    axes.figure.suptitle("What AdamW keeps beside bfloat16 parameters")
 
 
 def _draw_small_state(axes: Any, rows: Rows) -> None:
@@ -124,9 +132,9 @@ def _draw_small_state(axes: Any, rows: Rows) -> None:
         axes.annotate(said, (kept + made, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
     _list_rows(axes, names)
     axes.margins(x=0.14)
-    axes.set_xlabel("bytes per float32 parameter")
-    axes.set_title("AdamW with moments of fewer bits, on a CPU")
-    axes.legend(frameon=False, loc="lower right")
+    axes.figure.supxlabel("bytes per float32 parameter")
+    axes.figure.suptitle("AdamW with moments of fewer bits, on a CPU")
+    _put_legend(axes)
     _clean(axes)
 
 
@@ -137,9 +145,9 @@ def _draw_errors(axes: Any, rows: Rows) -> None:
         axes.scatter(errors, range(len(formats)), marker=marker, color=color, s=42, label=row["model"], zorder=3)
     axes.set_xscale("log")
     _list_rows(axes, formats)
-    axes.set_xlabel("error of gradients against float64, over their norm")
-    axes.set_title("What formats of 8 and 4 bits lose")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.figure.supxlabel("error of gradients against float64, over their norm")
+    axes.figure.suptitle("What formats of 8 and 4 bits lose")
+    _put_legend(axes)
     _clean(axes)
 
 
@@ -153,13 +161,13 @@ PLOTS: dict[tuple[str, str], Plot] = {
         "zero_cost.png", "Bytes of a train step with a policy, over those of other ways", _draw_zero_cost, (9, 4.6)
     ),
     ("optimizer", "whole"): Plot(
-        "loss_scaling.png", "Bytes of a whole float16 step, by library", _draw_loss_scaling, (9, 3.8)
+        "loss_scaling.png", "Bytes of a whole float16 step, by library", _draw_loss_scaling, (10.5, 4)
     ),
     ("optimizer", "half_given"): Plot(
         "half_state.png", "Bytes of optimizer state for each bfloat16 parameter", _draw_state, (8, 2.9)
     ),
     ("small_state", "updates"): Plot(
-        "small_state.png", "Bytes of AdamW's state and temporaries for each parameter", _draw_small_state, (8, 2.6)
+        "small_state.png", "Bytes of AdamW's state and temporaries for each parameter", _draw_small_state, (10, 2.8)
     ),
     ("float8", "errors"): Plot("float8_errors.png", "Errors of gradients by format", _draw_errors, (9, 4.2)),
 }

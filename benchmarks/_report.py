@@ -92,9 +92,13 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
     if not path.exists():
         yield NOT_MEASURED
         return
-    from benchmarks._compiled_report import describe_tables  # imports JAX
-
-    yield from describe_tables(json.loads(path.read_text()), device.lower())
+    kept = json.loads(path.read_text())
+    origin = dict(kept["origin"])
+    versions = ", ".join(f"{name} {version}" for name, version in origin.items() if name not in ("target", "sources"))
+    yield f"Compiled on {kept['date']} for {origin['target']}, with {versions}."
+    for made in map(ResultTable.from_dict, kept["tables"]):
+        yield f"**{made.title}**"
+        yield made.to_markdown()
 
 
 def _describe_gpus(root: pathlib.Path) -> Iterator[str]:

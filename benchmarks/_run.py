@@ -20,7 +20,7 @@ from benchmarks._suites import SUITES, Suite
 
 LIBRARIES = (
     "jax", "jaxlib", "flax", "optax", "ml_dtypes", "jmp", "mixed-precision-for-JAX", "qwix", "keras", "dm-haiku",
-    "torch", "orbax-checkpoint", "libtpu",
+    "torch", "transformers", "orbax-checkpoint", "libtpu",
 )  # fmt: skip
 """Those whose versions decide what is measured, where they are installed."""
 

@@ -72,10 +72,12 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 _COSTS = ["operations", "flops", "bytes", "temporaries", "lowering time"]
 _TIMED = ["lowering time"]
 _PEER_NOTES = (
-    "Operations above 1: ours show a nan of any operand, which a maximum loses on a CPU; rows of an operand are "
-    "rounded once along each axis that is summed over; in blocks the exponents are read from bits, and nvfp4 has a "
-    "scale of the tensor beside those of its blocks, which qwix's has not. XLA fuses most of it.",
-    "Bytes above 1 in a forward pass of delayed scaling: ours hide no infinity, and look for one.",
+    "Operations above 1: ours show a nan of any operand, which Flax hides, and qwix's maximum loses on a CPU; by row "
+    "ours are rounded once along each axis that is summed over, qwix's once; in blocks ours read exponents from bits, "
+    "and nvfp4 has a scale of the tensor beside those of its blocks, which qwix's has not.",
+    "Bytes above 1 in training with delayed scaling: the search for a nan, which XLA:CPU does not fuse.",
+    "Temporaries above 1 in training: XLA:CPU has more of ours alive at once. Casts and scales in bfloat16, as Flax "
+    "has them, do not change it.",
 )
 _ERROR_NOTES = (
     "mxfp8 has e4m3 for gradients, with more digits than the e5m2 of float8: its errors are smaller.",

@@ -54,7 +54,6 @@ def make_peers_table(verdicts: dict[str, dict[str, str]]) -> ResultTable:
     notes = [
         "Line: the report names the line where the number is made; cause: that where the infinity or zero comes from. "
         "A false alarm names a line whose number harms nothing.",
-        "What ours does not name but another does is in the column beside it: others stop at the operation itself.",
     ]
     return ResultTable.of("faults", "Who names the line of ten planted faults", ["fault", *verdicts], rows, notes=notes)
 

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 
 from benchmarks import _peer_faults, _peer_problems, _targets
 from benchmarks._compiled import Figures, compile_for_figures, figures
-from benchmarks._fault_contestants import FEATURES
+from benchmarks._fault_contestants import FEATURES, Contestant
 from benchmarks._float8_contestants import CONTESTANTS, case, reference_gradients, relative_error
 from benchmarks._float8_models import MODELS
 from benchmarks._measure import count_operations, median_seconds
+from benchmarks._optimizer_cost import count_bytes
 from benchmarks._peer_problems import Problem
-from benchmarks._peer_steps import BY_HAND, OURS, TORCH, Make, steps
+from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, Make, steps
 from benchmarks._quant_contestants import SCHEMES
 from benchmarks._results import ResultTable
 from benchmarks.quant import error_row
@@ -35,52 +36,32 @@ MISSING = "not installed"
 UNMEASURED = "not measured"
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How much is measured.
-
-    Attributes:
-      gpt: the GPT that is trained.
-      mlp: width and depth of the MLP that is compiled.
-      large: the same, for accelerators; `None` leaves them out.
-      steps: how many are taken.
-      halves: the dtypes that are trained in.
-      quantized: how many formats of integers are compared.
-    """
-
-    gpt: GPTConfig
-    mlp: tuple[int, int]
-    large: tuple[int, int] | None
-    steps: int
-    halves: tuple[str, ...]
-    quantized: int
-
-
-FULL = Size(GPTConfig(depth=2, context=32), (512, 6), (2048, 6), 40, ("float16", "bfloat16"), len(SCHEMES))
-QUICK = Size(GPTConfig(width=32, depth=1, heads=2, context=16), (64, 3), None, 4, ("float16",), 1)
-
-
 def tables(quick: bool) -> Iterator[ResultTable]:
     """The tables, in the order in which they are made.
 
     Args:
-      quick: small models, few steps, and no accelerators.
+      quick: a small MLP for all, few steps, and neither accelerators, nor quantized layers, nor the bad steps of those
+        that `benchmarks.faults` has.
     """
-    size = QUICK if quick else FULL
     with jax.numpy_dtype_promotion("standard"):
-        trained = _peer_problems.gpt(size.gpt, size.steps)
-        stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", *size.halves)}
-        mlp = _peer_problems.mlp(*size.mlp)
+        trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(GPT, steps=40)
+        stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", "float16", "bfloat16")}
+        compiled = [] if quick else [_peer_problems.mlp(512, 6)]
         for dtype in ("float16", "bfloat16"):
-            costs = {"MLP": {name: _cost(mlp, make) for name, make in steps(dtype).items()}}
-            if dtype in stepping:
-                costs["GPT"] = {name: made and made.cost for name, made in stepping[dtype].items()}
+            costs = {
+                problem: {name: _cost(problem, make) for name, make in steps(dtype).items()} for problem in compiled
+            }
+            costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
             yield cost_table(dtype, costs)
-        if size.large is not None:
-            yield accelerator_table(_peer_problems.mlp(*size.large))
-        yield fault_table()
+        if not quick:
+            yield accelerator_table(_peer_problems.mlp(2048, 6))
+        yield fault_table(_peer_faults.everyone(quick))
         yield loss_table(trained, stepping)
-        yield quantized_table(size)
+        if not quick:
+            yield quantized_table(GPT)
+
+
+GPT = GPTConfig(depth=2, context=32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,59 +102,85 @@ class Stepping:
         return self.state.params if hasattr(self.state, "params") else self.state[0]
 
 
-def cost_table(dtype: str, costs: dict[str, dict[str, Cost | None]]) -> ResultTable:
-    """What the steps of each model cost over the step by hand.
+def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> ResultTable:
+    """What the steps of each model cost over the step by hand, and the bytes that a scale and a check add to a step.
 
     Args:
       dtype: of the computations.
       costs: by model and contestant; `None` for who is not installed.
     """
     rows, notes = [], list(_COST_NOTES[dtype])
-    for model, by_name in costs.items():
+    for problem, by_name in costs.items():
         base = by_name[BY_HAND]
         assert base is not None
-        ratios = {name: made and made.over(base) for name, made in by_name.items()}
-        for name, found in ratios.items():
-            rows.append((model, name, *([MISSING] * 4 if found is None else (f"{ratio:.3f}" for ratio in found))))
-        rows.append((model, TORCH, *[UNMEASURED] * 4))
-        notes += _who_needs_less(dtype, model, {name: found[2] for name, found in ratios.items() if found})
-    header = ("model", "by", *(f"{name} over by hand" for name in ("operations", "flops", "bytes", "temporaries")))
-    title = f"A train step in {dtype}, compiled for this CPU"
+        nbytes = {}
+        for name, cost in by_name.items():
+            cells = [MISSING] * 5
+            if cost is not None:
+                plain = by_name[_without_check(dtype, name)]
+                assert plain is not None
+                added = cost.figures.bytes_accessed - plain.figures.bytes_accessed
+                ratios = cost.over(base)
+                nbytes[name] = ratios[2]
+                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{added / count_bytes(problem.params):.2f}"]
+            rows.append((problem.name, name, *cells))
+        rows.append((problem.name, TORCH, *[UNMEASURED] * 5))
+        notes += _who_needs_less(problem.name, nbytes)
+    header = ("model", "by", "operations", "flops", "bytes", "temporaries", "bytes of scale and check")
+    title = f"A train step in {dtype}, compiled for this CPU, over the step by hand"
     return ResultTable(f"{dtype} step", title, header, tuple(rows), notes=tuple(notes))
+
+
+def _without_check(dtype: str, name: str) -> str:
+    """The step of the same forward pass that neither scales nor checks."""
+    if name.startswith(KERAS):
+        return KERAS_UNSCALED if dtype == "float16" else KERAS
+    return UNSCALED if dtype == "float16" else BY_HAND
+
+
+_ADDED = (
+    "The last column has the bytes that a step reads and writes more than one without a scale and without a check, of"
+    " the same library if that brings the layers, in multiples of the bytes of the parameters."
+)
 
 
 _COST_NOTES = {
     "float16": (
         "By hand: float16 layers, a dynamic loss scale, a check of all gradients and a `lax.cond` around AdamW.",
         "`optax.apply_if_finite` scales no loss, so that small gradients are lost in float16.",
+        _ADDED,
         "PyTorch AMP runs on the CPU operation by operation: there is no compiled program whose bytes could be read.",
     ),
     "bfloat16": (
         "By hand: bfloat16 layers and AdamW, with no check. jmp and mixed-precision-for-jax always check and select,"
         " and the latter always scales the loss; Keras does neither.",
+        _ADDED,
     ),
 }
 
 _REASONS = {
-    "by hand, no scale, no check": "it does less: it neither scales the loss nor asks whether gradients are finite",
+    UNSCALED: "it does less: it neither scales the loss nor asks whether gradients are finite",
+    KERAS_UNSCALED: "it does less: it neither scales the loss nor asks whether gradients are finite",
     "by hand, gradients of copies": (
-        "it casts the tied table of the embedding once, and so rounds the sum of its two gradients to half once more;"
-        " ours casts at each use, which is more exact"
+        "all of its gradients are half. Ours are float32 where the model reads a parameter in float32, as in a norm, or"
+        " casts it at two uses, as the table of the embedding, whose two gradients are summed in float32"
     ),
+    "jmp": "a select of old and new instead of a branch, where the compiler fuses it with the update",
+    KERAS: "its layers are other programs; its AdamW has one division less for each parameter",
 }
 """Why a step needs fewer bytes than ours."""
 
 
-def _who_needs_less(dtype: str, model: str, nbytes: dict[str, float]) -> Iterator[str]:
-    ours = nbytes[f"{OURS}, `optim.minimize`"]
-    less = [name for name, ratio in nbytes.items() if round(ratio, 3) < round(ours, 3)]
-    for name in less:
-        reason = _REASONS.get(name, "we do not know why")
-        yield f"{model}: {name} needs fewer bytes than `optim.minimize` ({nbytes[name]:.3f}, {ours:.3f}): {reason}."
-    peers = {name: ratio for name, ratio in nbytes.items() if not name.startswith((BY_HAND, OURS))}
-    if peers and dtype == "float16":
-        most, best = max(nbytes[name] for name in nbytes if name.startswith(OURS)), min(peers, key=peers.__getitem__)
-        yield f"{model}: the best peer in bytes is {best} ({peers[best]:.3f}); ours need {ours:.3f} to {most:.3f}."
+def _who_needs_less(model: str, nbytes: dict[str, float]) -> Iterator[str]:
+    ours = nbytes[MINIMIZE]
+    for name, its in nbytes.items():
+        if round(its, 3) < round(ours, 3):
+            reason = _REASONS.get(name, "we do not know why")
+            yield f"{model}: {name} needs fewer bytes than `optim.minimize` ({its:.3f}, {ours:.3f}): {reason}."
+    peers = {name: its for name, its in nbytes.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))}
+    if peers:
+        best = min(peers, key=peers.__getitem__)
+        yield f"{model}: of all peers, {best} needs the fewest bytes ({peers[best]:.3f}); `optim.minimize` {ours:.3f}."
 
 
 def accelerator_table(problem: Problem) -> ResultTable:
@@ -192,7 +199,7 @@ def accelerator_table(problem: Problem) -> ResultTable:
             columns.append(_accelerator_cells(found))
             nbytes = {by: its.bytes_accessed for by, its in found.items() if its}
             nbytes = {by: its / nbytes[BY_HAND] for by, its in nbytes.items()}
-            notes += [f"{label}, {note}" for note in _who_needs_less("float16", problem.name, nbytes)]
+            notes += [f"{label}, {note}" for note in _who_needs_less(problem.name, nbytes)]
     rows = tuple((by, *(cell for column in columns for cell in column[by])) for by in made)
     title = "A train step in float16, compiled for a TPU and an H100 that need not be there"
     return ResultTable("accelerators", title, tuple(header), rows, notes=tuple(notes))
@@ -207,11 +214,15 @@ def _accelerator_cells(found: dict[str, Figures | None]) -> dict[str, list[str]]
     return cells
 
 
-def fault_table() -> ResultTable:
-    """What bad steps leave in the state of a run."""
+def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:
+    """What bad steps leave in the state of a run.
+
+    Args:
+      everyone: the contestants; `None` for who is not installed.
+    """
     rows = []
     parts = ("parameters", "moments", "schedule counts", "batch statistics", "step counter")
-    for name, contestant in _peer_faults.everyone().items():
+    for name, contestant in everyone.items():
         counts = None if contestant is None else _peer_faults.count(contestant)
         for plan in _peer_faults.plans():
             cells = [MISSING] * len(parts) if counts is None else [str(counts[plan][part]) for part in parts]
@@ -230,10 +241,10 @@ def fault_table() -> ResultTable:
 
 
 def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
-    """The loss of the GPT after its steps, and the process time of one.
+    """The loss of a model after its steps, and the process time of one.
 
     Args:
-      problem: the GPT.
+      problem: the model.
       stepping: the compiled steps, by dtype and contestant; they are taken.
     """
     trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
@@ -260,8 +271,8 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
         rows.append((dtype, name, *cells))
     header = ("dtype", "by", "loss", "over float32 by hand", "ms of process time a step")
     notes = (
-        f"A GPT of width {problem.sizes.width} and depth {problem.sizes.depth}, after {len(problem.batches)} steps of"
-        " AdamW from the same weights on the same batches; the loss of its parameters is computed in float32.",
+        f"The {problem.name}, after {len(problem.batches)} steps of AdamW from the same weights on the same batches;"
+        " the loss of its parameters is computed in float32.",
         "So few steps show that all train the same model, not who trains better: differences are rounding.",
         "Process time is of this CPU, which has no arithmetic in float16; it says nothing of an accelerator.",
     )
@@ -276,12 +287,12 @@ def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) 
     return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))
 
 
-def quantized_table(size: Size) -> ResultTable:
+def quantized_table(config: GPTConfig) -> ResultTable:
     """The error of quantized layers, against qwix and Flax with the same weights."""
     rows = []
-    for scheme in SCHEMES[: size.quantized]:
+    for scheme in SCHEMES:
         try:
-            name, *cells = error_row(scheme, size.gpt)
+            name, *cells = error_row(scheme, config)
         except ImportError:
             rows.append((scheme.name, "logits of the GPT", "qwix", *[MISSING] * 4))
         else:
@@ -339,7 +350,7 @@ def _torch_trainer(problem: Problem, dtype: str) -> Any:
         from benchmarks import _peer_torch
     except ImportError:
         return None
-    trainer = _peer_torch.Trainer(_peer_torch.gpt(problem.sizes), dtype)
+    trainer = _peer_torch.Trainer(_peer_torch.GPT_OR_MLP[problem.name](problem.sizes), dtype)
     trainer.init(problem.params)
     return trainer
 
@@ -347,7 +358,7 @@ def _torch_trainer(problem: Problem, dtype: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models, few steps, and no accelerators")
+    parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
     for made in tables(parser.parse_args(argv).quick):
         print(f"{made.title}:\n\n{made.to_markdown()}\n", flush=True)
 

@@ -73,9 +73,11 @@ def training_tables(quick: bool) -> Iterator[ResultTable]:
 
 
 _COST_NOTES = (
-    "Above 1 in training with qwix's default: that rounds no operand of the backward pass, and takes the gradient in "
-    "another precision; with its operands rounded as ours are, it is the row above.",
-    "Operations above 1 elsewhere: ours show a nan in any input, which qwix's maximum loses on a CPU.",
+    "Above 1: ours show a nan in any input, which qwix's maximum loses on a CPU, and XLA:CPU does not fuse the search.",
+    "Above 1 with qwix's default: ours differentiate at the rounded operands, as the row before does; by default qwix "
+    "does at the operands before rounding, which spares it the numbers that the integers stand for.",
+    "Operations above 1 in 4 bits: ours take apart numbers that are stored two to a byte, with a zero point; qwix has "
+    "one number to a byte on a CPU, and no zero point.",
 )
 _COST_HEADER = ["format", "program", "operations", "flops", "bytes", "temporaries", "lowering time"]
 _ERROR_HEADER = ["format", "error of logits", "qwix's error", "parameter bytes", "qwix's bytes"]

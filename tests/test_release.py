@@ -1,5 +1,6 @@
 """What stands beside the package for a release: workflows, templates, the citation, the changelog, the recipe."""
 
+import importlib.util
 import pathlib
 import re
 import tomllib
@@ -105,3 +106,25 @@ def test_bug_reports_ask_for_what_doctor_prints_and_what_explain_says():
     text = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
     assert "jmp-policy doctor --json" in text
     assert "jmp.explain(model, x)" in text
+
+
+RECIPE = read_yaml(ROOT / "recipe" / "recipe.yaml")
+
+
+def test_the_recipe_says_what_the_package_says():
+    assert RECIPE["context"]["version"] == PROJECT["version"]
+    assert RECIPE["package"]["name"] == PROJECT["name"]
+    assert f">={RECIPE['context']['python_min']}" == PROJECT["requires-python"]
+    python, *needed = RECIPE["requirements"]["run"]
+    assert python == "python >=${{ python_min }}"
+    assert [name.replace(" ", "") for name in needed] == PROJECT["dependencies"]
+    (command,) = PROJECT["scripts"]
+    assert RECIPE["build"]["python"]["entry_points"] == [f"{command} = {PROJECT['scripts'][command]}"]
+    assert RECIPE["about"]["license"] == PROJECT["license"]
+
+
+def test_the_recipe_imports_every_public_package():
+    imports = RECIPE["tests"][0]["python"]["imports"]
+    packages = ["linen", "nnx", "numerics", "optim", "quant", "sharding", "compat.keras", "compat.torch"]
+    assert sorted(imports) == sorted(["jmp_policy", *(f"jmp_policy.{name}" for name in packages)])
+    assert [name for name in imports if importlib.util.find_spec(name) is None] == []

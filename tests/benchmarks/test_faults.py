@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +93,3 @@ def test_a_fault_strikes_one_gradient_and_not_the_loss():
 def test_numbers_are_compared_by_their_bits():
     got = faults._differing({"a": np.float32([0.0, 1.0, np.nan])}, {"a": np.float32([-0.0, 1.0, np.nan])})
     assert got == faults.Count(corrupted=1, total=3)
-
-
-def test_the_command_line_writes_both_forms(tmp_path, capsys):
-    faults.main(["--steps", "12", "--json", str(tmp_path / "faults.json")])
-    assert "| jmp_policy | 0 / 5684 | 0 / 11368 | 0 / 2 | 0 / 160 | 0 / 1 |" in capsys.readouterr().out
-    [kept] = json.loads((tmp_path / "faults.json").read_text())
-    assert kept["rows"][0] == ["jmp_policy", "0 / 5684", "0 / 11368", "0 / 2", "0 / 160", "0 / 1"]

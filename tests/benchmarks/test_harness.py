@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as command, _harness, _plots, _report, _run
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, print_tables
 from benchmarks._suites import SUITES, Suite
 
 NOT_FOR_TESTS = {"mpx", "torch", "keras"}
@@ -110,11 +110,11 @@ def test_the_page_is_made_of_the_files_alone(tmp_path):
 
 def test_the_page_has_what_the_compiler_said(tmp_path):
     origin = {"target": "TPU v5e", "jax": "1.2", "sources": "0"}
+    kept = {"date": "2026-03-03", "origin": origin, "tables": _measured()["tables"], "programs": {}}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps({"origin": origin, "programs": {}}))
+    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept))
     page = _report.make_report(tmp_path)
-    assert "Compiled for TPU v5e: jax 1.2." in page
-    assert "| mlp | linen | mixed_bfloat16 | by hand | not measured |" in page
+    assert "Compiled on 2026-03-03 for TPU v5e, with jax 1.2.\n\n**Steps**\n\n| of | bytes | time |" in page
 
 
 def test_the_page_in_the_repository_is_that_of_its_files():
@@ -131,6 +131,13 @@ def test_the_page_in_the_repository_has_its_plots():
 def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():
     kept = _harness.read_results(_harness.FOLDER / "results" / "cpu.json")["suites"]
     assert [name for name, measured in kept.items() if measured["quick"] or "error" in measured] == []
+
+
+def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
+    made = ResultTable.from_dict(_measured()["tables"][0])
+    print_tables([made], str(tmp_path / "tables.json"))
+    assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
+    assert [ResultTable.from_dict(kept) for kept in json.loads((tmp_path / "tables.json").read_text())] == [made]
 
 
 def test_every_suite_has_a_module():

@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from benchmarks import small_state
 from benchmarks._optimizer_cost import count_bytes, count_parameters, traffic
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks._sparse_embeddings import sparse_contestants, train_sparse
@@ -47,11 +46,3 @@ def test_rare_gradients_blow_up_weights_whose_second_moments_become_zero():
     assert largest == pytest.approx(expected, rel=0.05)
     assert small_loss == pytest.approx(loss, rel=0.05)
     assert careless > 100 * expected
-
-
-def test_the_command_prints_its_tables(capsys):
-    small_state.main(["--quick"])
-    printed = capsys.readouterr().out
-    assert "| quantize_state, stochastic | 2." in printed
-    assert "| moments in e4m3, embeddings too |" in printed
-    assert "| optimizer | state, bytes a parameter |" in printed

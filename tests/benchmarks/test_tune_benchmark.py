@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from benchmarks.tune import RANKINGS, main as run_benchmark, search_plantings, tune_chains
+from benchmarks.tune import RANKINGS, search_plantings, tune_chains
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,3 @@ def test_chains_in_float16_are_tuned_in_few_trials():
             assert planting.missed == 0
             assert planting.extra <= 1
             assert planting.trials <= planting.bound
-
-
-def test_the_benchmark_prints_its_tables(capsys):
-    run_benchmark(["--plantings", "5", "--chains", "0", "--only"])
-    assert "| random |" in capsys.readouterr().out
