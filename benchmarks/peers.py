@@ -54,7 +54,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
             costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
             yield cost_table(dtype, costs)
         if not quick:
-            yield accelerator_table(_peer_problems.mlp(2048, 6))
+            yield accelerator_table(_peer_problems.mlp(4096, 6))
         yield fault_table(_peer_faults.everyone(quick))
         yield loss_table(trained, stepping)
         if not quick:
@@ -195,8 +195,9 @@ def _who_needs_less(model: str, ratios: dict[str, dict[str, float]]) -> Iterator
                 yield f"{model}: {name} has fewer {figure} than `optim.minimize` ({both}): {reason}."
     if peers:
         best = min(peers, key=lambda name: peers[name]["bytes"])
-        both = f"{peers[best]['bytes']:.3f}; ours {ours['bytes']:.3f}"
-        yield f"{model}: of all peers, {best} has the fewest bytes, {both}."
+        theirs, mine = (f"{its['bytes']:.3f}" for its in (peers[best], ours))
+        mine = "as many" if mine == theirs else mine
+        yield f"{model}: of all peers, {best} has the fewest bytes, {theirs}; ours {mine}."
 
 
 def accelerator_table(problem: Problem) -> ResultTable:
@@ -283,7 +284,7 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
     for (dtype, name), loss in losses.items():
         cells = [MISSING] * 3
         if loss is not None:
-            change = 100 * (loss / reference - 1)
+            change = round(100 * (loss / reference - 1), 3) + 0.0  # no -0.000
             cells = [f"{loss:.4f}", f"{change:+.3f} %", f"{1000 * seconds[dtype, name]:.1f}"]
         rows.append((dtype, name, *cells))
     header = ("dtype", "by", "loss", "over float32 by hand", "ms of process time a step")
