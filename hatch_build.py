@@ -10,27 +10,29 @@ PLACEHOLDER = "https://github.com/OWNER/REPOSITORY"
 
 
 class PackagePage(MetadataHookInterface):
-    """Makes `urls` and `readme` of the `repository` under `tool.hatch.metadata.hooks.custom` in pyproject.toml."""
+    """Makes `urls` and `readme` of two addresses under `tool.hatch.metadata.hooks.custom` in pyproject.toml."""
 
     def update(self, metadata: dict) -> None:
         """Writes both into the metadata of the package."""
         repository = self.config.get("repository", "").rstrip("/")
         text = (pathlib.Path(self.root) / "README.md").read_text(encoding="utf-8")
-        metadata["urls"] = name_pages(repository)
+        metadata["urls"] = name_pages(repository, self.config.get("documentation", ""))
         metadata["readme"] = {"content-type": "text/markdown", "text": mend_links(text, repository)}
 
 
-def name_pages(repository: str) -> dict[str, str]:
-    """The pages of the project, none while it has no home.
+def name_pages(repository: str, documentation: str = "") -> dict[str, str]:
+    """The pages of the project, none while it has no home; until its site has an address, the README documents it.
 
-    >>> name_pages("https://host/owner/name")["Changelog"]
-    'https://host/owner/name/blob/HEAD/CHANGELOG.md'
+    >>> name_pages("https://host/owner/name")["Documentation"]
+    'https://host/owner/name/blob/HEAD/README.md'
+    >>> name_pages("https://host/owner/name", "https://owner.host/name/")["Documentation"]
+    'https://owner.host/name/'
     """
     if not repository:
-        return {}
+        return {"Documentation": documentation} if documentation else {}
     return {
         "Repository": repository,
-        "Documentation": f"{repository}/blob/HEAD/README.md",
+        "Documentation": documentation or f"{repository}/blob/HEAD/README.md",
         "Changelog": f"{repository}/blob/HEAD/CHANGELOG.md",
         "Issues": f"{repository}/issues",
     }

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import pytest
@@ -96,6 +97,18 @@ def test_no_link_of_a_package_page_is_relative(repository):
     assert ("](https://host/owner/name/blob/HEAD/docs/guides/autocast.md)" in page) == bool(repository)
 
 
+def test_a_package_page_renders_with_its_picture_and_links():
+    """As the page of an index renders it: HTML that may do harm is left out."""
+    markdown = pytest.importorskip("readme_renderer.markdown")
+    pytest.importorskip("comrak")
+    page = markdown.render(hatch_build.mend_links(TEXT, HOME))
+    assert page is not None
+    assert [link for link in re.findall(r'href="([^"#][^"]*)"', page) if not link.startswith("https://")] == []
+    assert re.findall(r'<img[^>]* src="([^"]*)"', page) == [f"{HOME}/raw/HEAD/docs/images/exponents.png"]
+    assert page.count("<table>") == TEXT.count("\n|---")
+    assert "<pre" in page
+
+
 def test_the_page_of_a_package_says_what_its_functions_say():
     assert doctest.testmod(hatch_build).failed == 0
 
@@ -105,4 +118,11 @@ def test_the_metadata_has_the_readme_as_it_is_on_a_package_page():
     metadata = json.loads(subprocess.run(command, cwd=README.parent, check=True, capture_output=True, text=True).stdout)
     repository = metadata.get("urls", {}).get("Repository", "")
     assert metadata["readme"]["text"] == hatch_build.mend_links(TEXT, repository)
-    assert metadata.get("urls", {}) == hatch_build.name_pages(repository)
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    documentation = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["documentation"]
+    assert metadata.get("urls", {}) == hatch_build.name_pages(repository, documentation)
+
+
+def test_a_site_without_a_repository_is_on_the_page_of_a_package():
+    assert hatch_build.name_pages("", "https://site") == {"Documentation": "https://site"}
+    assert hatch_build.name_pages("") == {}
