@@ -22,7 +22,7 @@ from benchmarks._fault_contestants import (
 from benchmarks._faults import Fault
 from benchmarks._loss import cross_entropy_of
 from benchmarks._peer_steps import BY_HAND, KERAS, OURS, TORCH
-from benchmarks.faults import Count, corruption
+from benchmarks.faults import Count, corruption, make_batch as make_batch
 
 LEARNING_RATE, DECAY_STEPS = 1e-2, 2000  # of TX
 

@@ -6,8 +6,9 @@ Run from the root of the repository:
 
 Whole train steps and forward passes are compiled for a TPU v5e or an H100 that need not be there, and are never run.
 What each reads and writes, its temporaries, its peak memory and the products that were chosen are facts of the compiled
-program: the same each time, and no measurement of seconds. `--json` keeps what was compiled after each program, with
-the date, the versions and the target; a run that was cut off goes on from there, if nothing has changed since.
+program: the same each time, and no measurement of seconds. `--json` keeps what was compiled after each program, and
+each table when it is complete, with the date, the versions and the target; a run that was cut off goes on from there,
+if nothing has changed since. `read_tables` reads the tables of such a file.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import jax
 from benchmarks._compiled import Figures, figures, products
 from benchmarks._compiled_formats import float8, int8
 from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
-from benchmarks._markdown import table
+from benchmarks._results import ResultTable
 from benchmarks._targets import TARGETS, Target
 
 
@@ -101,6 +102,7 @@ class Measurements:
         self._target, self._path = target, path
         self._origin = {"target": target.name, **versions(), "sources": _hash_sources()}
         self._measured: dict[str, Measured | str] = {}
+        self._tables: dict[str, ResultTable] = {}
         if path is not None and path.exists():
             self._read(json.loads(path.read_text(encoding="utf-8")))
 
@@ -117,6 +119,12 @@ class Measurements:
             self._measured[name] = self._compile(entry, options or {})
             self._write()
         return self._measured[name]
+
+    def keep(self, made: ResultTable) -> None:
+        """Keeps a table that is complete, in the order of `TABLES`."""
+        self._tables[made.name] = made
+        self._tables = {name: self._tables[name] for name in (*TABLES, made.name) if name in self._tables}
+        self._write()
 
     def _compile(self, entry: Entry, options: dict[str, Any]) -> Measured | str:
         target = dataclasses.replace(self._target, options=self._target.options | options)
@@ -136,15 +144,22 @@ class Measurements:
             return
         for name, found in kept["programs"].items():
             self._measured[name] = found if isinstance(found, str) else _as_measured(found)
+        self._tables = {made.name: made for made in map(ResultTable.from_dict, kept["tables"])}
 
     def _write(self) -> None:
         if self._path is not None:
             as_json = lambda found: found if isinstance(found, str) else dataclasses.asdict(found)
             programs = {name: as_json(found) for name, found in self._measured.items()}
+            tables = [made.to_dict() for made in self._tables.values()]
             date = datetime.datetime.now(datetime.UTC).date().isoformat()
-            kept = {"date": date, "origin": self._origin, "programs": programs}
+            kept = {"date": date, "origin": self._origin, "tables": tables, "programs": programs}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def read_tables(path: pathlib.Path) -> tuple[ResultTable, ...]:
+    """The tables that a file of `--json` keeps."""
+    return tuple(map(ResultTable.from_dict, json.loads(path.read_text(encoding="utf-8"))["tables"]))
 
 
 def _as_measured(found: dict[str, Any]) -> Measured:
@@ -165,20 +180,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         parser.exit(1, f"{error}\n")
     measurements = Measurements(target, options.json)
+    tables = []
     with jax.numpy_dtype_promotion("standard"):
-        tables = {
-            name: report(made, measurements, (made.options or {}).get(options.target))
-            for name, made in TABLES.items()
-            if name in options.only and (made.options is None or options.target in made.options)
-        }
+        for name, made in TABLES.items():
+            if name in options.only and (made.options is None or options.target in made.options):
+                tables.append(tabulate(name, made, measurements, (made.options or {}).get(options.target)))
+                measurements.keep(tables[-1])
     named = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"\n{target.name}, {named}")
-    for name, written in tables.items():
-        print(f"\n{TABLES[name].title}:\n\n{written}")
+    for result in tables:
+        print(f"\n{result.title}:\n\n{result.to_markdown()}")
 
 
-def report(made: Table, measurements: Measurements, options: dict[str, Any] | None = None) -> str:
-    """A table, in Markdown."""
+def tabulate(name: str, made: Table, measurements: Measurements, options: dict[str, Any] | None = None) -> ResultTable:
+    """A table of results, of which nothing differs from run to run."""
     rows = list(made.rows())
     multiples = rows[0].unit is not None
     names = ["bytes", "temporaries", "peak", "in place", "bytes more"] if multiples else _RATIOS
@@ -188,8 +203,8 @@ def report(made: Table, measurements: Measurements, options: dict[str, Any] | No
         mine = measurements.measure(row.program, options)
         other = None if row.over is None else measurements.measure(row.over, options)
         made_cells = (_list_multiples if multiples else _list_ratios)(row, mine, other)
-        cells.append([*row.labels, *made_cells, *[""] * (len(header) - len(row.labels) - len(made_cells))])
-    return table(header, cells)
+        cells.append((*row.labels, *made_cells, *[""] * (len(header) - len(row.labels) - len(made_cells))))
+    return ResultTable(name, made.title, tuple(header), tuple(cells))
 
 
 _RATIOS = ["flops", "bytes", "temporaries", "peak"]

@@ -113,19 +113,19 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
     for problem, by_name in costs.items():
         base = by_name[BY_HAND]
         assert base is not None
-        nbytes = {}
+        found = {}
         for name, cost in by_name.items():
             cells = [MISSING] * 5
             if cost is not None:
                 plain = by_name[_without_check(dtype, name)]
                 assert plain is not None
-                added = cost.figures.bytes_accessed - plain.figures.bytes_accessed
+                added = (cost.figures.bytes_accessed - plain.figures.bytes_accessed) / count_bytes(problem.params)
                 ratios = cost.over(base)
-                nbytes[name] = ratios[2]
-                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{added / count_bytes(problem.params):.2f}"]
+                found[name] = dict(zip(("flops", "bytes", "temporaries"), ratios[1:], strict=True))
+                cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{round(added, 2) + 0.0:.2f}"]  # no -0.00
             rows.append((problem.name, name, *cells))
         rows.append((problem.name, TORCH, *[UNMEASURED] * 5))
-        notes += _who_needs_less(problem.name, nbytes)
+        notes += _who_needs_less(problem.name, found)
     header = ("model", "by", "operations", "flops", "bytes", "temporaries", "bytes of scale and check")
     title = f"A train step in {dtype}, compiled for this CPU, over the step by hand"
     return ResultTable(f"{dtype} step", title, header, tuple(rows), notes=tuple(notes))
@@ -158,29 +158,45 @@ _COST_NOTES = {
     ),
 }
 
+_COPIES = "by hand, gradients of copies"
+_HALF_GRADIENTS = (
+    "all of its gradients are half. Ours are float32 where the model reads a parameter in float32, as in a norm, or"
+    " casts it at two uses, as the table of the embedding, whose two gradients are summed in float32"
+)
+_NO_UNSCALING = "it unscales nothing"
+_OTHER_LAYERS = "its layers and its AdamW are other programs; the last column has what its scale and check add"
+
 _REASONS = {
-    UNSCALED: "it does less: it neither scales the loss nor asks whether gradients are finite",
-    KERAS_UNSCALED: "it does less: it neither scales the loss nor asks whether gradients are finite",
-    "by hand, gradients of copies": (
-        "all of its gradients are half. Ours are float32 where the model reads a parameter in float32, as in a norm, or"
-        " casts it at two uses, as the table of the embedding, whose two gradients are summed in float32"
-    ),
-    "jmp": "a select of old and new instead of a branch, where the compiler fuses it with the update",
-    KERAS: "its layers are other programs; its AdamW has one division less for each parameter",
+    (_COPIES, "flops"): _HALF_GRADIENTS,
+    (_COPIES, "bytes"): _HALF_GRADIENTS,
+    (_COPIES, "temporaries"): _HALF_GRADIENTS,
+    ("optax.apply_if_finite, no scale", "flops"): _NO_UNSCALING,
+    (KERAS, "flops"): "its AdamW folds the corrections of both moments into the learning rate",
+    (KERAS, "bytes"): _OTHER_LAYERS,
+    (KERAS, "temporaries"): _OTHER_LAYERS,
 }
-"""Why a step needs fewer bytes than ours."""
+"""Why a step has fewer of something than ours. Those that neither scale nor check do less, and are left out."""
 
 
-def _who_needs_less(model: str, nbytes: dict[str, float]) -> Iterator[str]:
-    ours = nbytes[MINIMIZE]
-    for name, its in nbytes.items():
-        if round(its, 3) < round(ours, 3):
-            reason = _REASONS.get(name, "we do not know why")
-            yield f"{model}: {name} needs fewer bytes than `optim.minimize` ({its:.3f}, {ours:.3f}): {reason}."
-    peers = {name: its for name, its in nbytes.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))}
+def _who_needs_less(model: str, ratios: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Notes on those who need less than we, and on the peer that needs the fewest bytes.
+
+    Args:
+      model: its name.
+      ratios: by contestant, and by what they are of.
+    """
+    ours = ratios[MINIMIZE]
+    peers = {name: its for name, its in ratios.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))}
+    for name, its in ratios.items():
+        for figure, ratio in its.items():
+            if (name in peers or name == _COPIES) and round(ratio, 3) < round(ours[figure], 3):
+                reason = _REASONS.get((name, figure), "we do not know why")
+                both = f"{ratio:.3f}, {ours[figure]:.3f}"
+                yield f"{model}: {name} has fewer {figure} than `optim.minimize` ({both}): {reason}."
     if peers:
-        best = min(peers, key=peers.__getitem__)
-        yield f"{model}: of all peers, {best} needs the fewest bytes ({peers[best]:.3f}); `optim.minimize` {ours:.3f}."
+        best = min(peers, key=lambda name: peers[name]["bytes"])
+        both = f"{peers[best]['bytes']:.3f}; ours {ours['bytes']:.3f}"
+        yield f"{model}: of all peers, {best} has the fewest bytes, {both}."
 
 
 def accelerator_table(problem: Problem) -> ResultTable:
@@ -197,21 +213,22 @@ def accelerator_table(problem: Problem) -> ResultTable:
         else:
             found = {by: program and figures(target.compile(program)) for by, program in made.items()}
             columns.append(_accelerator_cells(found))
-            nbytes = {by: its.bytes_accessed for by, its in found.items() if its}
-            nbytes = {by: its / nbytes[BY_HAND] for by, its in nbytes.items()}
-            notes += [f"{label}, {note}" for note in _who_needs_less(problem.name, nbytes)]
+            notes += [f"{label}, {note}" for note in _who_needs_less(problem.name, _bytes_and_temporaries(found))]
     rows = tuple((by, *(cell for column in columns for cell in column[by])) for by in made)
     title = "A train step in float16, compiled for a TPU and an H100 that need not be there"
     return ResultTable("accelerators", title, tuple(header), rows, notes=tuple(notes))
 
 
 def _accelerator_cells(found: dict[str, Figures | None]) -> dict[str, list[str]]:
-    base, cells = found[BY_HAND], {}
+    ratios = _bytes_and_temporaries(found)
+    return {by: [f"{ratio:.3f}" for ratio in ratios[by].values()] if by in ratios else [MISSING] * 2 for by in found}
+
+
+def _bytes_and_temporaries(found: dict[str, Figures | None]) -> dict[str, dict[str, float]]:
+    base = found[BY_HAND]
     assert base is not None
-    for by, its in found.items():
-        ratios = its and its.over(base)
-        cells[by] = [f"{ratios.bytes_accessed:.3f}", f"{ratios.temporaries:.3f}"] if ratios else [MISSING] * 2
-    return cells
+    ratios = {by: its.over(base) for by, its in found.items() if its is not None}
+    return {by: {"bytes": its.bytes_accessed, "temporaries": its.temporaries} for by, its in ratios.items()}
 
 
 def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:

@@ -130,13 +130,14 @@ def tables(quick: bool) -> Iterator[ResultTable]:
             figures[name] = measure(gpt, format, shape)
             times = [f"{time.perf_counter() - began:.1f}", f"{time.process_time() - worked:.1f}"]
             peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-            took.append([f"{gpt.parameters:,}", f"{shape[0] * shape[1]:,}", name, *times, peak])
-            print(took[-1], flush=True)
+            if not columns:
+                took.append([f"{gpt.parameters:,}", f"{shape[0] * shape[1]:,}", name, *times, peak])
+            print(model, shape, name, *times, peak, flush=True)
         columns[model, shape] = figures
     yield make_table({scale: columns[scale] for scale in SCALES if scale in columns})
     timed = ["seconds", "process seconds", "peak of memory so far"]
     header = ["parameters", "devices", "format", *timed]
-    yield ResultTable.of("traces", "What the tracing of each took", header, took, timed)
+    yield ResultTable.of("traces", "What the tracing of the largest took", header, took, timed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

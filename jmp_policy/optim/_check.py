@@ -122,7 +122,7 @@ def is_search(provenance: Provenance, scale: LossScale) -> bool:
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
     root = provenance.cause or provenance
-    return root.kind == "inf" and root.direction == "backward" and not has_pole(root.primitive, root.operands)
+    return root.kind == "inf" and root.direction == "backward" and not has_pole(root.primitive, root.operands, root.dtype)
 
 
 _ADVICE = (

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 Range = tuple[float, float] | None
 
 LARGEST_HALF = 65504.0
@@ -67,7 +69,7 @@ def find_remedy(
             "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
-    if kind == "inf" and dtype == "float16" and not has_pole(primitive, operands):
+    if kind == "inf" and dtype == "float16" and not has_pole(primitive, operands, dtype):
         if direction == "backward":
             return (
                 "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
@@ -75,18 +77,31 @@ def find_remedy(
             )
         island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
         return f"float16 ends at 65504. Keep this in float32: {island}."
-    if primitive in REMEDIES:
+    is_too_large = kind == "inf" and primitive in ("pow", "integer_pow") and not has_pole(primitive, operands, dtype)
+    if primitive in REMEDIES and not is_too_large:
         return REMEDIES[primitive]
     if kind == "inf":
         return f"The numbers are too large for {dtype}: smaller steps, clipped gradients or a norm before this help."
     return ""
 
 
-def has_pole(primitive: str, operands: Sequence[Range]) -> bool:
-    """Whether an operation is infinite in every format: at zero, which is among its operands."""
+def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
+    """Whether an operation is infinite in every format: at zero, which is among its operands.
+
+    The exponent of an integer power is not known: it is taken for a square where a square of the largest number would
+    overflow, as that is what most are.
+
+    >>> has_pole("integer_pow", [(-600.0, 700.0)], "float16"), has_pole("integer_pow", [(0.0, 2.0)], "float16")
+    (False, True)
+    """
     poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0}
     i = poles.get(primitive)
     if i is None or i >= len(operands):
         return False
     pair = operands[i]
-    return pair is not None and pair[0] <= 0 <= pair[1]
+    if pair is None or not pair[0] <= 0 <= pair[1]:
+        return False
+    if primitive == "pow" and len(operands) > 1 and operands[1] is not None:
+        return operands[1][0] < 0
+    largest = max(-pair[0], pair[1])
+    return primitive != "integer_pow" or largest <= math.sqrt(float(jnp.finfo(dtype).max))

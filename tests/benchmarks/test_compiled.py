@@ -5,6 +5,7 @@ import datetime
 import functools
 import importlib.util
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from benchmarks._optimizer_cost import count_bytes
 from benchmarks._optimizer_steps import SCALE, Steps
 from benchmarks._optimizer_updates import ADAMW
 from benchmarks._programs import Case, Program
+from benchmarks._results import ResultTable
 from jmp_policy import DynamicLossScale, optim
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -113,14 +115,6 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     assert calls == ["a", "missing", "impossible", "b"]
 
 
-def test_a_file_says_when_and_with_what_its_programs_were_compiled(tmp_path):
-    path = tmp_path / "results" / "cpu.json"
-    compiled.Measurements(_targets.cpu(), path).measure(_entry("a", []))
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    assert datetime.date.fromisoformat(kept["date"])
-    assert {"target": "CPU", "jax": jax.__version__}.items() <= kept["origin"].items()
-
-
 def test_a_program_is_compiled_for_each_options_of_the_compiler():
     calls = []
     measurements = compiled.Measurements(_targets.cpu())
@@ -138,6 +132,30 @@ def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
     assert "is of other sources or versions, and is written anew" in capsys.readouterr().out
 
 
+def test_a_file_keeps_the_tables_that_are_complete_with_their_date_and_versions(tmp_path):
+    path = tmp_path / "results" / "cpu.json"
+    kept = [ResultTable(name, name, ("of",), ((name,),)) for name in ("optimizer", "zero_cost")]
+    compiled.Measurements(_targets.cpu(), path).keep(kept[0])
+    compiled.Measurements(_targets.cpu(), path).keep(kept[1])
+    assert compiled.read_tables(path) == (kept[1], kept[0])
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert datetime.date.fromisoformat(written["date"])
+    assert {"target": "CPU", "jax": jax.__version__}.items() <= written["origin"].items()
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+def test_the_figures_that_are_kept_are_of_tables_that_there_are(target):
+    path = pathlib.Path(compiled.__file__).with_name("results") / f"compiled-{target}.json"
+    tables = compiled.read_tables(path)
+    assert tables[0].name == "zero_cost"
+    for table in tables:
+        assert (table.title, table.header[: len(compiled.TABLES[table.name].labels)]) == (
+            compiled.TABLES[table.name].title,
+            compiled.TABLES[table.name].labels,
+        )
+        assert len(table.rows) == len(list(compiled.TABLES[table.name].rows()))
+
+
 def test_tables_have_ratios_or_multiples_and_say_what_is_not_installed(monkeypatch):
     measurements = compiled.Measurements(_targets.cpu())
     figures = _compiled.Figures(1.0, 200.0, 30.0, 40.0, 50.0)
@@ -147,11 +165,11 @@ def test_tables_have_ratios_or_multiples_and_say_what_is_not_installed(monkeypat
         "c": "not installed",
     }[entry])  # fmt: skip
     rows = [_compiled_steps.Row((name,), name, over="b") for name in ("a", "c")]
-    written = compiled.report(compiled.Table("", ("of",), lambda: iter(rows)), measurements)
+    written = compiled.tabulate("", compiled.Table("", ("of",), lambda: iter(rows)), measurements).to_markdown()
     assert "| a | 1.000 | 2.000 | 1.000 | 0.500 | 3 bf16, 1 f8e4m3fn |" in written
     assert "| c | not installed |  |  |  |  |" in written
     rows = [_compiled_steps.Row((name,), name, over="b", unit=10) for name in ("a", "c")]
-    written = compiled.report(compiled.Table("", ("of",), lambda: iter(rows)), measurements)
+    written = compiled.tabulate("", compiled.Table("", ("of",), lambda: iter(rows)), measurements).to_markdown()
     assert "| a | 20.00 | 3.00 | 4.00 | 5.00 | +10.00 | 3 bf16, 1 f8e4m3fn |" in written
     assert "| c | not installed |  |  |  |  |  |" in written
 

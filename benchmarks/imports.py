@@ -1,0 +1,128 @@
+"""How long `import jmp_policy` takes, against `import jax`, and what else is imported for mixed precision.
+
+Run from the root of the repository:
+
+    python -m benchmarks.imports [--quick]
+
+Each import is of a process of its own. In each round all take turns; the first, which writes bytecode as pip does for
+what it installs, is not counted. A ratio is the median of those of the rounds.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from benchmarks._results import ResultTable
+
+BASE = "jax"
+MODULES = {
+    BASE: "jax",
+    "jmp_policy": "jmp_policy",
+    "jmp": "jmp",
+    "optax": "optax",
+    "flax.linen": "flax.linen",
+    "flax.nnx": "flax.nnx",
+    "mixed-precision-for-jax": "mpx",
+    "qwix": "qwix",
+    "Keras 3 on JAX": "keras",
+}
+"""What is imported, by the name of its library."""
+
+QUICK = (BASE, "jmp_policy", "jmp")
+
+_PROGRAM = """
+import sys, time
+start = time.process_time()
+import {module}
+print(time.process_time() - start, *sys.modules)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """An import in a process of its own.
+
+    Attributes:
+      seconds: of process time.
+      modules: the names of all modules that are loaded then.
+    """
+
+    seconds: float
+    modules: frozenset[str]
+
+
+def tables(quick: bool) -> Iterator[ResultTable]:
+    """The only table.
+
+    Args:
+      quick: fewer libraries, and three rounds instead of eleven.
+    """
+    names = [name for name in (QUICK if quick else MODULES) if _is_installed(MODULES[name])]
+    with tempfile.TemporaryDirectory() as bytecode:
+        count = 1 + (3 if quick else 11)
+        rounds = [{name: measure(MODULES[name], bytecode) for name in names} for _ in range(count)][1:]
+    yield import_table(rounds, [name for name in (QUICK if quick else MODULES) if name not in names])
+
+
+def measure(module: str, bytecode: str) -> Import:
+    """Imports a module in a new process.
+
+    Args:
+      module: what to import.
+      bytecode: the folder of the bytecode of all that was imported before.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),  # what is found here is found there
+        "PYTHONPYCACHEPREFIX": bytecode,
+        "PYTHONDONTWRITEBYTECODE": "",
+        "KERAS_BACKEND": "jax",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM.format(module=module)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    seconds, *modules = done.stdout.splitlines()[-1].split()
+    return Import(float(seconds), frozenset(modules))
+
+
+def import_table(rounds: Sequence[dict[str, Import]], missing: Sequence[str] = ()) -> ResultTable:
+    """The table of rounds of imports.
+
+    Args:
+      rounds: each with the imports of all libraries, of which the first is JAX's.
+      missing: libraries that are not installed.
+    """
+    rows = []
+    for name in rounds[0]:
+        seconds = statistics.median(each[name].seconds for each in rounds)
+        ratio = statistics.median(each[name].seconds / each[BASE].seconds for each in rounds)
+        modules = rounds[0][name].modules - (rounds[0][BASE].modules if name != BASE else frozenset())
+        rows.append((name, f"{ratio:.2f}", f"{1000 * seconds:.0f}", str(len(modules))))
+    rows += [(name, *["not installed"] * 3) for name in missing]
+    header = ("import", "over import jax", "ms of process time", "modules that jax does not load")
+    notes = (
+        "Each import loads JAX. The modules of the first row are all of them.",
+        "jmp_policy loads Flax and optax when they are first asked for: `jmp_policy.linen`, `jmp_policy.optim`.",
+    )
+    return ResultTable("imports", "Imports", header, tuple(rows), timed=header[1:3], notes=notes)
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer libraries and rounds")
+    for made in tables(parser.parse_args(argv).quick):
+        print(f"{made.title}:\n\n{made.to_markdown()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What pages of the reference have from the code: the tables of autocast, the ranges of formats, the help of commands.
+
+`python docs/_site/generated.py` writes these parts anew; a test holds that they are up to date.
+"""
+
+import ast
+import contextlib
+import io
+import itertools
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from jmp_policy import quant
+from jmp_policy.autocast import _tables
+from jmp_policy.cli import _main
+
+REFERENCE = pathlib.Path(__file__).parent.parent / "reference"
+
+FLOATS = {
+    "float32": "parameters, losses, sums",
+    "TF32": "float32 as matrix units of NVIDIA GPUs read it; no dtype of an array",
+    "bfloat16": "computing without a loss scale: the range of float32",
+    "float16": "computing with a loss scale",
+    "float8_e4m3fn": "forward operands of `float8`; numbers of `mxfp8`; scales of `nvfp4`",
+    "float8_e5m2": "gradients of `float8`",
+    "float8_e4m3": "the IEEE form of e4m3",
+    "float8_e3m4": "a dtype of JAX",
+    "float8_e4m3b11fnuz": "a dtype of JAX",
+    "float8_e4m3fnuz": "AMD's e4m3",
+    "float8_e5m2fnuz": "AMD's e5m2",
+    "float4_e2m1fn": "numbers of `mxfp4` and `nvfp4`",
+}
+"""By name of the format, what it is for. All but TF32 are dtypes."""
+
+TF32_EXPONENT, TF32_MANTISSA = 8, 10
+"""Of TF32 there is no dtype: the bits are NVIDIA's, the numbers follow from them."""
+
+
+def fill(text: str) -> str:
+    """Writes the generated parts of a page, each between `<!-- generated: name -->` and `<!-- end -->`."""
+
+    def write(part: re.Match[str]) -> str:
+        return f"<!-- generated: {part['name']} -->\n\n{PARTS[part['name']]().strip()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- generated: (?P<name>[\w ]+) -->.*?<!-- end -->", write, text, flags=re.DOTALL)
+
+
+def make_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown.
+
+    >>> print(make_table(["a", "b"], [["1", "x|y"]]))
+    | a | b |
+    |---|---|
+    | 1 | x\\|y |
+    """
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in [header, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]])
+
+
+def make_operations(table: str) -> str:
+    """A table of operations with its reasons: those with the same reason in one row, in the order of the table."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in getattr(_tables, table).items():
+        by_reason.setdefault(reason, []).append(name)
+    rows = [(", ".join(f"`{name}`" for name in names), reason) for reason, names in by_reason.items()]
+    return f"{read_comment(table)}\n\n{make_table(['operation', 'why'], rows)}"
+
+
+def make_functions() -> str:
+    """The functions that are one operation to a reader, by how they are treated."""
+    by_treatment: dict[str, list[str]] = {}
+    for name, treatment in _tables.FUNCTIONS.items():
+        by_treatment.setdefault(treatment, []).append(name)
+    rows = [(f"`{treatment}`", ", ".join(f"`{name}`" for name in names)) for treatment, names in by_treatment.items()]
+    return f"{read_comment('FUNCTIONS')}\n\n{make_table(['treatment', 'functions'], rows)}"
+
+
+def read_comment(table: str) -> str:
+    """The string below a table, which says what it is for."""
+    body = ast.parse(pathlib.Path(_tables.__file__).read_text(encoding="utf-8")).body
+    for statement, below in itertools.pairwise(body):
+        names = [ast.unparse(target) for target in statement.targets] if isinstance(statement, ast.Assign) else []
+        if table in names and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            return " ".join(str(below.value.value).split())
+    return ""
+
+
+def make_classes() -> str:
+    """What autocast does with each class of operations."""
+    rows = [(f"`{precision.name.lower()}`", precision.value) for precision in _tables.Precision]
+    return make_table(["class", "what autocast does with it"], rows)
+
+
+def make_floats() -> str:
+    """The ranges of floating formats, by `ml_dtypes.finfo`."""
+    header = ["format", "sign, exponent, mantissa", "largest", "smallest normal", "smallest subnormal", "epsilon"]
+    rows = []
+    for name in FLOATS:
+        _, exponent, mantissa, *ends, _ = describe_float(name)
+        rows.append([f"`{name}`", f"1 + {exponent} + {mantissa}", *ends])
+    return make_table(header, rows)
+
+
+def make_uses() -> str:
+    """Which floating formats have infinities, and what they are for."""
+    rows = [(f"`{name}`", describe_float(name)[-1], use) for name, use in FLOATS.items()]
+    return make_table(["format", "infinities", "what for"], rows)
+
+
+def describe_float(name: str) -> list[str]:
+    """The bits, the range and the step of a format, as text."""
+    if name == "TF32":
+        wide = ml_dtypes.finfo("float32")
+        epsilon = 2.0**-TF32_MANTISSA
+        largest = 2.0**wide.maxexp * (1 - epsilon / 2)
+        bits = ["19", str(TF32_EXPONENT), str(TF32_MANTISSA)]
+        ends = [largest, float(wide.smallest_normal), float(wide.smallest_normal) * epsilon, epsilon]
+        return [*bits, *map(format_number, ends), "yes"]
+    info = ml_dtypes.finfo(name)
+    bits = [str(info.bits), str(info.nexp), str(info.nmant)]
+    ends = [info.max, info.smallest_normal, info.smallest_subnormal, info.eps]
+    with np.errstate(all="ignore"):
+        has_infinity = bool(np.isinf(np.array(np.inf, np.float32).astype(info.dtype).astype(np.float32)))
+    return [*bits, *(format_number(float(end)) for end in ends), "yes" if has_infinity else "no"]
+
+
+def format_number(number: float) -> str:
+    """The number, and the power of two where it is one.
+
+    >>> format_number(65504.0), format_number(2.0**-24)
+    ('65504', '2<sup>-24</sup>, 5.96e-08')
+    """
+    if number < 1 and np.frexp(number)[0] == 0.5:
+        return f"2<sup>{int(np.frexp(number)[1]) - 1}</sup>, {number:.3g}"
+    return f"{number:.6g}"
+
+
+def make_quantized() -> str:
+    """The formats that have scales: what a number and what a scale is, and the bits of both together."""
+    rows = [
+        (
+            "`int8`", "8-bit integers, -127 to 127", "an output channel of a weight, a row of an input",
+            "float32", measure_bits(quant.Int8()),
+        ),
+        (
+            "`int4`", "4-bit integers, 16 levels", f"a block of {quant.Int4().block_size} inputs of a channel",
+            "float32, and a zero point", measure_bits(quant.Int4()),
+        ),
+        (
+            "`float8`", "`float8_e4m3fn` forward, `float8_e5m2` for gradients",
+            "a tensor, or with `current/row` a row", "float32, in the state of the layer", "weights stay as they are",
+        ),
+        (
+            "`mxfp8`", "`float8_e4m3fn`", f"a block of {quant.MXFP8().block_size}",
+            "a power of two in 8 bits (`float8_e8m0fnu`)", measure_bits(quant.MXFP8()),
+        ),
+        (
+            "`mxfp4`", "`float4_e2m1fn`", f"a block of {quant.MXFP4().block_size}",
+            "a power of two in 8 bits (`float8_e8m0fnu`)", measure_bits(quant.MXFP4()),
+        ),
+        (
+            "`nvfp4`", "`float4_e2m1fn`", f"a block of {quant.NVFP4().block_size}, and the tensor",
+            "`float8_e4m3fn`, and float32 for the tensor", measure_bits(quant.NVFP4()),
+        ),
+    ]  # fmt: skip
+    return make_table(["format", "numbers", "one scale for", "scales are", "bits a number, with scales"], rows)
+
+
+def measure_bits(quantization: object) -> str:
+    """The bits of a number of a stored weight, 4096 by 4096, with all that belongs to it."""
+    import jax
+    import jax.numpy as jnp
+
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    stored = jax.eval_shape(lambda weight: quant.quantize_array(weight, quantization), weight)
+    bits = sum(leaf.size * leaf.dtype.itemsize * 8 for leaf in jax.tree.leaves(stored))
+    return f"{bits / weight.size:.3g}"
+
+
+def make_help(command: str) -> str:
+    """What a command prints with `--help`, 100 columns wide."""
+    printed = io.StringIO()
+    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "100"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            _main.main([*command.split(), "--help"])
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return f"```console\n$ jmp-policy {command} --help\n{printed.getvalue().strip()}\n```"
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "classes": make_classes,
+    **{table: (lambda table=table: make_operations(table)) for table in vars(_tables) if table.isupper()},
+    "FUNCTIONS": make_functions,
+    "floats": make_floats,
+    "uses": make_uses,
+    "quantized": make_quantized,
+    **{
+        f"help {name}": (lambda name=name: make_help(name))
+        for name in ("doctor", "train", "compare", "audit", "numerics", "tune")
+    },
+}
+"""What a page may ask for, by name."""
+
+
+def main() -> None:
+    """Writes the generated parts of all pages of the reference."""
+    for page in sorted(REFERENCE.glob("*.md")):
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The time of imports, by fresh processes."""
+
+import pytest
+
+from benchmarks import imports
+
+pytestmark = pytest.mark.slow
+
+
+def _made(jax_seconds, our_seconds):
+    return {
+        "jax": imports.Import(jax_seconds, frozenset({"sys", "jax"})),
+        "jmp_policy": imports.Import(our_seconds, frozenset({"sys", "jax", "jmp_policy", "jmp_policy._policy"})),
+    }
+
+
+def test_ratios_are_medians_over_rounds():
+    table = imports.import_table([_made(1.0, 1.1), _made(2.0, 2.1), _made(1.0, 9.0)], ["keras"])
+    assert table.rows[1] == ("jmp_policy", "1.10", "2100", "2")
+    assert table.rows[2] == ("keras", *["not installed"] * 3)
+    assert set(table.timed) == {"over import jax", "ms of process time"}
+
+
+def test_an_import_is_measured_in_a_process_of_its_own(tmp_path):
+    first, second = (imports.measure("xml.dom.minidom", str(tmp_path)) for _ in range(2))
+    assert first.seconds > 0
+    assert first.modules == second.modules
+    assert "xml.dom.minidom" in first.modules
+    assert "jax" not in first.modules
+    assert list(tmp_path.rglob("minidom*.pyc"))
+
+
+def test_the_import_takes_at_most_a_twentieth_of_that_of_jax():
+    [table] = imports.tables(quick=True)
+    [row] = [row for row in table.rows if row[0] == "jmp_policy"]
+    assert float(row[1]) <= 1.05 + 0.05  # 1.02; three rounds on a busy machine are not exact
+    assert int(row[3]) <= 29

@@ -1,0 +1,243 @@
+"""Peers in one run: they train the same model, and each is really itself."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import benchmarks
+from benchmarks import _peer_faults, _peer_problems, peers
+from benchmarks._compiled import Figures
+from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, steps
+from jmp_policy.demo._gpt import GPTConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of what Keras, PyTorch and qwix import
+]
+
+NEEDS = {
+    "mixed-precision-for-jax": "mpx",
+    KERAS: "benchmarks._peer_keras",
+    KERAS_UNSCALED: "benchmarks._peer_keras",
+    TORCH: "benchmarks._peer_torch",
+}
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _require(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], exc_type=ImportError)
+
+
+@functools.cache
+def _problem():
+    return _peer_problems.mlp(64, 3, steps=3)
+
+
+@functools.cache
+def _trained(dtype, name):
+    """The parameters after three steps."""
+    problem = _problem()
+    if name == TORCH:
+        trainer = peers._torch_trainer(problem, dtype)
+        for batch in problem.batches:
+            trainer.train(batch)
+        return trainer.state().params
+    program = steps(dtype)[name](problem)
+    stepping = peers.Stepping(program.step, program.args[0], None)
+    for batch in problem.batches:
+        stepping.take(batch)
+    return stepping.params
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ours", "by_hand"),
+    [
+        ("float16", MINIMIZE, "by hand, gradients of copies"),
+        ("float16", f"{OURS}, `TrainState`", BY_HAND),
+        ("bfloat16", MINIMIZE, BY_HAND),
+    ],
+)
+def test_our_row_trains_to_the_bits_of_the_row_by_hand(dtype, ours, by_hand):
+    jax.tree.map(np.testing.assert_array_equal, _trained(dtype, ours), _trained(dtype, by_hand))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(dtype, name) for dtype in ("float32", "float16", "bfloat16") for name in (*steps(dtype), TORCH)],
+)
+def test_all_train_the_same_model(dtype, name):
+    _require(name)
+    begun, expected, got = _problem().params, _trained("float32", BY_HAND), _trained(dtype, name)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    moved, wrong = (_norm_of_difference(expected, other) for other in (begun, got))
+    assert wrong < {"float32": 0.005, "float16": 0.05, "bfloat16": 0.2}[dtype] * moved
+
+
+def _norm_of_difference(a, b):
+    differences = jax.tree.map(lambda x, y: np.float64(x) - np.float64(y), a, b)
+    return np.linalg.norm(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(differences)]))
+
+
+@pytest.mark.parametrize("name", [KERAS, TORCH])
+def test_the_gpt_computes_what_it_computes_in_linen(name):
+    _require(name)
+    problem = _peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=1, batch=2)
+    x, labels = problem.batches[0]
+    expected = problem.loss_in_float32(problem.params)
+    if name == TORCH:
+        loss = peers._torch_trainer(problem, "float32").train((x, labels))
+    else:
+        program = steps("float32")[KERAS](problem)
+        _, loss = program.step(*program.args)
+    assert float(loss) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_everybody_computes_in_the_dtype_of_the_table(dtype):
+    problem, short = _peer_problems.mlp(16, 2), {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    for name, make in steps(dtype).items():
+        try:
+            text = make(problem).lower().as_text()
+        except ImportError:
+            continue
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert products, name
+        assert all(f"x{short}>" in line for line in products), name
+
+
+CORRUPTED = {
+    BY_HAND: (set(), set()),
+    OURS: (set(), set()),
+    "jmp": ({"step counter"}, {"step counter"}),
+    "flax DynamicScale": ({"batch statistics", "step counter"},) * 2,
+    "mixed-precision-for-jax": ({"batch statistics", "step counter"},) * 2,
+    "optax.apply_if_finite": (
+        {"batch statistics", "step counter"},
+        {"parameters", "moments", "schedule counts", "batch statistics", "step counter"},
+    ),
+    KERAS: ({"batch statistics"}, {"batch statistics"}),
+    TORCH: ({"parameters", "moments", "schedule counts", "batch statistics", "step counter"},) * 2,
+}
+
+
+@functools.cache
+def _everyone():
+    return _peer_faults.everyone()
+
+
+@pytest.mark.parametrize("name", CORRUPTED)
+def test_bad_steps_corrupt_what_the_table_says(name):
+    """A release of theirs may corrupt less."""
+    _require(name)
+    counts = _peer_faults.count(_everyone()[name])
+    for of_plan, expected in zip(counts.values(), CORRUPTED[name], strict=True):
+        corrupted = {part for part, count in of_plan.items() if count.corrupted}
+        assert corrupted == expected if name in (BY_HAND, OURS) else corrupted <= expected
+
+
+@pytest.mark.parametrize("name", CORRUPTED)
+def test_steps_without_faults_corrupt_nothing(monkeypatch, name):
+    _require(name)
+    monkeypatch.setattr(_peer_faults, "FAULT", None)
+    for of_plan in _peer_faults.count(_everyone()[name]).values():
+        assert {count.corrupted for count in of_plan.values()} == {0}
+
+
+@pytest.mark.parametrize("name", [KERAS, TORCH])
+def test_a_bad_step_halves_the_scale_and_leaves_parameters_alone(name):
+    _require(name)
+    contestant = _everyone()[name]
+    batch = _peer_faults.make_batch(0, contestant.state.params, _peer_faults.FAULT)
+    after, _ = contestant.step(contestant.state, batch)
+    jax.tree.map(np.testing.assert_array_equal, after.params, contestant.state.params)
+    scale = lambda state: (
+        state.scale["scale"] if name == TORCH else max(float(v) for v in state.opt_state[:4] if v.ndim == 0)
+    )
+    assert scale(after) == scale(contestant.state) / 2
+
+
+def test_a_library_that_is_missing_has_a_row_that_says_so(monkeypatch):
+    for module in ("mpx", "keras", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in ("_peer_keras", "_peer_torch"):
+        monkeypatch.delitem(sys.modules, f"benchmarks.{module}", raising=False)
+        monkeypatch.delattr(benchmarks, module, raising=False)
+    problem = _peer_problems.mlp(16, 2)
+    costs = {name: peers._cost(problem, make) for name, make in steps("float16").items() if name in (*NEEDS, *_FEW)}
+    table = peers.cost_table("float16", {problem: costs})
+    rows = {row[1]: set(row[2:]) for row in table.rows}
+    missing = ("mixed-precision-for-jax", KERAS, KERAS_UNSCALED)
+    assert [name for name, cells in rows.items() if cells == {peers.MISSING}] == list(missing)
+    assert rows[TORCH] == {peers.UNMEASURED}
+    assert peers._torch_trainer(problem, "float16") is None
+
+
+_FEW = (BY_HAND, UNSCALED, MINIMIZE)
+
+
+def _cost(nbytes):
+    return peers.Cost(10, Figures(1.0, nbytes, 1.0, 1.0, 1.0))
+
+
+def test_notes_say_who_needs_fewer_bytes_than_we_and_why():
+    problem = _peer_problems.mlp(16, 2)
+    unit = 4 * 2 * (16 * 16 + 16)
+    costs = {BY_HAND: _cost(10 * unit), UNSCALED: _cost(7 * unit), MINIMIZE: _cost(9 * unit), "new": _cost(8 * unit)}
+    table = peers.cost_table("float16", {problem: costs})
+    assert ("MLP", MINIMIZE, "1.000", "1.000", "0.900", "1.000", "2.00") in table.rows
+    notes = "\n".join(table.notes)
+    assert "MLP: new has fewer bytes than `optim.minimize` (0.800, 0.900): we do not know why." in notes
+    assert UNSCALED not in notes
+    assert "MLP: of all peers, new has the fewest bytes, 0.800; ours 0.900." in notes
+
+
+@pytest.mark.cpu("the figures are those of XLA:CPU")
+def test_a_scale_costs_fewer_bytes_than_with_any_peer():
+    problem = _peer_problems.mlp(256, 4)
+    nbytes = {}
+    for name, make in steps("float16").items():
+        if (cost := peers._cost(problem, make)) is not None:
+            nbytes[name] = cost.figures.bytes_accessed
+    others = [its for name, its in nbytes.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))]
+    assert nbytes[MINIMIZE] < 0.95 * min(others)
+    assert nbytes[f"{OURS}, `TrainState`"] < min(others)
+    assert nbytes[MINIMIZE] <= nbytes["by hand, gradients of copies"] * 1.001
+
+
+def test_compilers_of_accelerators_that_are_missing_are_named(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("There is no module 'x'")
+
+    monkeypatch.setattr(peers._targets, "TARGETS", {"tpu": missing, "gpu": missing})
+    table = peers.accelerator_table(_peer_problems.mlp(16, 2))
+    assert {cell for row in table.rows for cell in row[1:]} == {peers.MISSING}
+    assert "TPU v5e: There is no module 'x'" in table.notes
+
+
+def test_losses_are_of_the_parameters_after_all_steps():
+    problem = _peer_problems.mlp(16, 2, steps=2)
+    stepping = {"float32": peers._compile_to_run(problem, "float32")}
+    table = peers.loss_table(problem, stepping)
+    [by_hand] = [row for row in table.rows if row[:2] == ("float32", BY_HAND)]
+    assert by_hand[3] == "+0.000 %"
+    assert float(by_hand[2]) == pytest.approx(problem.loss_in_float32(stepping["float32"][BY_HAND].params), abs=1e-4)
+    assert float(by_hand[2]) < problem.loss_in_float32(problem.params)
+    assert table.timed == (table.header[-1],)
+
+
+def test_batches_are_the_same_each_time():
+    made = [_peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=2, batch=2) for _ in range(2)]
+    jax.tree.map(np.testing.assert_array_equal, made[0].batches, made[1].batches)
+    jax.tree.map(np.testing.assert_array_equal, made[0].params, made[1].params)
+    x, labels = made[0].batches[0]
+    assert jnp.array_equal(x[:, 1:], labels[:, :-1])
