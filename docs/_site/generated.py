@@ -184,9 +184,9 @@ def measure_bits(quantization: object) -> str:
 
 
 def make_help(command: str) -> str:
-    """What a command prints with `--help`, 100 columns wide."""
+    """What a command prints with `--help`, 80 columns wide."""
     printed = io.StringIO()
-    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "100"
+    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "80"
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             _main.main([*command.split(), "--help"])
