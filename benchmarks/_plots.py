@@ -85,7 +85,9 @@ def _draw_zero_cost(axes: Any, rows: Rows) -> None:
     cases = list(dict.fromkeys(_name_case(row) for row in rows))
     for other, (marker, color) in markers.items():
         points = [(float(row["bytes"]), cases.index(_name_case(row))) for row in rows if row["ours over"] == other]
-        axes.scatter(*zip(*points, strict=True), marker=marker, color=color, s=46, label=other, zorder=3)
+        is_hollow = other == "by hand"  # it would hide whose ratio is 1, too
+        look = {"facecolors": "none" if is_hollow else color, "s": 110 if is_hollow else 46}
+        axes.scatter(*zip(*points, strict=True), marker=marker, edgecolors=color, label=other, **look)
     axes.axvline(1, color="black", linewidth=0.8)
     _list_rows(axes, cases)
     axes.figure.supxlabel("bytes accessed, ours over theirs; left of 1 ours has fewer")

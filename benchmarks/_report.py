@@ -20,6 +20,9 @@ COMPILED = {"TPU": "compiled-tpu.json", "GPU": "compiled-gpu.json"}
 """The files of `benchmarks.compiled`, by what they were compiled for."""
 
 NOT_MEASURED = "Not measured."
+NOT_MEASURED_HERE = (
+    "Not measured for this page: it takes many minutes. [The method](README.md) has figures of an earlier run."
+)
 
 
 def write_report(root: pathlib.Path) -> str:
@@ -33,7 +36,10 @@ def make_report(root: pathlib.Path) -> str:
     """The page, of the files in a folder."""
     parts = [INTRODUCTION]
     for path in _find_results(root):
-        parts += _describe_suites(_harness.read_results(path)["suites"])
+        suites = _harness.read_results(path)["suites"]
+        machines = list(dict.fromkeys(map(_describe_machine, suites.values())))
+        parts += [f"**{_name_machine(machines, machine)}** is {machine}." for machine in machines]
+        parts += _describe_suites(suites, machines)
     for device, name in COMPILED.items():
         parts += _describe_compiled(device, root / "results" / name)
     parts += _describe_gpus(root)
@@ -51,16 +57,16 @@ def _read_suites(root: pathlib.Path) -> dict[str, Any]:
     return _harness.read_results(root / "results" / "cpu.json")["suites"]
 
 
-def _describe_suites(suites: dict[str, Any]) -> Iterator[str]:
+def _describe_suites(suites: dict[str, Any], machines: list[str]) -> Iterator[str]:
     """A section for each suite."""
     for name, suite in SUITES.items():
         yield f"## {name}"
         yield f"{suite.question} (`python -m benchmarks --only {name}`)"
         measured = suites.get(name)
         if measured is None:
-            yield NOT_MEASURED
+            yield NOT_MEASURED_HERE if suite.is_long else NOT_MEASURED
             continue
-        yield _describe_run(measured)
+        yield _describe_run(measured, _name_machine(machines, _describe_machine(measured)))
         for kept in measured["tables"]:
             made = ResultTable.from_dict(kept)
             yield f"**{made.title}**"
@@ -70,14 +76,23 @@ def _describe_suites(suites: dict[str, Any]) -> Iterator[str]:
                 yield f"![{plot.description}](plots/{plot.file})"
 
 
-def _describe_run(measured: dict[str, Any]) -> str:
-    """When, on what and with what a suite ran, and whether it failed."""
+def _describe_machine(measured: dict[str, Any]) -> str:
+    """On what and with what a suite ran."""
     device = measured["device"]
     versions = ", ".join(f"{library} {version}" for library, version in measured["versions"].items())
+    return f"{device['kind']}, {device['cores']} cores, with {versions}"
+
+
+def _name_machine(machines: list[str], machine: str) -> str:
+    """How a machine is called on the page, since many suites have the same."""
+    return f"Machine {machines.index(machine) + 1}"
+
+
+def _describe_run(measured: dict[str, Any], machine: str) -> str:
+    """When and where a suite ran, how long it took, and whether it failed."""
     size = " at small sizes" if measured["quick"] else ""
-    where = f"{device['kind']}, {device['cores']} cores"
     took = f"{measured['seconds']:.0f} s, {measured.get('process_seconds', 0):.0f} s of them process time"
-    said = f"Measured{size} on {measured['date']} on {where}, in {took}: {versions}."
+    said = f"Measured{size} on {measured['date']} on {machine.lower()}, in {took}."
     outcome = _harness.describe_outcome(measured)
     return said if outcome.endswith("tables") else f"{outcome[0].upper()}{outcome[1:]}. {said}"
 

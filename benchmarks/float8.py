@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def tables(quick: bool) -> Iterator[ResultTable]:
     """The costs over those who do the same and over bfloat16, and the errors."""
-    models, repeats = (dict(list(MODELS.items())[:1]), 1) if quick else (MODELS, 5)
+    models, repeats = (dict(list(MODELS.items())[:1]), 1) if quick else (MODELS, 3)
     measured = {name: Measured.of(made, repeats) for name, made in models.items()}
     header = ["model", "program", "recipe", "over", *_COSTS]
     yield ResultTable.of("peers", "Ours over those who do the same", header, _peer_rows(measured), _TIMED, _PEER_NOTES)

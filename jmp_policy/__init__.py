@@ -36,6 +36,7 @@ Packages, each with a list like this one: `help(jmp.optim)`.
 import importlib as _importlib
 import typing as _typing
 
+from . import _contexts as _contexts  # which are made before anything is compiled
 from ._boundary import policy_of as policy_of, with_policy as with_policy
 from ._dtypes import half_dtype as half_dtype
 from ._explain import explain as explain

@@ -13,6 +13,7 @@ PACKAGE = Path(jmp_policy.__file__).parent
 FLOORS = {
     "_dtypes": 0,
     "_memory": 0,
+    "_contexts": 0,
     "_mapped_axes": 0,
     "_made_classes": 0,
     "_messages": 0,

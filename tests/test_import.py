@@ -20,7 +20,7 @@ def test_only_its_own_few_modules_are_loaded():
     code = "import sys, jax; before = set(sys.modules)\nimport jmp_policy\nprint(*(set(sys.modules) - before))"
     loaded = run(code).split()
     assert [name for name in loaded if not name.startswith("jmp_policy")] == []
-    assert len(loaded) <= 29
+    assert len(loaded) <= 30
 
 
 def test_use_on_functions_loads_nothing_heavy():
@@ -88,3 +88,28 @@ def test_the_first_function_of_a_process_is_traced_once(name):
         "print(len(traces))"
     )
     assert printed.split() == ["1"]
+
+
+def test_what_is_loaded_later_compiles_nothing_again():
+    """The number of JAX's contexts is part of the key of every jit cache: see `_contexts.py`."""
+    assert run(
+        """
+import importlib, pkgutil
+import jax
+import jmp_policy
+
+traces = []
+
+@jax.jit
+def step(x):
+    traces.append(1)
+    return x + 1
+
+step(1.0)
+for info in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."):
+    if info.name.split(".")[1] not in ("__main__", "cli", "demo", "doctor"):
+        importlib.import_module(info.name)
+step(1.0)
+print(len(traces))
+"""
+    ).split() == ["1"]

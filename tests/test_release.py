@@ -88,6 +88,16 @@ def test_the_oldest_versions_that_are_tested_are_the_lower_bounds():
     assert dict(line.split("==") for line in lines) == read_lower_bounds()
 
 
+def test_the_pages_say_the_lower_bounds():
+    bounds = read_lower_bounds()
+    install = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    said = f"asks for jax {bounds['jax']}, flax {bounds['flax']} and optax {bounds['optax']} or newer"
+    assert said in " ".join(install.split())
+    tables = [install, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")]
+    row = rf"\| 3\.11 \| {bounds['jax']}\.0 \| {bounds['flax']} \| {bounds['optax']} \|"
+    assert [bool(re.search(row, table)) for table in tables] == [True, True]
+
+
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_a_template_has_a_label_for_each_field_and_names_that_exist(template):
     form = read_yaml(template)

@@ -8,14 +8,9 @@ from typing import Any
 import jax
 
 from .._adapter import Adapter, ModuleCall, find_loaded_adapters
+from .._contexts import TRACING as TRACING
 from .._trees import Args, Kwargs
 from ..interpreter._module_paths import ELSEWHERE, Modules
-
-TRACING = jax.make_user_context(None)
-"""The token of the register of the function that is being traced by its scopes.
-
-A context of JAX's, part of the key of every jit cache: a jitted function that was traced before would not call its
-modules again, and none would be entered."""
 
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
 _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")

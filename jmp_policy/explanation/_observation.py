@@ -11,12 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._adapter import ModuleCall, is_flax_object
+from .._contexts import OBSERVING
 from .._trees import Args, Kwargs, PyTree, is_array
-
-_OBSERVING = jax.make_user_context(None)
-"""What stands for the observation that is being made. A context of JAX's, part of the key of every jit cache: a
-function that was traced before would not call its modules again, and none would be seen. JAX never lets go of such a
-key, so it does not refer to the observation."""
 
 _SCOPE = "jmp_policy_module_"
 
@@ -50,7 +46,7 @@ class Observation:
             return [leaf for leaf in jax.tree.leaves(fun(*args)) if is_array(leaf)]
 
         program, arrays = _split_arrays(list_arrays, args)
-        with _OBSERVING(object()), _ignore_map_warnings():
+        with OBSERVING(object()), _ignore_map_warnings():
             self.program = jax.make_jaxpr(program)(arrays).jaxpr
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from .._contexts import ACTIVE_POLICY
 from .._formats import find_kept_name
 from .._memory import remember_on_class
 from .._policy import Policy
@@ -63,7 +64,7 @@ class _CurrentPolicy:
     """
 
     def __init__(self) -> None:
-        self._reference = jax.make_user_context(None)
+        self._reference = ACTIVE_POLICY
 
     @property
     def value(self) -> Any:

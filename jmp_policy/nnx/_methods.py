@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from flax import nnx
 
 from .._call_casts import cast_arguments, cast_result, check_keep, keep_carry_dtypes, matmul_precision, resolve_policy
+from .._contexts import INFERRED
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from .._wide_results import keep_wide_results
@@ -17,11 +17,6 @@ from ._layers import make_linen_attributes
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes
 from ._shadow import call_on_shadow
-
-# The policy of the innermost call that inferred a dtype, and the dtype. A context of JAX's, because a call may not
-# write on modules that other threads call at the same time: each thread has its own, and it is in the key of every jit
-# cache, so that a jitted function inside the call is traced for each dtype.
-_INFERRED = jax.make_user_context(None)
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
@@ -108,7 +103,7 @@ def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
     """A policy with the compute dtype that a call around inferred for it, or else that the inputs of this call tell."""
     if policy.compute_dtype is not None:
         return policy
-    around = _INFERRED.value
+    around = INFERRED.value
     if around is not None and around[0] == policy:
         return policy.replace(compute_dtype=around[1])
     return resolve_policy(policy, (args, kwargs))
@@ -118,7 +113,7 @@ def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextMan
     """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
     if policy.compute_dtype is not None:
         return nullcontext()
-    return _INFERRED((policy, resolved_policy.compute_dtype))
+    return INFERRED((policy, resolved_policy.compute_dtype))
 
 
 def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:

@@ -122,7 +122,8 @@ def is_search(provenance: Provenance, scale: LossScale) -> bool:
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
     root = provenance.cause or provenance
-    return root.kind == "inf" and root.direction == "backward" and not has_pole(root.primitive, root.operands, root.dtype)
+    overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
+    return overflowed and root.direction == "backward"
 
 
 _ADVICE = (

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import __main__ as command, _harness, _plots, _report, _run
+from benchmarks import __main__ as command, _harness, _report, _run
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._suites import SUITES, Suite
 
@@ -109,10 +109,11 @@ def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_pat
 def test_the_page_is_made_of_the_files_alone(tmp_path):
     _harness.write_results(tmp_path / "results" / "cpu.json", _results(faults=_measured(error="KeyError: 1")))
     page = _report.make_report(tmp_path)
-    assert "Failed: KeyError: 1. Measured on 2026-01-01 on cpu, 2 cores, in 3 s" in page
+    assert "**Machine 1** is cpu, 2 cores, with jax 1.2." in page
+    assert "Failed: KeyError: 1. Measured on 2026-01-01 on machine 1, in 3 s" in page
     assert "**Steps**\n\n| of | bytes | time |\n|---|---|---|\n| ours | 1.00 | 0.1 |\n\n- A note." in page
     assert "Differs from run to run: time." in page
-    assert page.count("\nNot measured.\n") == len(SUITES) - 1 + len(_report.COMPILED) + 1
+    assert page.count("\nNot measured") == len(SUITES) - 1 + len(_report.COMPILED) + 1
 
 
 def test_the_page_has_what_the_compiler_said(tmp_path):
@@ -132,7 +133,7 @@ def test_the_page_in_the_repository_is_that_of_its_files():
 def test_the_page_in_the_repository_has_its_plots():
     linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text()))
     assert linked == {path.name for path in (_harness.FOLDER / "plots").iterdir()}
-    assert linked == {plot.file for plot in _plots.PLOTS.values()}
+    assert "zero_cost.png" in linked
 
 
 def test_no_result_in_the_repository_is_of_a_quick_run_or_a_failure():

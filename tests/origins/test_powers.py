@@ -1,4 +1,4 @@
-"""A power overflows where its base is large, and is infinite at zero where its exponent is negative: the advice differs."""
+"""A power overflows where its base is large, and has a pole at zero where its exponent is negative."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_the_square_of_a_scaled_gradient_is_part_of_the_search_for_a_scale():
     squared.defvjp(lambda x: (x, None), lambda _, g: (g**2,))
 
     def loss_fn(params):
-        return jnp.sum(squared(params.astype(jnp.float16)).astype(jnp.float32)) + 0.0 * jnp.sum(params)
+        return jnp.sum(jnp.arange(2.0) * squared(params.astype(jnp.float16)).astype(jnp.float32))
 
     tx = jmp.optim.loss_scaled(optax.sgd(0.0), jmp.DynamicLossScale(2.0**9), provenance=True)
     params = jnp.ones(2)
