@@ -171,6 +171,10 @@ _REASONS = {
     (_COPIES, "bytes"): _HALF_GRADIENTS,
     (_COPIES, "temporaries"): _HALF_GRADIENTS,
     ("optax.apply_if_finite, no scale", "flops"): _NO_UNSCALING,
+    ("mixed-precision-for-jax", "bytes"): (
+        "XLA copies slices of fewer of its weights into fast memory ahead of their use, and counts those copies; of the"
+        " operations themselves ours read and write less"
+    ),
     (KERAS, "flops"): "its AdamW folds the corrections of both moments into the learning rate",
     (KERAS, "bytes"): _OTHER_LAYERS,
     (KERAS, "temporaries"): _OTHER_LAYERS,
