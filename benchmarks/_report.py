@@ -22,9 +22,9 @@ COMPILED = {"TPU": "compiled-tpu.json", "GPU": "compiled-gpu.json"}
 
 COMPILED_NOTES = {
     "zero_cost": (
-        "On an accelerator ours skips a bad step by a select, where the step by hand has a `lax.cond`: flops above 1 are "
-        "those of the selects.",
-        "Temporaries above 1 over by hand, in the GPT: why was not looked into. Its bytes are within 2 % of those by hand.",
+        "On an accelerator ours skips a bad step by a select, where the step by hand has a `lax.cond`: flops above 1 "
+        "are those of the selects.",
+        "Temporaries above 1 over by hand, in the GPT: why was not looked into. Its bytes are within 2 % of by hand.",
     ),
     "optimizer": (
         "`jmp` skips by a select as well; `optim.minimize`, which never has float32 gradients, is below it.",
