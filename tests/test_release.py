@@ -1,5 +1,6 @@
 """What stands beside the package for a release: workflows, templates, the citation, the changelog, the recipe."""
 
+import datetime
 import importlib.util
 import pathlib
 import re
@@ -35,6 +36,21 @@ def read_lower_bounds() -> dict[str, str]:
 
 def test_the_version_is_one():
     assert PROJECT["version"] == jmp.__version__ == read_yaml(ROOT / "CITATION.cff")["version"]
+
+
+def test_the_changelog_has_the_version_with_the_date_of_the_citation():
+    unreleased, newest, *older = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert unreleased == "Unreleased"
+    assert newest == f"{PROJECT['version']} - {read_yaml(ROOT / 'CITATION.cff')['date-released']}"
+    dates = [datetime.date.fromisoformat(heading.partition(" - ")[2]) for heading in [newest, *older]]
+    assert dates == sorted(dates, reverse=True)
+
+
+def test_the_changelog_says_nothing_twice_and_fits_the_page():
+    entries = [" ".join(entry.split()) for entry in re.findall(r"^- (?:.+\n)+?(?=- |\n|\Z)", CHANGELOG, re.MULTILINE)]
+    assert len(entries) > 150
+    assert len(set(entries)) == len(entries)
+    assert [line for line in CHANGELOG.splitlines() if len(line) > 120] == []
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
