@@ -4,9 +4,9 @@ Run from the root of the repository:
 
     python -m benchmarks.imports [--quick]
 
-Each import is of a process of its own, which imports JAX before: its ratio is that of both to JAX alone, in that process.
-In each round all take turns; the first, which writes bytecode as pip does for what it installs, is not counted. What is
-shown are medians over rounds.
+Each import is of a process of its own, which imports JAX before: its ratio is that of both to JAX alone, there. In each
+round all take turns; the first, which writes bytecode as pip does for what it installs, is not counted. What is shown
+are medians over rounds.
 """
 
 import argparse
