@@ -9,8 +9,8 @@ pytestmark = pytest.mark.slow
 
 def _made(jax_seconds, our_seconds):
     return {
-        "jax": imports.Import(jax_seconds, frozenset({"sys", "jax"})),
-        "jmp_policy": imports.Import(our_seconds, frozenset({"sys", "jax", "jmp_policy", "jmp_policy._policy"})),
+        "jax": imports.Import(jax_seconds, jax_seconds, frozenset()),
+        "jmp_policy": imports.Import(our_seconds, jax_seconds, frozenset({"jmp_policy", "jmp_policy._policy"})),
     }
 
 
@@ -23,15 +23,15 @@ def test_ratios_are_medians_over_rounds():
 
 def test_an_import_is_measured_in_a_process_of_its_own(tmp_path):
     first, second = (imports.measure("xml.dom.minidom", str(tmp_path)) for _ in range(2))
-    assert first.seconds > 0
+    assert first.seconds > first.of_jax > 0
     assert first.modules == second.modules
     assert "xml.dom.minidom" in first.modules
     assert "jax" not in first.modules
     assert list(tmp_path.rglob("minidom*.pyc"))
 
 
-def test_the_import_takes_at_most_a_twentieth_of_that_of_jax():
+def test_the_import_adds_at_most_a_twentieth_of_that_of_jax():
     [table] = imports.tables(quick=True)
     [row] = [row for row in table.rows if row[0] == "jmp_policy"]
-    assert float(row[1]) <= 1.05 + 0.05  # 1.02; three rounds on a busy machine are not exact
-    assert int(row[3]) <= 29
+    assert 1.0 < float(row[1]) <= 1.05  # 1.03 to 1.04
+    assert 1 < int(row[3]) <= 40
