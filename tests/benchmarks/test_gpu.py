@@ -285,13 +285,3 @@ def test_every_row_works_in_little(tmp_path):
     assert sorted(rows) == sorted(KEYS)
     failed = {key: row["error"] for key, row in rows.items() if "error" in row}
     assert set(failed) <= {"mixed_float16/mixed-precision-for-jax"}, failed  # which is in no registry
-
-
-def test_the_readme_shows_what_was_measured():
-    readme = (gpu.RESULTS.parent / "README.md").read_text(encoding="utf-8")
-    others = ("cpu.json", "compiled-tpu.json", "compiled-gpu.json")
-    measured = [p for p in sorted(gpu.RESULTS.glob("*.json")) if p.name not in others and "-suites" not in p.name]
-    reports = [_gpu_results.write_report(_gpu_results.read_results(path)) for path in measured]
-    for report in reports or [_gpu_results.write_report(None)]:
-        lines = [line for line in report.splitlines() if line.startswith(("|", "**"))]
-        assert "\n".join(lines) in "\n".join(line for line in readme.splitlines() if line)
