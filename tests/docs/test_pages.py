@@ -55,7 +55,7 @@ def run(page: pathlib.Path, blocks: list[Block], folder: pathlib.Path) -> list[s
     home.mkdir()
     padded = [(f"{page}", "\n" * (block.line - 1) + block.code) for block in blocks]
     program.write_text(json.dumps(padded))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "MPLBACKEND": "agg"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "MPLBACKEND": "agg", "COLUMNS": "80"}
     warnings = ["-W", "error"] if not any(block.needs for block in blocks) else ["-W", "ignore"]
     command = [sys.executable, *warnings, "-c", RUN, str(program), str(printed)]
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=600)
