@@ -46,10 +46,10 @@ def restore(path, target):
         return checkpointer.restore(path, target)
 
 
-def assert_same(restored, model, out):
+def assert_same(restored, model, out, atol=0.0):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(restored), nnx.state(model))
     assert nnx.graphdef(restored) == nnx.graphdef(model)
-    np.testing.assert_array_equal(nnx.jit(lambda model: model(X))(restored), out, strict=True)
+    np.testing.assert_allclose(nnx.jit(lambda model: model(X))(restored), out, rtol=0, atol=atol, strict=True)
 
 
 def test_a_state_is_restored_into_a_model_made_of_shapes(saved):
@@ -77,7 +77,8 @@ def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     state = restore(folder / "state", jax.tree.map(placed, target))
     shards = state["body"]["kernel"][...].values.addressable_shards
     assert {shard.data.shape[-1] for shard in shards} == {2}
-    assert_same(nnx.merge(graphdef, state), model, out)
+    # The numbers are the same; a program for four devices may add up products in another order.
+    assert_same(nnx.merge(graphdef, state), model, out, atol=2.0**-22)
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
