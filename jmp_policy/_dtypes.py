@@ -105,10 +105,13 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
 
     >>> did_you_mean("bflaot16", ["bfloat16", "float16"])
     "Did you mean 'bfloat16'?"
+    >>> did_you_mean("tahn", ["tan", "tanh"])
+    "Did you mean 'tanh'?"
     """
     choices = list(choices)
     text = str(word).strip().lower()
-    near = difflib.get_close_matches(text, choices, 1) if len(text) <= _LONGEST_WORD else []
+    near = difflib.get_close_matches(text, choices) if len(text) <= _LONGEST_WORD else []
+    near.sort(key=lambda choice: sorted(choice) != sorted(text))  # before the others what has letters swapped
     return f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(map(repr, choices))}."
 
 

@@ -157,7 +157,7 @@ class Tuning(Report):
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget was spent before the search ended: this is the best map so far.")
-        return [*lines, "As code, from to_code():"]
+        return [*lines, "As code, from to_code(), for autocast or with_policy:"]
 
     def _find_error_without(self, scope: str) -> float:
         """The error of the trial that lacks a scope and keeps most of the others."""
