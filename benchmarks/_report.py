@@ -33,9 +33,11 @@ COMPILED_NOTES = {
         " parts, which XLA adds up inside of what reads them next. That is the check for us, and all parts wait for its"
         " answer; before a `lax.cond` their sums are written down. In the next table cuBLAS computes the products.",
     ),
-    **dict.fromkeys(
-        [(device, "optimizer") for device in COMPILED],
-        ("`jmp` skips by a select as well; `optim.minimize`, which never has float32 gradients, is below it.",),
+    ("TPU", "optimizer"): (
+        "`jmp` skips by a select as well; `optim.minimize`, which never has float32 gradients, is below it.",
+    ),
+    ("GPU", "optimizer"): (
+        "All that skip by a select access the same; the steps by hand, whose `lax.cond` copies, access more.",
     ),
     **dict.fromkeys(
         [(device, "small_state") for device in COMPILED],

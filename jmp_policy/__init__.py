@@ -1,4 +1,4 @@
-"""Mixed precision for JAX and Flax: dtype policies, loss scaling, and proof that they worked.
+"""Mixed precision for JAX and Flax: dtype policies, loss scaling, and reports of what ran in which dtype.
 
 `import jmp_policy as jmp` replaces DeepMind's `jmp`. Flax and optax are loaded when they are first needed.
 
@@ -27,6 +27,7 @@ Packages, each with a list like this one: `help(jmp.optim)`.
 
 - `optim`: optimizers that skip what overflowed, and half-precision parameters.
 - `linen`, `nnx`: what each API of Flax needs on top.
+- `explanation`: what `explain` returns.
 - `numerics`: the audit of what ran in which dtype.
 - `quant`: weights in 8 and 4 bits, and training in float8.
 - `sharding`: what moves between devices, in which dtype.
@@ -77,7 +78,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_LAZY = ("compat", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
+_LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
 
 _LAZY_NAMES = {
     "AutocastRules": ".autocast._rules",

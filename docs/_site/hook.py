@@ -64,10 +64,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Writes the results into docs/benchmarks.md, and the address of the repository, once there is one, everywhere."""
+    """Writes the results into docs/benchmarks.md, leads to pages of the site, and to the repository once it has an address."""
     if page.file.src_uri == "benchmarks.md":
         markdown = markdown.replace(RESULTS_MARK, read_results(ROOT / "benchmarks" / "RESULTS.md"))
-    return markdown.replace(PLACEHOLDER, find_repository() or PLACEHOLDER)
+    repository = find_repository()
+    if (ROOT / "docs" / page.file.src_uri).exists():
+        markdown = mend_links(markdown, f"docs/{page.file.src_uri}", repository, "../" * page.file.src_uri.count("/"))
+    return markdown.replace(PLACEHOLDER, repository or PLACEHOLDER)
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

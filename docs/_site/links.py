@@ -27,12 +27,19 @@ def mend_links(text: str, path: str, repository: str, root: str = "") -> str:
     'rules (`tests/test_floors.py`)'
     >>> mend_links("[rules](tests/test_floors.py)", "ARCHITECTURE.md", "https://host/owner/name")
     '[rules](https://host/owner/name/blob/HEAD/tests/test_floors.py)'
+
+    What a page of the site leads to in its own folder stays, and so does code that looks like a link.
+
+    >>> mend_links("[laws](../ARCHITECTURE.md#the-laws), [mesh](mesh.md), f[0](x)", "docs/how-it-works.md", "")
+    '[laws](architecture.md#the-laws), [mesh](mesh.md), f[0](x)'
     """
 
     def mend(link: re.Match[str]) -> str:
         image, label, target = link.groups()
         file, anchor, name = target.partition("#")
         file = posixpath.normpath(posixpath.join(posixpath.dirname(path), file))
+        if path.startswith("docs/") and file.startswith("docs/"):
+            return link[0]
         page = _find_page(file)
         if page is not None:
             return f"{image}[{label}]({root}{page}{anchor}{name})"

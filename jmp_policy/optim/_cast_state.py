@@ -24,8 +24,8 @@ def cast_state(
     optimizer computes with float32 moments, gradients and parameters whatever they are stored in, its updates are
     float32, and every dtype is the same after each step.
 
-    Second moments in bfloat16 stand still once they should change by less than 1/512 a step, which an average over
-    500 steps or more (`b2=0.998`) always does: keep those in float32.
+    Second moments in bfloat16 stand still where they should change by less than 1/512 a step. An average over 500 steps
+    or more (`b2=0.998`) falls by 1/500 at most, so that they rise and hardly fall again: keep those in float32.
 
     Its state is `inner`'s. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
 

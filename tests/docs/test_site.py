@@ -53,9 +53,20 @@ def test_the_navigation_has_every_page_once():
 
 def test_the_navigation_has_every_notebook_in_the_order_of_their_page():
     text = (ROOT / "docs" / "notebooks" / "index.md").read_text(encoding="utf-8")
-    index = re.findall(r"^\d+\. \[[^]]*\]\(([^)]*)\)", text, re.MULTILINE)
+    index = re.findall(r"^\d+\. \[[^]]*\]\(\.\./\.\./notebooks/([^)]*)\)", text, re.MULTILINE)
     assert [page for page in NAV if page.endswith(".ipynb")] == [f"notebooks/{name}" for name in index]
     assert sorted(index) == sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_links_of_a_page_lead_somewhere_in_the_repository_too():
+    """Where its pages are read without a site; what only the site has is not linked to."""
+    missing = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", text):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert missing == []
 
 
 def test_the_page_of_installation_names_every_extra():
