@@ -29,9 +29,9 @@ COMPILED_NOTES = {
     ),
     ("GPU", "zero_cost"): (
         _SELECT,
-        "Temporaries and peak above 1, in the GPT: Triton's products of so few numbers split their sums into up to eight"
-        " parts, which XLA adds up inside of what reads them next. That is the check for us, and all parts wait for its"
-        " answer; before a `lax.cond` their sums are written down. In the next table cuBLAS computes the products.",
+        "Temporaries and peak above 1, in the GPT: Triton's products of so few numbers split their sums into up to"
+        " eight parts, which XLA adds up inside of what reads them next. That is the check for us, and all parts wait"
+        " for its answer; before a `lax.cond` their sums are written down. In the next table cuBLAS computes products.",
     ),
     ("TPU", "optimizer"): (
         "`jmp` skips by a select as well; `optim.minimize`, which never has float32 gradients, is below it.",

@@ -172,9 +172,9 @@ _REASONS = {
     (_COPIES, "temporaries"): _HALF_GRADIENTS,
     ("optax.apply_if_finite, no scale", "flops"): _NO_UNSCALING,
     ("mixed-precision-for-jax", "bytes"): (
-        "XLA copies slices of fewer of its weights into fast memory ahead of their use, and counts those copies: at width"
-        " 4096 on a TPU v5e they are 1.67 times the parameters' bytes, and 2.83 with us; the fusions themselves access"
-        " 8.85, and 8.35 with us"
+        "XLA copies slices of fewer of its weights into fast memory ahead of their use, and counts those copies: on a"
+        " TPU v5e at width 4096 they are 1.67 times the parameters' bytes, and 2.83 with us; the fusions themselves"
+        " access 8.85, and 8.35 with us"
     ),
     (KERAS, "flops"): "its AdamW folds the corrections of both moments into the learning rate",
     (KERAS, "bytes"): _OTHER_LAYERS,

@@ -64,7 +64,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Writes the results into docs/benchmarks.md, leads to pages of the site, and to the repository once it has an address."""
+    """Writes the results into docs/benchmarks.md, and makes links those of the site and of the repository."""
     if page.file.src_uri == "benchmarks.md":
         markdown = markdown.replace(RESULTS_MARK, read_results(ROOT / "benchmarks" / "RESULTS.md"))
     repository = find_repository()

@@ -48,6 +48,13 @@ class Row:
         `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
       accumulate_dtype: the dtype in which its products handed over their sums, if its policy has another one for these
         than it computes in; else the empty string, as for a layer whose author wrote how it multiplies.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
+    >>> row = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))[""]
+    >>> row.type, row.rule, row.param_dtypes, row.compute_dtypes
+    ('Dense', 'its own policy', ('float32',), ('bfloat16',))
     """
 
     path: str

@@ -21,6 +21,15 @@ class SkippedStep:
       provenance: where its infinities came from.
       is_search: whether it is part of the search for a loss scale, which the next one may end: the backward pass made
         an infinity, under a dynamic scale that can still fall.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), provenance=True)
+    >>> params = jnp.ones(2)
+    >>> step = jax.jit(jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx))
+    >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
+    >>> skip = jmp.optim.last_skip(opt_state)
+    >>> skip.step, skip.provenance.primitive, skip.is_search
+    (1, 'div', False)
     """
 
     step: int

@@ -33,6 +33,11 @@ class QuantizedMomentsState(NamedTuple):
       inner_state: the state of the wrapped transformation; moments that are quantized are uint8 codes.
       scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones for what is not quantized.
       key: the data of the random key for the next step, uint32; `None` where codes are rounded to nearest.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init({"kernel": jnp.ones((256, 256))})
+    >>> state.inner_state[0].mu["kernel"].dtype, state.scales[0]["kernel"].shape, state.key
+    (dtype('uint8'), (8, 32), None)
     """
 
     inner_state: Any

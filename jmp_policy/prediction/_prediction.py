@@ -40,6 +40,12 @@ class Reason:
       cure: `"loss_scale"` where the loss scale of the prediction is enough, `"float32"` where the scope must stay
         there.
       risk: how bad it is: up to 1 the relative error of the value, and for an overflow 1 and the binades beyond.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> _, stats = jax.jit(jmp.numerics.collect(lambda x: jnp.sum((x @ x) * 3e4), where="all"))(jnp.ones((4, 4)))
+    >>> reason = jmp.numerics.predict(stats, "mixed_float16").reasons[0]
+    >>> reason.what, reason.format, reason.primitive, reason.amax, reason.limit, reason.cure
+    ('overflow', 'float16', 'mul', 120000.0, 65504.0, 'float32')
     """
 
     path: str
@@ -88,6 +94,12 @@ class Prediction(Report):
         the binades that it is beyond. A scope without any value in a narrow format is not there.
       notes: what else there is to say.
       spans: what `plot` draws.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> _, stats = jax.jit(jmp.numerics.collect(lambda x: jnp.sum(x * 2), where="all"))(jnp.ones(4))
+    >>> prediction = jmp.numerics.predict(stats, "mixed_float16")
+    >>> prediction.reasons, prediction.culprits, prediction.by
+    ((), (), 'autocast')
     """
 
     reasons: tuple[Reason, ...]

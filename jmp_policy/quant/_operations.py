@@ -135,6 +135,12 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
 
     Returns:
       Shape `(*indices.shape, features)`.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> params = {"embedding": jnp.ones((300, 64))}
+    >>> table = jmp.quant.quantize(params, "int8_from_float32")["embedding"]
+    >>> jmp.quant.take(table, jnp.array([3, 7])).shape
+    (2, 64)
     """
     dtype = table.dtype if dtype is None else dtype
     if table.layout != table_layout(table.shape):

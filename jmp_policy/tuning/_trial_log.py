@@ -22,6 +22,11 @@ class Trial:
     Attributes:
       kept: the scopes that were kept out of the policy.
       error: the largest relative error; infinite where something was not finite.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
+    >>> tuning.trials
+    (Trial(kept=(), error=0.0),)
     """
 
     kept: tuple[str, ...]

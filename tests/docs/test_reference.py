@@ -76,6 +76,11 @@ def test_every_name_that_the_package_calls_public_is_there():
     assert wanted - shown == set()
 
 
+def test_every_function_and_class_has_an_example():
+    found = {name: find(name) for _, name in DIRECTIVES}
+    assert [name for name, x in found.items() if callable(x) and ">>>" not in (inspect.getdoc(x) or "")] == []
+
+
 def test_another_name_of_the_same_thing_is_said():
     """As `global_policy` of Keras: the place has the name under which it was written."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
