@@ -25,11 +25,23 @@ def uint4(x: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray,
 
 
 def rounded_rows(x: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The very integers of dynamic int8, in float32 as every IEEE machine computes them, and their scale."""
+    """The integers of dynamic int8, computed in float32 with IEEE's division, and their scale.
+
+    XLA divides otherwise on some machines, so that an integer may be one off where `find_ties` says so.
+    """
     x = np.asarray(x, np.float32)
     peak = np.abs(x).max(axis=axes, keepdims=True)
     scale = np.maximum(peak * np.float32(1 / 127), np.float32(TINY))
     return np.clip(np.rint(x / scale), -127, 127).astype(np.int64), scale
+
+
+def find_ties(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """How far off each integer may be: 1 where a number is halfway between two, but for errors of division, else 0.
+
+    XLA may multiply by the reciprocal, which is off by a few units of float32 where the quotient is up to 127.
+    """
+    quotient = np.abs(np.asarray(x, np.float64) / scale)
+    return (np.abs(quotient % 1 - 0.5) < 2.0**-14).astype(np.float64)
 
 
 def edge_columns(length: int) -> dict[str, np.ndarray]:

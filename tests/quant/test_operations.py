@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
-from quant_reference import HALF, fresh, rounded_rows
+from quant_reference import HALF, find_ties, fresh, rounded_rows
 
 from jmp_policy.quant import conv_general_dilated, dot_general, einsum, quantize_array, take
 from jmp_policy.quant._layout import Layout, table_layout
@@ -24,7 +24,7 @@ def array(*shape, dtype="float32"):
 
 
 def integers(equation, x, w):
-    """The product of the integers of both, the scale of each result, and a bound on the error, in float64."""
+    """The product of the integers, what ties may change of it, the scale of each result, a bound on its error."""
     (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
     summed = [axis for axis, label in enumerate(right) if label not in out]
     together = tuple(range(summed[0], summed[-1] + 1)) if summed else (len(right) - 1,)
@@ -35,7 +35,14 @@ def integers(equation, x, w):
     scale /= np.einsum(equation, np.ones(x.shape), np.ones(w.shape))  # constant over what is summed over
     bound = np.einsum(equation, np.abs(x).astype(np.float64) + row_steps / 2, column_steps * HALF)
     bound += np.einsum(equation, row_steps * HALF, np.abs(w).astype(np.float64))
-    return np.einsum(equation, rows, columns), scale, bound
+    doubts = find_ties(x, row_scale), find_ties(w, column_scale)
+    ties = sum_doubts(functools.partial(np.einsum, equation), rows, columns, *doubts)
+    return np.einsum(equation, rows, columns), ties, scale, bound
+
+
+def sum_doubts(product, rows, columns, row_doubts, column_doubts):
+    """How far off a product of integers may be: one step of either operand times the magnitude of the other."""
+    return product(row_doubts, np.abs(columns) + column_doubts) + product(np.abs(rows), column_doubts)
 
 
 quantized = jax.jit(quantize_array, static_argnums=(1, 2))
@@ -47,10 +54,15 @@ def multiplied(x, w, format=None):
 
 
 def check(result, equation, x, w):
-    sums, scale, bound = integers(equation, x, w)
-    np.testing.assert_allclose(np.asarray(result, np.float64), sums * scale, rtol=EPS)
+    sums, ties, scale, bound = integers(equation, x, w)
+    assert_integers(result, sums, ties, scale)
     exact = np.einsum(equation, *(np.asarray(a, np.float64) for a in (x, w)))
     assert (np.abs(np.asarray(result, np.float64) - exact) <= bound).all()
+
+
+def assert_integers(result, sums, ties, scale):
+    error = np.abs(np.asarray(result, np.float64) - sums * scale)
+    assert (error <= EPS * np.abs(sums * scale) + (1 + EPS) * ties * scale).all()
 
 
 @st.composite
@@ -109,9 +121,11 @@ def test_a_convolution_is_that_of_the_integers(name):
     x, w = array(2, 5, 6, 4), array(3, 2, 4 // options.get("feature_group_count", 1), 6)
     result = jax.jit(lambda x, w: conv_general_dilated(x, w, **options, quantization="int8"))(x, w)
     (rows, row_scale), (columns, scale) = rounded_rows(x, (1, 2, 3)), rounded_rows(w, (0, 1, 2))
-    values = (jnp.asarray(integers, jnp.float32) for integers in (rows, columns))
-    sums = lax.conv_general_dilated(*values, **options)  # of at most 24 products of 127²: exact in float32
-    np.testing.assert_allclose(result, np.asarray(sums) * row_scale.astype(np.float64) * scale, rtol=EPS)
+    doubts = find_ties(x, row_scale), find_ties(w, scale)
+    convolve = lambda *of: np.asarray(lax.conv_general_dilated(*(jnp.asarray(a, jnp.float32) for a in of), **options))
+    sums = convolve(rows, columns)  # of at most 24 products of 127²: exact in float32
+    ties = sum_doubts(convolve, rows, columns, *doubts)
+    assert_integers(result, sums, ties, row_scale.astype(np.float64) * scale)
 
 
 def test_a_convolution_that_joins_the_batch_rounds_the_weight_alone():
