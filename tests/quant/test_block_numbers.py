@@ -308,8 +308,9 @@ def test_random_rounding_is_right_on_average_and_moves_no_further_than_a_neighbo
     assert (values[:, low == high] == x[low == high]).all()
     share = (np.abs(x) - low) / np.where(high > low, high - low, 1)
     sigma = np.sqrt(share * (1 - share) / len(keys))
-    # 8 bits of noise: a chance is off by up to 2**-9.
-    assert (np.abs(np.abs(values).mean(0) - np.abs(x)) <= (high - low) * (5 * sigma + 2.0**-9)).all()
+    # 8 bits of noise: a chance is off by up to 2**-9. Near 0 and 1 the mean of few draws is far from normal: 4 draws
+    # more than 6 sigma are allowed, so that 2 runs of 10 million fail.
+    assert (np.abs(np.abs(values).mean(0) - np.abs(x)) <= (high - low) * (6 * sigma + 2.0**-9 + 4 / len(keys))).all()
 
 
 def test_bits_are_the_same_however_an_array_is_sharded():
