@@ -207,8 +207,10 @@ _NOT_NUMBERS = {"pred": ("bool", 8)}
 
 def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
     """The stacks of frames, out of the tables before the computations; empty where there are none."""
-    files = {int(i): name for i, name in _list_entries(text, "FileNames", r'(\d+) "(.*)"')}
-    functions = {int(i): name for i, name in _list_entries(text, "FunctionNames", r'(\d+) "(.*)"')}
+    files, functions = (
+        {int(i): _unescape(name) for i, name in _list_entries(text, table, r'(\d+) "(.*)"')}
+        for table in ("FileNames", "FunctionNames")
+    )
     pattern = r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+).*\}"
     locations = {
         int(i): Frame(files.get(int(file), ""), int(line), functions.get(int(function), ""))
@@ -222,6 +224,15 @@ def _read_frames(text: str) -> dict[int, tuple[Frame, ...]]:
         above = stacks.get(int(parent or 0) - none, ())
         stacks[int(i)] = (locations.get(int(location), Frame("", 0, "")), *above)
     return stacks
+
+
+def _unescape(name: str) -> str:
+    r"""A name as it was before XLA wrote it: with backslashes doubled, and bytes beyond ASCII in octal.
+
+    >>> _unescape(r"D:\\b\303\274cher\\train.py")
+    'D:\\bücher\\train.py'
+    """
+    return name.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
 
 
 def _list_entries(text: str, table: str, pattern: str) -> Iterator[tuple[str, ...]]:

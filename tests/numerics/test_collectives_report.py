@@ -232,3 +232,8 @@ def test_a_program_is_read_with_its_lines(none, parent):
     assert (y.operands, y.op_name, y.arrays[0].dtype) == ((("x", 1), ("x", None)), "jit(f)/a/y", "uint8")
     assert [frame.line_num for frame in module.frames[y.frame]] == [9, 7]
     assert (body.root, body.parameters, body.instructions["z"].arrays[0].dtype) == ("z", {0: "x"}, "bool")
+
+
+def test_a_file_of_windows_or_beyond_ascii_has_its_name():
+    module = parse_module(HLO.replace("/home/me/train.py", r"D:\\me\\b\303\274cher\\train.py").replace("NONE", ""))
+    assert module.frames[1][0].file_name == "D:\\me\\bücher\\train.py"
