@@ -67,7 +67,8 @@ def copied(fun):
 def locations(fun):
     """The name stacks of the operations of a program and its derivative, and the lines that they come of."""
     text = jax.jit(jax.grad(lambda x: fun(x, W).sum())).lower(X).as_text(debug_info=True)
-    return set(re.findall(r'"([^"]*/[^"]*"(?::\d+:\d+)?)', text))
+    found = re.findall(r'"([^"]*[/\\][^"]*"(?::\d+:\d+)?)', text)
+    return {location.replace("\\\\", "\\") for location in found}  # as MLIR writes the paths of Windows
 
 
 def in_this_file(locations):
