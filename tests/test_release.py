@@ -22,8 +22,12 @@ def read_yaml(path: pathlib.Path) -> dict:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def read_jobs(workflow: pathlib.Path) -> list[dict]:
+    return list(read_yaml(workflow)["jobs"].values())
+
+
 def read_steps(workflow: pathlib.Path) -> list[dict]:
-    return [step for job in read_yaml(workflow)["jobs"].values() for step in job["steps"]]
+    return [step for job in read_jobs(workflow) for step in job.get("steps", [])]
 
 
 def read_commands(workflow: pathlib.Path) -> list[str]:
@@ -62,8 +66,10 @@ def test_a_workflow_may_only_read_unless_a_job_says_more(workflow):
 def test_the_actions_of_a_workflow_are_pinned(workflow):
     text = workflow.read_text(encoding="utf-8")
     uses = re.findall(r"uses: (.*)", text)
-    assert len(uses) == len([step for step in read_steps(workflow) if "uses" in step]) > 0
-    assert [use for use in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", use)] == []
+    assert len(uses) == len([user for user in [*read_jobs(workflow), *read_steps(workflow)] if "uses" in user]) > 0
+    ours = {f"./{path.relative_to(ROOT).as_posix()}" for path in WORKFLOWS}
+    pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+"
+    assert [use for use in uses if use not in ours and not re.fullmatch(pinned, use)] == []
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
@@ -93,10 +99,18 @@ def test_the_quick_set_leaves_out_what_there_is():
 def test_only_the_job_that_publishes_may_ask_for_an_identity():
     jobs = read_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
     assert {name: job.get("permissions", {}) for name, job in jobs.items()} == {
+        "tests": {},
         "build": {},
         "publish": {"id-token": "write"},
     }
-    assert jobs["publish"]["needs"] == "build"
+
+
+def test_nothing_is_published_that_was_not_tested():
+    jobs = read_yaml(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert jobs["publish"]["needs"] == ["build", "tests"]
+    assert jobs["tests"] == {"uses": "./.github/workflows/tests.yml"}
+    # YAML 1.1 reads the key `on` as true.
+    assert "workflow_call" in read_yaml(ROOT / ".github" / "workflows" / "tests.yml")[True]
 
 
 def test_the_oldest_versions_that_are_tested_are_the_lower_bounds():
