@@ -1,6 +1,7 @@
 """The programs of a page of the documentation, as a reader pastes them one below the other, and what they print."""
 
 import dataclasses
+import doctest
 import pathlib
 import re
 
@@ -69,3 +70,9 @@ def read_blocks(text: str) -> list[Block]:
         else:
             end = -1
     return blocks
+
+
+def assert_prints(place: str, printed: str, expected: str) -> None:
+    """Asserts that a program printed what a page says, in which `...` stands for anything."""
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(expected, printed, options), f"{place} printed:\n{printed}"

@@ -10,7 +10,7 @@ from pages import FOLDER, read_blocks
 @pytest.mark.slow
 @pytest.mark.cpu("the compiler that dies is that of CPUs")
 def test_a_half_sum_beside_an_axis_left_to_xla_still_kills_a_process_without_the_option():
-    setup, *blocks = [block.code for block in read_blocks((FOLDER / "mesh.md").read_text())]
+    setup, *blocks = [block.code for block in read_blocks((FOLDER / "mesh.md").read_text(encoding="utf-8"))]
     (block,) = [block for block in blocks if "xla_disable_hlo_passes" in block]
     for program, dies in [(block, False), (block.replace("compiler_options=options", ""), True)]:
         command = [sys.executable, "-c", setup + program]

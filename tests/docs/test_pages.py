@@ -1,6 +1,5 @@
 """Each page of the documentation is a program that runs, and prints what the page says."""
 
-import doctest
 import importlib.util
 import json
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import FOLDER, Block, read_blocks, read_pages
+from pages import FOLDER, Block, assert_prints, read_blocks, read_pages
 
 PAGES = read_pages()
 NOT_INSTALLABLE = ("transformer_engine",)
@@ -61,9 +60,3 @@ def run(page: pathlib.Path, blocks: list[Block], folder: pathlib.Path) -> list[s
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{page}:\n{done.stderr[-4000:]}"
     return json.loads(printed.read_text(encoding="utf-8"))
-
-
-def assert_prints(place: str, printed: str, expected: str) -> None:
-    """Asserts that a program printed what a page says, in which `...` stands for anything."""
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.OutputChecker().check_output(expected, printed, options), f"{place} printed:\n{printed}"

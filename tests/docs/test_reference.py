@@ -13,9 +13,8 @@ import generated
 import ml_dtypes
 import numpy as np
 import pytest
-from pages import read_blocks
+from pages import assert_prints, read_blocks
 from public_names import find_public_names
-from test_pages import assert_prints
 
 import jmp_policy as jmp
 from jmp_policy.autocast import _tables
@@ -163,7 +162,7 @@ def test_each_command_has_its_help_and_an_example():
 def test_a_command_prints_what_its_example_says(command, tmp_path):
     text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
     [model] = [block.code for block in read_blocks(text) if "def make_args" in block.code]
-    (tmp_path / "model.py").write_text(model)
+    (tmp_path / "model.py").write_text(model, encoding="utf-8")
     [example] = re.findall(rf"^\$ jmp-policy ({command} model.*?)^```$", text, re.MULTILINE | re.DOTALL)
     line, _, expected = example.partition("\n")
     run = [sys.executable, "-m", "jmp_policy", *shlex.split(line)]

@@ -5,7 +5,7 @@ import re
 import pytest
 from pages import FOLDER, read_blocks
 
-TEXT = (FOLDER / "troubleshooting.md").read_text()
+TEXT = (FOLDER / "troubleshooting.md").read_text(encoding="utf-8")
 HEAD, *ENTRIES = re.split(r"^## ", TEXT, flags=re.MULTILINE)
 BY_TITLE = {entry.partition("\n")[0]: entry for entry in ENTRIES}
 ASKED_FOR = [
@@ -30,7 +30,7 @@ def test_an_entry_asserts_its_symptom_before_the_tool_and_the_remedy_after_it(en
     mends = [bool(re.search(r"^ *assert .*# the remedy$", block.code, re.MULTILINE)) for block in blocks]
     finds = [block.output is not None for block in blocks]
     assert shows.index(True) < finds.index(True) < mends.index(True)
-    assert not any(both for both in zip(shows, mends, strict=True) if all(both))
+    assert not any(map(all, zip(shows, mends, strict=True)))
 
 
 @pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
