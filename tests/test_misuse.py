@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -109,11 +110,13 @@ def test_autocast_that_forgot_its_policy_is_warned_of_at_the_users_line(decorate
 
 
 def test_autocast_that_casts_or_was_told_not_to_is_not_warned_of():
-    jmp.autocast(loss_fn, "float32")
-    jmp.autocast(loss_fn, rules=jmp.AutocastRules(scopes={"head": "bfloat16"}))
-    for default in ("mixed_bfloat16", jmp.PolicyMap({"head": "bfloat16"}, "float32"), "infer"):
-        with jmp.use_policy(default):
-            jmp.autocast(loss_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmp.autocast(loss_fn, "float32")
+        jmp.autocast(loss_fn, rules=jmp.AutocastRules(scopes={"head": "bfloat16"}))
+        for default in ("mixed_bfloat16", jmp.PolicyMap({"head": "bfloat16"}, "float32"), "infer"):
+            with jmp.use_policy(default):
+                jmp.autocast(loss_fn)
 
 
 TX = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.NoOpLossScale())

@@ -405,5 +405,15 @@ def test_an_autocast_inside_another_decides_for_itself():
 @pytest.mark.parametrize("outer", [jmp.numerics.audit, lambda fun: autocast(fun, PolicyMap({nnx.Linear: LOW}))])
 def test_rules_by_type_reach_modules_of_nnx_inside_another_look_at_them(outer):
     net = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
-    inner = autocast(lambda net, x: net(x), PolicyMap({nnx.LayerNorm: "float32"}, LOW))
-    outer(lambda net, x: inner(net, x))(net, jnp.ones((2, 3)))  # a rule that reached nothing would be a warning
+    inner = autocast(lambda net, x: net(x), PolicyMap({nnx.Linear: LOW}, "float32"))
+    programs = []
+
+    def call(net, x):
+        programs.append(jax.make_jaxpr(inner)(net, x))
+        return inner(net, x)
+
+    outer(call)(net, jnp.ones((2, 3)))  # a rule that reached nothing would be a warning
+    assert programs
+    for program in programs:
+        dtypes = {eqn.primitive.name: str(eqn.outvars[0].aval.dtype) for eqn in program.eqns}
+        assert (dtypes["dot_general"], dtypes["rsqrt"]) == ("bfloat16", "float32")

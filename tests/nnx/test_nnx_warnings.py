@@ -44,7 +44,9 @@ def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_with_the_
     [((2,), MIXED), ((3,), "float32"), ((4, jnp.bfloat16), MIXED), ((3,), jmp.PolicyMap({"layers": "float32"}, MIXED))],
 )
 def test_nothing_is_told_where_most_of_a_model_is_in_the_dtype_that_its_policy_says(arguments, policy):
-    jmp.with_policy(Net(*arguments), policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jmp.with_policy(Net(*arguments), policy)
 
 
 def test_instances_of_a_decorated_class_tell_once():
