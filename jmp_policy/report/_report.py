@@ -1,5 +1,6 @@
 """A report: tables with notes below them, as text in a terminal and as HTML in a notebook."""
 
+import abc
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ Row = TypeVar("Row")
 _PAGE_STYLE = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:1.5em}p{max-width:50em}"
 
 
-class Report:
+class Report(abc.ABC):
     """A result that people read: a text when printed, a page in a notebook.
 
     A subclass says in `_list_tables` and `_list_notes` what there is to read, and nothing of how it is drawn. The text
@@ -39,13 +40,13 @@ class Report:
     '<p>prices in &lt;cents&gt;</p>'
     """
 
+    @abc.abstractmethod
     def _list_tables(self, width: int | None) -> Sequence[Table]:
         """The tables, for a terminal of so many columns or, where `width` is `None`, for a notebook."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _list_notes(self) -> Sequence[str]:
         """The paragraphs below the tables."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         measured = measure_width()
