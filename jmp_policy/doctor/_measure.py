@@ -223,8 +223,8 @@ def _prepare_matmul(kind: MatmulKind, size: int) -> tuple[Call, Compiled] | None
             left, right = (x.astype(kind.accumulator) * jnp.ones((), kind.accumulator) for x in (left, right))
         return lax.dot(left, right, precision=kind.precision, preferred_element_type=jnp.dtype(kind.accumulator))
 
-    matrix = jnp.ones((size, size), kind.dtype)
     try:
+        matrix = jnp.ones((size, size), kind.dtype)
         return _compile(product, matrix, matrix)
     except (jax.errors.JaxRuntimeError, NotImplementedError):
         return None
