@@ -10,7 +10,9 @@ import itertools
 import os
 import pathlib
 import re
+import unittest.mock
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -37,8 +39,8 @@ FLOATS = {
 }
 """By name of the format, what it is for. All but TF32 are dtypes."""
 
-TF32_EXPONENT, TF32_MANTISSA = 8, 10
-"""Of TF32 there is no dtype: the bits are NVIDIA's, the numbers follow from them."""
+TF32_BITS, TF32_MANTISSA = 19, 10
+"""Of TF32 there is no dtype: the bits are NVIDIA's, the exponent is that of float32, the numbers follow from them."""
 
 
 def fill(text: str) -> str:
@@ -102,32 +104,63 @@ def make_floats() -> str:
     header = ["format", "sign, exponent, mantissa", "largest", "smallest normal", "smallest subnormal", "epsilon"]
     rows = []
     for name in FLOATS:
-        _, exponent, mantissa, *ends, _ = describe_float(name)
-        rows.append([f"`{name}`", f"1 + {exponent} + {mantissa}", *ends])
+        format = describe_float(name)
+        ends = [format.largest, format.smallest_normal, format.smallest_subnormal, format.epsilon]
+        rows.append([f"`{name}`", f"1 + {format.exponent} + {format.mantissa}", *map(format_number, ends)])
     return make_table(header, rows)
 
 
 def make_uses() -> str:
     """Which floating formats have infinities, and what they are for."""
-    rows = [(f"`{name}`", describe_float(name)[-1], use) for name, use in FLOATS.items()]
+    rows = [(f"`{name}`", "yes" if describe_float(name).has_infinity else "no", use) for name, use in FLOATS.items()]
     return make_table(["format", "infinities", "what for"], rows)
 
 
-def describe_float(name: str) -> list[str]:
-    """The bits, the range and the step of a format, as text."""
+class Float(NamedTuple):
+    """A floating format.
+
+    Attributes:
+      bits: of a number.
+      exponent: bits of its exponent.
+      mantissa: bits of its mantissa.
+      largest: the largest finite number.
+      smallest_normal: the smallest normal one above 0.
+      smallest_subnormal: the smallest one above 0.
+      epsilon: the step above 1.
+      has_infinity: whether it has infinities.
+    """
+
+    bits: int
+    exponent: int
+    mantissa: int
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    epsilon: float
+    has_infinity: bool
+
+
+def describe_float(name: str) -> Float:
+    """The bits, the range and the step of a format.
+
+    >>> describe_float("float16").largest
+    65504.0
+    """
     if name == "TF32":
-        wide = ml_dtypes.finfo("float32")
+        wide = describe_float("float32")
         epsilon = 2.0**-TF32_MANTISSA
-        largest = 2.0**wide.maxexp * (1 - epsilon / 2)
-        bits = ["19", str(TF32_EXPONENT), str(TF32_MANTISSA)]
-        ends = [largest, float(wide.smallest_normal), float(wide.smallest_normal) * epsilon, epsilon]
-        return [*bits, *map(format_number, ends), "yes"]
+        return wide._replace(
+            bits=TF32_BITS,
+            mantissa=TF32_MANTISSA,
+            largest=2.0 ** ml_dtypes.finfo("float32").maxexp * (1 - epsilon / 2),
+            smallest_subnormal=wide.smallest_normal * epsilon,
+            epsilon=epsilon,
+        )
     info = ml_dtypes.finfo(name)
-    bits = [str(info.bits), str(info.nexp), str(info.nmant)]
-    ends = [info.max, info.smallest_normal, info.smallest_subnormal, info.eps]
     with np.errstate(all="ignore"):
         has_infinity = bool(np.isinf(np.array(np.inf, np.float32).astype(info.dtype).astype(np.float32)))
-    return [*bits, *(format_number(float(end)) for end in ends), "yes" if has_infinity else "no"]
+    ends = (float(end) for end in (info.max, info.smallest_normal, info.smallest_subnormal, info.eps))
+    return Float(info.bits, info.nexp, info.nmant, *ends, has_infinity)
 
 
 def format_number(number: float) -> str:
@@ -186,14 +219,9 @@ def measure_bits(quantization: object) -> str:
 def make_help(command: str) -> str:
     """What a command prints with `--help`, 80 columns wide."""
     printed = io.StringIO()
-    columns, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), "80"
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            _main.main([*command.split(), "--help"])
-    finally:
-        del os.environ["COLUMNS"]
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
+    narrow = unittest.mock.patch.dict(os.environ, COLUMNS="80")
+    with narrow, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        _main.main([*command.split(), "--help"])
     return f"```console\n$ jmp-policy {command} --help\n{printed.getvalue().strip()}\n```"
 
 
