@@ -1,7 +1,6 @@
 """Policies by module path and module type: the first rule that covers a module wins."""
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import re
@@ -19,6 +18,7 @@ from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
 from ._messages import describe, quote
 from ._paths import list_paths_to
 from ._policy import Policy, read_default
+from ._unused_rules import explain_unused_key, spell_key
 
 Key = str | type
 Spec = Any
@@ -157,7 +157,8 @@ class PolicyMap:
         """
         types = modules if isinstance(modules, Mapping) else dict.fromkeys(modules)
         keys = self.unused(types)
-        return [_explain_unused_rule(rule, self, types) for rule in self.rules if rule.key in keys]
+        unused = [rule for rule in self.rules if rule.key in keys]
+        return [explain_unused_key(rule.key, self._find_hiding_key(rule, types), types) for rule in unused]
 
     def get_config(self) -> dict[str, Any]:
         """The map as plain lists, dictionaries and strings, for JSON; a type is written as its module and name.
@@ -200,21 +201,25 @@ class PolicyMap:
             return PolicyMap([*_rule_pairs(self.rules), *_rule_pairs(default.rules)], default.default)
         return PolicyMap(_rule_pairs(self.rules), default)
 
+    def _find_hiding_key(self, rule: MapRule, types: Mapping[str, Any]) -> Key | None:
+        """The key of the earlier rule that covers what a rule names; `None` if it names no module."""
+        covered = next((path for path in types if rule.matches(path, types[path])), None)
+        hiding = None if covered is None else self.match(covered, types).rule
+        return None if hiding is None else hiding.key
+
     def _default_policy(self, path: str, types: Mapping[str, Any]) -> Policy:
         default = self.default or read_default()
         return default.resolve(path, types) if isinstance(default, PolicyMap) else default
 
     def __repr__(self) -> str:
-        rules = ", ".join(f"{_spell(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
+        rules = ", ".join(f"{spell_key(rule.key)}: {str(rule.policy)!r}" for rule in self.rules)
         return f"PolicyMap({{{rules}}}, default={None if self.default is None else str(self.default)!r})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
         return PolicyMap, (_rule_pairs(self.rules), self.default)
 
 
-def match_policy(
-    given: Policy | PolicyMap, path: str, module_type: type | Mapping[str, type] | None = None
-) -> Match:
+def match_policy(given: Policy | PolicyMap, path: str, module_type: type | Mapping[str, type] | None = None) -> Match:
     """What a policy or a map says of a module: the one place where a path decides.
 
     Args:
@@ -294,7 +299,7 @@ def _parse_rule(pair: tuple[Key, Spec], position: int) -> MapRule:
         raise TypeError(
             f"The key {describe(key)}, {where}, is neither a pattern nor a module type. For example: {example}."
         )
-    return MapRule(key, _parse_rule_policy(spec, f"for key {_spell(key)}, {where}"))
+    return MapRule(key, _parse_rule_policy(spec, f"for key {spell_key(key)}, {where}"))
 
 
 def _show_pattern(key: str) -> str:
@@ -344,45 +349,6 @@ def _find_rank(rules: PolicyMap, path: str, module_type: type | None) -> int:
 
 class _Untyped:
     """Stands for a module of which the path alone is known."""
-
-
-def _explain_unused_rule(rule: MapRule, rules: PolicyMap, types: Mapping[str, Any]) -> str:
-    covered = next((path for path in types if rule.matches(path, types[path])), None)
-    hiding = None if covered is None else rules.match(covered, types).rule
-    if hiding is not None:
-        return f"policy rule {_spell(rule.key)} decides nothing: the earlier rule {_spell(hiding.key)} hides it"
-    near = _find_nearest_type(rule.key, types) if isinstance(rule.key, type) else _find_nearest_path(rule.key, types)
-    return f"policy rule {_spell(rule.key)} matches no module{near and '; ' + near}"
-
-
-def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
-    """Names the path that a pattern comes nearest to, as a whole or in its last words."""
-    paths = [path for path in paths if path]
-    near = difflib.get_close_matches(key, paths, 1, cutoff=0.4)
-    if near:
-        return f"the closest path is {near[0]!r}"
-    depth = key.count("/") + 1
-    ends = {"/".join(path.split("/")[-depth:]): path for path in reversed(paths)}  # of paths that end alike the first
-    near = difflib.get_close_matches(key, ends, 1, cutoff=0.4)
-    if near:
-        return f"the closest path is {ends[near[0]]!r}, which r'(.*/)?{near[0]}' matches"
-    shown = [*map(repr, paths[:_SHOWN]), *["..."] * (len(paths) > _SHOWN)]
-    return f"the model has the paths {', '.join(shown)}" if paths else ""
-
-
-def _find_nearest_type(key: type, types: Mapping[str, Any]) -> str:
-    """Names the type of a module that comes nearest to another type: one of nnx has the name of linen's."""
-    found = {kind.__qualname__: kind for kind in types.values() if isinstance(kind, type)}
-    near = difflib.get_close_matches(key.__qualname__, found, 1, cutoff=0.4)
-    return f"the closest type is {found[near[0]].__module__}.{near[0]}" if near else ""
-
-
-_SHOWN = 5
-"""How many paths a sentence lists."""
-
-
-def _spell(key: Key) -> str:
-    return repr(key) if isinstance(key, str) else key.__qualname__
 
 
 def _write_key(key: Key) -> dict[str, str]:
