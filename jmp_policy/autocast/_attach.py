@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from .._adapter import Adapter, find_adapter, is_flax_object
 from .._boundary import NO_TARGET, parse_target
 from .._call_casts import cast_result, matmul_precision, resolve_policy
+from .._contexts import TRACING
 from .._dtypes import did_you_mean
 from .._messages import describe, warn_user
 from .._misuse import NoContext, refuse_device
@@ -23,7 +24,7 @@ from ..interpreter import Kind, Rewriter, explain_tracing, float_dtype, open_par
 from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule
 from ._marks import Colour, Mark
-from ._modules import TRACING, Register
+from ._modules import Register
 from ._place import EquationPlace, explain_unused_functions
 from ._rules import AutocastRules, has_scopes
 from ._scopes import COMPUTE_DTYPES, Scopes, check_policy, root_policy

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from .._adapter import Adapter, ModuleCall, find_loaded_adapters
-from .._contexts import TRACING as TRACING
 from .._trees import Args, Kwargs
 from ..interpreter._module_paths import ELSEWHERE, Modules
 

@@ -9,8 +9,9 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Var
 
+from .._contexts import TRACING
 from .._trees import is_array
-from ..autocast._modules import TRACING, Register
+from ..autocast._modules import Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
 from ..interpreter._module_paths import ModulePaths
 from ..interpreter._program import is_backward

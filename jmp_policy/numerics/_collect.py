@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._contexts import TRACING
 from .._trees import Args, Kwargs, PyTree
-from ..autocast._modules import TRACING, Register
+from ..autocast._modules import Register
 from ..interpreter import (
     Line,
     Order,

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import jax
 
+from .._contexts import TRACING
 from .._messages import describe
 from .._trees import is_array
-from ..autocast._modules import TRACING, Register
+from ..autocast._modules import Register
 from ..collectives._collective import Direction, Place, add_up
 from ..collectives._compile import make_unique, partition
 from ..collectives._hlo import parse_module

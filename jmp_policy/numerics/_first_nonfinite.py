@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
+from .._contexts import TRACING
 from .._finite import all_finite
 from .._mapped_axes import vary
 from .._trees import Args, Kwargs, PyTree
-from ..autocast._modules import TRACING, Register
+from ..autocast._modules import Register
 from ..interpreter import (
     Line,
     call,
