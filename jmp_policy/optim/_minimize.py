@@ -1,5 +1,6 @@
 """A whole training step, from the loss function to new parameters."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -118,17 +119,17 @@ def minimize(
 def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
     """Says where the arguments of `fun` are in the step: one place further, which jit asks for static and donated ones.
 
-    `functools.wraps` says that they are where `fun` has them.
+    `functools.wraps` says that they are where `fun` has them, by a link to it and by a copy of what it declares.
     """
-    del minimizing_step.__wrapped__
+    for name in ("__wrapped__", "__signature__"):
+        vars(minimizing_step).pop(name, None)
     step_signature = inspect.signature(minimizing_step)
-    try:
+    # `fun` may not tell, or have an argument named like one of ours: jit then sees `*args`.
+    with contextlib.suppress(IndexError, TypeError, ValueError):
         given = list(inspect.signature(fun).parameters.values())
         ours = list(step_signature.parameters.values())[:2]
         theirs = given[1:] if given[0].kind in (given[0].POSITIONAL_ONLY, given[0].POSITIONAL_OR_KEYWORD) else given
         minimizing_step.__signature__ = step_signature.replace(parameters=[*ours, *theirs])
-    except (IndexError, TypeError, ValueError):  # `fun` does not tell, or has an argument named like one of ours
-        return
 
 
 def _plain_step(

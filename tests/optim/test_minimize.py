@@ -1,6 +1,7 @@
 """`minimize` does what `value_and_grad` and `step` do, in fewer bytes."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,26 @@ def test_static_names_are_found_where_the_step_has_them():
     step = jax.jit(jmp.optim.minimize(loss_of_power, tx), static_argnames="power")
     params = step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0]
     assert params.tolist() == [0.0, 0.0]
+
+
+def test_static_names_of_a_loss_that_declares_its_signature_are_found_too():
+    def declare(fun):
+        @functools.wraps(fun)
+        def declared(*args, **kwargs):
+            return fun(*args, **kwargs)
+
+        declared.__signature__ = inspect.signature(fun)
+        return declared
+
+    @declare
+    def loss_of_power(params, x, power):
+        return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
+
+    tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
+    minimizing_step = jmp.optim.minimize(loss_of_power, tx)
+    assert list(inspect.signature(minimizing_step).parameters) == ["params", "opt_state", "x", "power"]
+    step = jax.jit(minimizing_step, static_argnames="power")
+    assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0].tolist() == [0.0, 0.0]
 
 
 def test_a_loss_whose_arguments_are_named_like_those_of_the_step_still_trains():
