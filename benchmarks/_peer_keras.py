@@ -138,7 +138,8 @@ def gpt(config: GPTConfig, policy: str) -> KerasModel:
                 x = x + block["project"](self.attend(block["qkv"](block["attention_norm"](x))))
                 expanded = block["expand"](block["mlp_norm"](x))
                 x = x + block["contract"](keras.activations.gelu(expanded, approximate=True))
-            return ops.matmul(self.norm(x), ops.transpose(self.embed.embeddings))
+            # `stateless_call` opens no autocast scope around `call`: the table itself would come in float32.
+            return ops.matmul(self.norm(x), ops.transpose(ops.cast(self.embed.embeddings, self.compute_dtype)))
 
         def attend(self, qkv: Any) -> Any:
             batch, length, _ = qkv.shape

@@ -91,7 +91,7 @@ def _norm_of_difference(a, b):
 @pytest.mark.parametrize("name", [KERAS, TORCH])
 def test_the_gpt_computes_what_it_computes_in_linen(name):
     _require(name)
-    problem = _peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=1, batch=2)
+    problem = _small_gpt()
     x, labels = problem.batches[0]
     expected = problem.loss_in_float32(problem.params)
     if name == TORCH:
@@ -102,9 +102,14 @@ def test_the_gpt_computes_what_it_computes_in_linen(name):
     assert float(loss) == pytest.approx(expected, abs=1e-5)
 
 
+def _small_gpt(steps=1):
+    return _peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=steps, batch=2)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_everybody_computes_in_the_dtype_of_the_table(dtype):
-    problem, short = _peer_problems.mlp(16, 2), {"float16": "f16", "bfloat16": "bf16"}[dtype]
+@pytest.mark.parametrize("make_problem", [lambda: _peer_problems.mlp(16, 2), _small_gpt], ids=["MLP", "GPT"])
+def test_everybody_computes_in_the_dtype_of_the_table(make_problem, dtype):
+    problem, short = make_problem(), {"float16": "f16", "bfloat16": "bf16"}[dtype]
     for name, make in steps(dtype).items():
         try:
             text = make(problem).lower().as_text()
@@ -236,7 +241,7 @@ def test_losses_are_of_the_parameters_after_all_steps():
 
 
 def test_batches_are_the_same_each_time():
-    made = [_peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=2, batch=2) for _ in range(2)]
+    made = [_small_gpt(steps=2) for _ in range(2)]
     jax.tree.map(np.testing.assert_array_equal, made[0].batches, made[1].batches)
     jax.tree.map(np.testing.assert_array_equal, made[0].params, made[1].params)
     x, labels = made[0].batches[0]
