@@ -100,10 +100,39 @@ def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_
     assert measured["versions"]["jax"]
 
 
+def _import_in_a_suite(monkeypatch, path, statement):
+    def import_it(quick):
+        exec(statement)
+        yield
+
+    monkeypatch.setattr(_harness, "import_it", import_it, raising=False)
+    return _run_suite(monkeypatch, path, Suite("_harness", "?", "import_it"))
+
+
 def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_path):
+    status, measured = _import_in_a_suite(monkeypatch, tmp_path / "a.json", "import there_is_no_such.library")
+    assert (status, measured["missing"]) == (0, "there_is_no_such")
+    assert _harness.describe_outcome(measured) == "not measured: needs there_is_no_such"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("import benchmarks._mesure", "ModuleNotFoundError: No module named 'benchmarks._mesure'"),
+        ("import jmp_policy.optimm", "ModuleNotFoundError: No module named 'jmp_policy.optimm'"),
+        ("from benchmarks._harness import run_suit", "ImportError: cannot import name 'run_suit'"),
+        ("from json import lods", "ImportError: cannot import name 'lods' from 'json'"),
+    ],
+)
+def test_an_import_that_is_misspelled_is_a_failure(monkeypatch, tmp_path, statement, said):
+    status, measured = _import_in_a_suite(monkeypatch, tmp_path / "a.json", statement)
+    assert (status, measured.get("missing")) == (1, None)
+    assert measured["error"].startswith(said)
+
+
+def test_a_suite_without_its_module_is_a_failure(monkeypatch, tmp_path):
     status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("there_is_no_such", "?"))
-    assert (status, measured["missing"]) == (0, "benchmarks.there_is_no_such")
-    assert _harness.describe_outcome(measured) == "not measured: needs benchmarks.there_is_no_such"
+    assert (status, measured["error"]) == (1, "ModuleNotFoundError: No module named 'benchmarks.there_is_no_such'")
 
 
 def test_the_page_is_made_of_the_files_alone(tmp_path):
