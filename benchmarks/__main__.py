@@ -49,6 +49,8 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     names = options.only or [name for name, suite in SUITES.items() if _is_chosen(suite, options)]
     root = options.out or (pathlib.Path(tempfile.mkdtemp()) if options.quick else _harness.FOLDER)
+    if options.quick:
+        _harness.protect_results(root, names)
     failed = []
     for name, measured in _harness.run_suites(names, options.quick, options.jobs or _count_jobs(options.quick)):
         if "error" in measured:

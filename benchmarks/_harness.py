@@ -36,10 +36,13 @@ def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[s
     Yields:
       A name, and what it measured: `error` says how it failed, `missing` which library it needs.
     """
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
         running = {pool.submit(run_suite, name, quick): name for name in names}
         for done in concurrent.futures.as_completed(running):
             yield running[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, no other suite begins
 
 
 def run_suite(name: str, quick: bool) -> dict[str, Any]:
@@ -94,6 +97,25 @@ def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
     """
     kind = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
     return root / "results" / ("cpu.json" if device["platform"] == "cpu" else f"{kind}-suites.json")
+
+
+def find_results(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files of results in a folder: that of the CPU first."""
+    folder = root / "results"
+    return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
+
+
+def protect_results(root: pathlib.Path, names: Sequence[str]) -> None:
+    """Asks, before a quick run, that its folder has none of its suites at real sizes.
+
+    Raises:
+      HarnessError: it has, of whichever device: which one a suite will run on is not known yet.
+    """
+    for path in find_results(root):
+        suites = read_results(path)["suites"]
+        kept = [name for name in names if name in suites and not suites[name]["quick"]]
+        if kept:
+            raise HarnessError(f"{path} has {', '.join(kept)} at real sizes. Name another folder: --out DIR.")
 
 
 def read_results(path: pathlib.Path) -> Results:

@@ -62,7 +62,7 @@ def write_report(root: pathlib.Path) -> str:
 def make_report(root: pathlib.Path) -> str:
     """The page, of the files in a folder."""
     parts = [INTRODUCTION]
-    for path in _find_results(root):
+    for path in _harness.find_results(root):
         suites = _harness.read_results(path)["suites"]
         machines = list(dict.fromkeys(map(_describe_machine, suites.values())))
         parts += [f"**{_name_machine(machines, machine)}** is {machine}." for machine in machines]
@@ -71,12 +71,6 @@ def make_report(root: pathlib.Path) -> str:
         parts += _describe_compiled(device, root / "results" / name)
     parts += _describe_gpus(root)
     return "\n\n".join(parts) + "\n"
-
-
-def _find_results(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files of this harness: that of the CPU first."""
-    folder = root / "results"
-    return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
 
 
 def _read_suites(root: pathlib.Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,6 +46,35 @@ def test_a_later_run_leaves_other_suites_their_dates():
 def test_quick_results_replace_none_at_real_sizes():
     with pytest.raises(_harness.HarnessError, match=r"would replace those of faults. Name a folder: --out DIR"):
         _harness.merge_results(_results(faults=_measured()), {"faults": _measured(quick=True)}, list(SUITES))
+
+
+def test_a_quick_run_that_would_replace_results_at_real_sizes_is_refused_before_it_begins(
+    monkeypatch, tmp_path, capsys
+):
+    path = tmp_path / "results" / "cpu.json"
+    _harness.write_results(path, _results(faults=_measured(), optimizer=_measured(quick=True)))
+    ran = []
+    monkeypatch.setattr(_harness, "run_suites", lambda names, quick, jobs: ran.extend(names) or ())
+    arguments = ["--quick", "--out", str(tmp_path), "--only"]
+    assert command.main([*arguments, "optimizer", "faults"]) == 2
+    assert f"{path} has faults at real sizes. Name another folder: --out DIR." in capsys.readouterr().err
+    assert not ran
+    assert command.main([*arguments, "optimizer"]) == 0
+    assert ran == ["optimizer"]
+
+
+def test_after_an_error_no_other_suite_begins(monkeypatch):
+    begun = []
+
+    def run_suite(name, quick):
+        begun.append(name)
+        time.sleep(0.02)
+        raise ValueError("no more")
+
+    monkeypatch.setattr(_harness, "run_suite", run_suite)
+    with pytest.raises(ValueError, match="no more"):
+        list(_harness.run_suites([f"suite {index}" for index in range(200)], quick=True, jobs=1))
+    assert len(begun) < 200
 
 
 def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
