@@ -34,7 +34,9 @@ BY_HAND, OURS, KERAS, TORCH = "by hand", "jmp_policy", "Keras 3 on JAX", "PyTorc
 
 UNSCALED = "by hand, no scale, no check"
 KERAS_UNSCALED = f"{KERAS}, no scale, no check"
-MINIMIZE = f"{OURS}, `optim.minimize`"
+COPIES = "by hand, gradients of copies"
+MINIMIZE, SKIPPING = f"{OURS}, `optim.minimize`", f"{OURS}, `skip_nonfinite`"
+MPX, IF_FINITE = "mixed-precision-for-jax", "optax.apply_if_finite, no scale"
 
 Make = Callable[[Problem], Program]
 
@@ -52,14 +54,14 @@ def _float16() -> dict[str, Make]:
     half = jnp.float16
     return {
         BY_HAND: lambda problem: scaled_by_hand(problem, half),
-        "by hand, gradients of copies": lambda problem: scaled_by_hand(problem, half, half),
+        COPIES: lambda problem: scaled_by_hand(problem, half, half),
         UNSCALED: lambda problem: unscaled(problem, half),
         MINIMIZE: lambda problem: minimized(problem, "mixed_float16", _scaled()),
         f"{OURS}, `TrainState`": lambda problem: trained(problem, "mixed_float16"),
         "jmp": lambda problem: with_jmp(problem, half),
         "flax DynamicScale": lambda problem: with_dynamic_scale(problem, half),
-        "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
-        "optax.apply_if_finite, no scale": lambda problem: unscaled(problem, half, _if_finite()),
+        MPX: lambda problem: with_mpx(problem, half),
+        IF_FINITE: lambda problem: unscaled(problem, half, _if_finite()),
         KERAS: lambda problem: with_keras(problem, "mixed_float16"),
         KERAS_UNSCALED: lambda problem: with_keras(problem, "mixed_float16", scaled=False),
     }
@@ -72,9 +74,9 @@ def _bfloat16() -> dict[str, Make]:
         BY_HAND: lambda problem: unscaled(problem, half),
         "by hand, `lax.cond`": lambda problem: scaled_by_hand(problem, half, scaled=False),
         MINIMIZE: lambda problem: minimized(problem, "mixed_bfloat16", TX),
-        f"{OURS}, `skip_nonfinite`": lambda problem: minimized(problem, "mixed_bfloat16", skipping),
+        SKIPPING: lambda problem: minimized(problem, "mixed_bfloat16", skipping),
         "jmp": lambda problem: with_jmp(problem, half),
-        "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
+        MPX: lambda problem: with_mpx(problem, half),
         "optax.apply_if_finite": lambda problem: unscaled(problem, half, _if_finite()),
         KERAS: lambda problem: with_keras(problem, "mixed_bfloat16"),
     }

@@ -1,5 +1,6 @@
 """Peers in one run: they train the same model, and each is really itself."""
 
+import dataclasses
 import functools
 import sys
 
@@ -9,9 +10,20 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import _peer_faults, _peer_problems, peers
+from benchmarks import _peer_faults, _peer_notes, _peer_problems, peers
 from benchmarks._compiled import Figures
-from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, steps
+from benchmarks._peer_steps import (
+    BY_HAND,
+    KERAS,
+    KERAS_UNSCALED,
+    MINIMIZE,
+    MPX,
+    OURS,
+    SKIPPING,
+    TORCH,
+    UNSCALED,
+    steps,
+)
 from jmp_policy.demo._gpt import GPTConfig
 
 pytestmark = [
@@ -204,6 +216,26 @@ def test_notes_say_who_needs_fewer_bytes_than_we_and_why():
     assert "MLP: new has fewer bytes than `optim.minimize` (0.800, 0.900): we do not know why." in notes
     assert UNSCALED not in notes
     assert "MLP: of all peers, new has the fewest bytes, 0.800; ours 0.900." in notes
+
+
+def test_peers_that_check_are_compared_with_our_step_that_does():
+    ratios = {BY_HAND: 1.0, MINIMIZE: 1.0, SKIPPING: 1.2, "jmp": 1.1, KERAS: 1.05}
+    setting = _peer_notes.Setting("CPU", "bfloat16", "MLP", (16, 2))
+    notes = list(_peer_notes.compare_with_ours(setting, {by: {"bytes": ratio} for by, ratio in ratios.items()}))
+    assert notes == [
+        "MLP: jmp has fewer bytes than `skip_nonfinite` (1.100, 1.200): we do not know why.",
+        f"MLP: of all peers, {KERAS} has the fewest bytes, 1.050; ours 1.000.",
+    ]
+
+
+def test_a_reason_is_given_only_where_it_was_measured():
+    ratios = {BY_HAND: {"bytes": 1.0}, MINIMIZE: {"bytes": 0.9}, MPX: {"bytes": 0.8}}
+    measured = _peer_notes.Setting("TPU v5e", "float16", "MLP", _peer_problems.LARGE_MLP)
+    others = [{"device": "H100"}, {"dtype": "bfloat16"}, {"sizes": _peer_problems.SMALL_MLP}]
+    settings = [measured, *(dataclasses.replace(measured, **other) for other in others)]
+    said = [next(_peer_notes.compare_with_ours(made, ratios | {SKIPPING: {"bytes": 0.9}})) for made in settings]
+    assert ["XLA copies slices" in note for note in said] == [True, False, False, False]
+    assert all(note.endswith(": we do not know why.") for note in said[1:])
 
 
 @pytest.mark.cpu("the figures are those of XLA:CPU")
