@@ -71,7 +71,7 @@ def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
 
 
 def _count_jobs(quick: bool) -> int:
-    """Seconds of programs that run beside others say nothing; a quick run keeps none."""
+    """Programs that run beside others take longer: a quick run asks whether they run, not how long."""
     return (os.cpu_count() or 1) if quick else 1
 
 

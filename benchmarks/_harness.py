@@ -84,7 +84,8 @@ def describe_outcome(measured: dict[str, Any]) -> str:
         return f"failed: {measured['error']}"
     if "missing" in measured:
         return f"not measured: needs {measured['missing']}"
-    return f"{len(measured['tables'])} tables"
+    count = len(measured["tables"])
+    return "1 table" if count == 1 else f"{count} tables"
 
 
 def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:

@@ -114,8 +114,10 @@ def _describe_run(measured: dict[str, Any], machine: str) -> str:
     size = " at small sizes" if measured["quick"] else ""
     took = f"{measured['seconds']:.0f} s, {measured.get('process_seconds', 0):.0f} s of them process time"
     said = f"Measured{size} on {measured['date']} on {machine.lower()}, in {took}."
+    if not measured.keys() & {"error", "missing"}:
+        return said
     outcome = _harness.describe_outcome(measured)
-    return said if outcome.endswith("tables") else f"{outcome[0].upper()}{outcome[1:]}. {said}"
+    return f"{outcome[0].upper()}{outcome[1:]}. {said}"
 
 
 def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:

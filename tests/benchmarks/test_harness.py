@@ -99,7 +99,7 @@ def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
     ("other", "said"),
     [
         (_results(), "faults: only in the first"),
-        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 tables against failed: KeyError: 1"),
+        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 table against failed: KeyError: 1"),
     ],
 )
 def test_suites_that_only_one_run_measured_are_differences(other, said):
@@ -173,6 +173,11 @@ def test_the_page_is_made_of_the_files_alone(tmp_path):
     assert "**Steps**\n\n| of | bytes | time |\n|---|---|---|\n| ours | 1.00 | 0.1 |\n\n- A note." in page
     assert "Differs from run to run: time." in page
     assert page.count("\nNot measured") == len(SUITES) - 1 + len(_report.COMPILED) + 1
+
+
+def test_a_failure_whose_message_speaks_of_tables_is_on_the_page(tmp_path):
+    _harness.write_results(tmp_path / "results" / "cpu.json", _results(faults=_measured(error="KeyError: tables")))
+    assert "Failed: KeyError: tables. Measured on" in _report.make_report(tmp_path)
 
 
 def test_the_page_has_what_the_compiler_said(tmp_path):
