@@ -51,11 +51,12 @@ def run_suite(name: str, quick: bool) -> dict[str, Any]:
         path, log = pathlib.Path(folder) / "measured.json", pathlib.Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks._run", name, str(path), *(["--quick"] if quick else [])]
         began = time.monotonic()
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             done = subprocess.run(command, stdout=file, stderr=file, cwd=FOLDER.parent, env=_environ(quick))
-        measured = json.loads(path.read_text()) if path.exists() else {"tables": []}
+        measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"tables": []}
         measured |= {"seconds": round(time.monotonic() - began, 1), "quick": quick}
-        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        said = log.read_text(encoding="utf-8", errors="replace")  # a process may be cut off inside of a character
+    lines = [line for line in said.splitlines() if line.strip()]
     if done.returncode and "error" not in measured:
         measured["error"] = f"Its process ended with {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
     _announce(name, measured, lines)
@@ -123,7 +124,7 @@ def read_results(path: pathlib.Path) -> Results:
     """The results of a file, or of none."""
     if not path.exists():
         return {"layout": LAYOUT, "suites": {}}
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("layout") != LAYOUT or "suites" not in found:
         raise HarnessError(f"{path} is not a file of results of `python -m benchmarks` of layout {LAYOUT}.")
     return found
@@ -151,7 +152,7 @@ def write_results(path: pathlib.Path, results: Results) -> None:
     """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
 
 

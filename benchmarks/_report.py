@@ -55,7 +55,7 @@ NOT_MEASURED_HERE = (
 def write_report(root: pathlib.Path) -> str:
     """Writes `RESULTS.md` and its plots, and says where."""
     plots = _plots.draw_plots(_read_suites(root), root / "plots")
-    (root / "RESULTS.md").write_text(make_report(root))
+    (root / "RESULTS.md").write_text(make_report(root), encoding="utf-8")
     return f"{root / 'RESULTS.md'} and {len(plots)} plots"
 
 
@@ -130,7 +130,7 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
     if not path.exists():
         yield NOT_MEASURED
         return
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_text(encoding="utf-8"))
     origin = dict(kept["origin"])
     versions = ", ".join(f"{name} {version}" for name, version in origin.items() if name not in ("target", "sources"))
     yield f"Compiled on {kept['date']} for {origin['target']}, with {versions}."

@@ -86,4 +86,4 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
         print(f"\n{made.title}:\n\n{made.to_markdown()}", flush=True)
         kept.append(made.to_dict())
     if path:
-        pathlib.Path(path).write_text(json.dumps(kept, indent=1))
+        pathlib.Path(path).write_text(json.dumps(kept, indent=1), encoding="utf-8")

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         measured["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     measured["process_seconds"] = round(sum(os.times()[:4]), 1)  # children included
-    options.path.write_text(json.dumps(measured))
+    options.path.write_text(json.dumps(measured), encoding="utf-8")
     return 1 if "error" in measured else 0
 
 
@@ -61,7 +61,7 @@ def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.P
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves
         for made in getattr(importlib.import_module(f"benchmarks.{suite.module}"), suite.tables)(quick):
             measured["tables"].append(made.to_dict())
-            path.write_text(json.dumps(measured))
+            path.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_suites_that_only_one_run_measured_are_differences(other, said):
 
 
 def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"layout": 0}')
+    (tmp_path / "a.json").write_text('{"layout": 0}', encoding="utf-8")
     assert command.main(["compare", *[str(tmp_path / "a.json")] * 2]) == 2
     assert "is not a file of results" in capsys.readouterr().err
 
@@ -115,7 +115,7 @@ def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
 def _run_suite(monkeypatch, path, suite):
     monkeypatch.setattr(_run, "SUITES", {"faults": suite})
     status = _run.main(["faults", str(path), "--quick"])
-    return status, json.loads(path.read_text())
+    return status, json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_path):
@@ -184,18 +184,18 @@ def test_the_page_has_what_the_compiler_said(tmp_path):
     origin = {"target": "TPU v5e", "jax": "1.2", "sources": "0"}
     kept = {"date": "2026-03-03", "origin": origin, "tables": _measured()["tables"], "programs": {}}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept))
+    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept), encoding="utf-8")
     page = _report.make_report(tmp_path)
     assert "Compiled on 2026-03-03 for TPU v5e, with jax 1.2.\n\n**Steps**\n\n| of | bytes | time |" in page
 
 
 def test_the_page_in_the_repository_is_that_of_its_files():
     """Whoever edits it by hand, or adds results without it, runs `python -m benchmarks report`."""
-    assert (_harness.FOLDER / "RESULTS.md").read_text() == _report.make_report(_harness.FOLDER)
+    assert (_harness.FOLDER / "RESULTS.md").read_text(encoding="utf-8") == _report.make_report(_harness.FOLDER)
 
 
 def test_the_page_in_the_repository_has_its_plots():
-    linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text()))
+    linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text(encoding="utf-8")))
     assert linked == {path.name for path in (_harness.FOLDER / "plots").iterdir()}
     assert "zero_cost.png" in linked
 
@@ -209,7 +209,8 @@ def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
     made = ResultTable.from_dict(_measured()["tables"][0])
     print_tables([made], str(tmp_path / "tables.json"))
     assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
-    assert [ResultTable.from_dict(kept) for kept in json.loads((tmp_path / "tables.json").read_text())] == [made]
+    kept = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
+    assert list(map(ResultTable.from_dict, kept)) == [made]
 
 
 def test_every_suite_has_a_module():
@@ -235,4 +236,4 @@ def test_a_quick_run_measures_everything(tmp_path):
         for made in map(ResultTable.from_dict, measured["tables"]):
             assert made.rows, (name, made.name)
             assert len(set(made.header)) == len(made.header), (name, made.header)
-    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text()
+    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
