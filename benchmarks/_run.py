@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks._results import hash_sources
 from benchmarks._suites import SUITES, Suite
 
 LIBRARIES = (
@@ -65,13 +66,16 @@ def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.P
 
 
 def describe_machine() -> dict[str, Any]:
-    """When and on what this is: date, versions and device."""
+    """When and on what this is: date, versions, sources and device."""
     import jax
+
+    import jmp_policy
 
     device = jax.devices()[0]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {"python": platform.python_version(), **list_versions()},
+        "versions": {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__, **list_versions()},
+        "sources": hash_sources(),
         "device": {"platform": device.platform, "kind": device.device_kind, "cores": os.cpu_count()},
     }
 

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+import jmp_policy
 from benchmarks import __main__ as command, _harness, _report, _run
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, hash_sources, print_tables
 from benchmarks._suites import SUITES, Suite
 
 TESTED_ELSEWHERE = {
@@ -87,7 +88,7 @@ def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
 def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     _harness.write_results(first, _results(faults=_measured("1.00", "0.1")))
-    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02")))
+    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02", sources="other")))
     assert command.main(["compare", str(first), str(second)]) == 0
     assert "All 2 cells that are not timed agree." in capsys.readouterr().out
     _harness.write_results(second, _results(faults=_measured("1.01", "0.1")))
@@ -128,6 +129,8 @@ def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_
     assert (status, measured["error"]) == (1, "ValueError: no more")
     assert [made["name"] for made in measured["tables"]] == ["first"]
     assert measured["versions"]["jax"]
+    assert measured["versions"]["jmp-policy"] == jmp_policy.__version__
+    assert measured["sources"] == hash_sources()
 
 
 def _import_in_a_suite(monkeypatch, path, statement):
