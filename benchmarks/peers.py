@@ -29,7 +29,7 @@ from benchmarks._peer_notes import COST_NOTES, Setting, compare_with_ours
 from benchmarks._peer_problems import LARGE_MLP, SMALL_GPT, SMALL_MLP, Problem
 from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, TORCH, UNSCALED, Make, steps
 from benchmarks._quant_contestants import SCHEMES
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, print_tables
 from benchmarks.quant import error_row
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -314,8 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
-    for made in tables(parser.parse_args(argv).quick):
-        print(f"{made.title}:\n\n{made.to_markdown()}\n", flush=True)
+    print_tables(tables(parser.parse_args(argv).quick))
 
 
 if __name__ == "__main__":
