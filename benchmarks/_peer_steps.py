@@ -11,20 +11,11 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
+from benchmarks import _peers
 from benchmarks._by_hand import init_by_hand, step_by_hand
 from benchmarks._loss import cross_entropy, cross_entropy_of
 from benchmarks._ours import init_linen, step_linen
 from benchmarks._peer_problems import Problem
-from benchmarks._peers import (
-    FlaxState,
-    PlainState,
-    init_jmp,
-    init_mpx,
-    step_unscaled,
-    step_with_dynamic_scale,
-    step_with_jmp,
-    step_with_mpx,
-)
 from benchmarks._programs import Program
 
 TX = optax.adamw(1e-3)
@@ -98,11 +89,11 @@ def scaled_by_hand(problem: Problem, dtype: Any, copies: Any = None, scaled: boo
 def unscaled(problem: Problem, dtype: Any, tx: optax.GradientTransformation = TX) -> Program:
     """By hand, without a loss scale; what is skipped is up to the optimizer."""
 
-    def create(params: Any) -> PlainState:
-        state = PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
+    def create(params: Any) -> _peers.PlainState:
+        state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    return _program(problem, step_unscaled(problem.apply(dtype)), create)
+    return _program(problem, _peers.step_unscaled(problem.apply(dtype)), create)
 
 
 def minimized(problem: Problem, policy: str, tx: optax.GradientTransformation) -> Program:
@@ -132,30 +123,30 @@ def trained(problem: Problem, policy: str) -> Program:
 def with_jmp(problem: Problem, dtype: Any) -> Program:
     """With DeepMind's jmp, which casts and selects whatever the dtype."""
     policy = deepmind_jmp.Policy(jnp.float32, dtype, dtype)
-    create = lambda params: init_jmp(params, {}, TX, scaled=dtype == jnp.float16, scale=SCALE)
-    return _program(problem, step_with_jmp(problem.apply(None), TX, policy), create)
+    create = lambda params: _peers.init_jmp(params, {}, TX, scaled=dtype == jnp.float16, scale=SCALE)
+    return _program(problem, _peers.step_with_jmp(problem.apply(None), TX, policy), create)
 
 
 def with_dynamic_scale(problem: Problem, dtype: Any) -> Program:
     """With Flax's DynamicScale."""
 
-    def create(params: Any) -> FlaxState:
+    def create(params: Any) -> _peers.FlaxState:
         scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.zeros((), jnp.int32))
-        state = FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
+        state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    return _program(problem, step_with_dynamic_scale(problem.apply(dtype)), create)
+    return _program(problem, _peers.step_with_dynamic_scale(problem.apply(dtype)), create)
 
 
 def with_mpx(problem: Problem, dtype: Any) -> Program:
     """With mixed-precision-for-JAX, which scales the loss whatever the dtype. Raises ImportError without it."""
-    plain_step = step_with_mpx(problem.apply(dtype), TX)
+    plain_step = _peers.step_with_mpx(problem.apply(dtype), TX)
 
     def step(state: Any, batch: Any) -> Any:
         with _mpx_computes_in(dtype):  # while it is traced
             return plain_step(state, batch)
 
-    return _program(problem, step, lambda params: init_mpx(params, {}, TX, SCALE))
+    return _program(problem, step, lambda params: _peers.init_mpx(params, {}, TX, SCALE))
 
 
 def with_keras(problem: Problem, policy: str, scaled: bool = True) -> Program:
