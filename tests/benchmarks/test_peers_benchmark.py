@@ -163,6 +163,21 @@ def test_bad_steps_corrupt_what_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", CORRUPTED)
+def test_everybody_notices_a_bad_step(name):
+    """Its loss scale, or its count of skips, is another than after a good one: the fault has reached the gradients."""
+    _require(name)
+    good, bad = (_list_scale(_everyone()[name], fault) for fault in (None, _peer_faults.FAULT))
+    assert any(not np.array_equal(one, other) for one, other in zip(good, bad, strict=True))
+
+
+def _list_scale(contestant, fault):
+    """The state, of which a step has changed the loss scale and the count of skips alone."""
+    batch = _peer_faults.make_batch(0, contestant.state.params, fault)
+    after, _ = contestant.step(contestant.state, batch)
+    return jax.tree.leaves(contestant.scale_of(contestant.state, after))
+
+
+@pytest.mark.parametrize("name", CORRUPTED)
 def test_steps_without_faults_corrupt_nothing(monkeypatch, name):
     _require(name)
     monkeypatch.setattr(_peer_faults, "FAULT", None)
