@@ -49,6 +49,8 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     names = options.only or [name for name, suite in SUITES.items() if _is_chosen(suite, options)]
     root = options.out or (pathlib.Path(tempfile.mkdtemp()) if options.quick else _harness.FOLDER)
+    if options.quick:
+        _harness.protect_results(root, names)
     failed = []
     for name, measured in _harness.run_suites(names, options.quick, options.jobs or _count_jobs(options.quick)):
         if "error" in measured:
@@ -69,7 +71,7 @@ def _is_chosen(suite: Suite, options: argparse.Namespace) -> bool:
 
 
 def _count_jobs(quick: bool) -> int:
-    """Seconds of programs that run beside others say nothing; a quick run keeps none."""
+    """Programs that run beside others take longer: a quick run asks whether they run, not how long."""
     return (os.cpu_count() or 1) if quick else 1
 
 

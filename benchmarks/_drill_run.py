@@ -22,7 +22,8 @@ class Run(_train.TrainingRun):
         for leaf in jax.tree.leaves(self.trainer.state):
             for shard in leaf.addressable_shards:
                 digest.update(np.asarray(shard.data).tobytes())
-        (self.folder.path / f"digest-{jax.process_index()}").write_text(f"{step} {digest.hexdigest()}")
+        path = self.folder.path / f"digest-{jax.process_index()}"
+        path.write_text(f"{step} {digest.hexdigest()}", encoding="utf-8")
         return step
 
     def plot(self):

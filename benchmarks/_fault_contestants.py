@@ -13,18 +13,9 @@ from flax import linen as nn
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
+from benchmarks import _peers
 from benchmarks._faults import with_faults
 from benchmarks._ours import LinenState, step_linen
-from benchmarks._peers import (
-    FlaxState,
-    PlainState,
-    init_jmp,
-    init_mpx,
-    step_unscaled,
-    step_with_dynamic_scale,
-    step_with_jmp,
-    step_with_mpx,
-)
 
 SCALE, PERIOD = 2.0**10, 50
 TX = optax.adamw(optax.cosine_decay_schedule(1e-2, 2000))
@@ -112,22 +103,22 @@ def _ours(params: Any, variables: Any) -> Contestant:
 
 def _jmp(params: Any, variables: Any) -> Contestant:
     policy = deepmind_jmp.Policy(jnp.float32, jnp.float16, jnp.float16)
-    step = step_with_jmp(apply_of(Net()), TX, policy, PERIOD)
-    state = init_jmp(params, variables, TX, scaled=True, scale=SCALE)
+    step = _peers.step_with_jmp(apply_of(Net()), TX, policy, PERIOD)
+    state = _peers.init_jmp(params, variables, TX, scaled=True, scale=SCALE)
     return Contestant("jmp", state, jax.jit(step), lambda before, after: before._replace(scale=after.scale))
 
 
 def _dynamic_scale(params: Any, variables: Any) -> Contestant:
     scale = DynamicScale(growth_interval=PERIOD, scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-    state = FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
-    step = jax.jit(step_with_dynamic_scale(apply_of(Net(jnp.float16))))
+    state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables=variables, dynamic_scale=scale)
+    step = jax.jit(_peers.step_with_dynamic_scale(apply_of(Net(jnp.float16))))
     scale_of = lambda before, after: before.replace(dynamic_scale=after.dynamic_scale)
     return Contestant("flax DynamicScale", state, step, scale_of)
 
 
 def _mpx(params: Any, variables: Any) -> Contestant:
-    step = step_with_mpx(apply_of(Net(jnp.float16)), TX)
-    state = init_mpx(params, variables, TX, SCALE, PERIOD)
+    step = _peers.step_with_mpx(apply_of(Net(jnp.float16)), TX)
+    state = _peers.init_mpx(params, variables, TX, SCALE, PERIOD)
     scale_of = lambda before, after: before._replace(scale=after.scale)
     return Contestant("mixed-precision-for-jax", state, jax.jit(step), scale_of)
 
@@ -135,8 +126,8 @@ def _mpx(params: Any, variables: Any) -> Contestant:
 def _apply_if_finite(params: Any, variables: Any) -> Contestant:
     """Without a loss scale. It must be told how many errors in a row to reject before it accepts one: five here."""
     tx = optax.apply_if_finite(TX, max_consecutive_errors=5)
-    state = PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
-    step = step_unscaled(apply_of(Net(jnp.float16)))
+    state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables=variables)
+    step = _peers.step_unscaled(apply_of(Net(jnp.float16)))
 
     def scale_of(before, after):
         return before.replace(opt_state=after.opt_state._replace(inner_state=before.opt_state.inner_state))

@@ -92,7 +92,7 @@ def save_results(path: pathlib.Path, results: Results) -> None:
         (path.with_suffix(".md"), write_report(results)),
     ):
         unfinished = target.with_name(target.name + ".unfinished")
-        unfinished.write_text(text)
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, target)
 
 

@@ -36,10 +36,13 @@ def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[s
     Yields:
       A name, and what it measured: `error` says how it failed, `missing` which library it needs.
     """
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
         running = {pool.submit(run_suite, name, quick): name for name in names}
         for done in concurrent.futures.as_completed(running):
             yield running[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C, no other suite begins
 
 
 def run_suite(name: str, quick: bool) -> dict[str, Any]:
@@ -48,11 +51,12 @@ def run_suite(name: str, quick: bool) -> dict[str, Any]:
         path, log = pathlib.Path(folder) / "measured.json", pathlib.Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks._run", name, str(path), *(["--quick"] if quick else [])]
         began = time.monotonic()
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             done = subprocess.run(command, stdout=file, stderr=file, cwd=FOLDER.parent, env=_environ(quick))
-        measured = json.loads(path.read_text()) if path.exists() else {"tables": []}
+        measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"tables": []}
         measured |= {"seconds": round(time.monotonic() - began, 1), "quick": quick}
-        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        said = log.read_text(encoding="utf-8", errors="replace")  # a process may be cut off inside of a character
+    lines = [line for line in said.splitlines() if line.strip()]
     if done.returncode and "error" not in measured:
         measured["error"] = f"Its process ended with {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
     _announce(name, measured, lines)
@@ -81,7 +85,8 @@ def describe_outcome(measured: dict[str, Any]) -> str:
         return f"failed: {measured['error']}"
     if "missing" in measured:
         return f"not measured: needs {measured['missing']}"
-    return f"{len(measured['tables'])} tables"
+    count = len(measured["tables"])
+    return "1 table" if count == 1 else f"{count} tables"
 
 
 def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
@@ -96,11 +101,30 @@ def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
     return root / "results" / ("cpu.json" if device["platform"] == "cpu" else f"{kind}-suites.json")
 
 
+def find_results(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files of results in a folder: that of the CPU first."""
+    folder = root / "results"
+    return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
+
+
+def protect_results(root: pathlib.Path, names: Sequence[str]) -> None:
+    """Asks, before a quick run, that its folder has none of its suites at real sizes.
+
+    Raises:
+      HarnessError: it has, of whichever device: which one a suite will run on is not known yet.
+    """
+    for path in find_results(root):
+        suites = read_results(path)["suites"]
+        kept = [name for name in names if name in suites and not suites[name]["quick"]]
+        if kept:
+            raise HarnessError(f"{path} has {', '.join(kept)} at real sizes. Name another folder: --out DIR.")
+
+
 def read_results(path: pathlib.Path) -> Results:
     """The results of a file, or of none."""
     if not path.exists():
         return {"layout": LAYOUT, "suites": {}}
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("layout") != LAYOUT or "suites" not in found:
         raise HarnessError(f"{path} is not a file of results of `python -m benchmarks` of layout {LAYOUT}.")
     return found
@@ -128,7 +152,7 @@ def write_results(path: pathlib.Path, results: Results) -> None:
     """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
 
 

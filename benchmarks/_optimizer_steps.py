@@ -11,20 +11,11 @@ from flax import linen as nn
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
+from benchmarks import _peers
 from benchmarks._by_hand import init_by_hand, step_by_hand
 from benchmarks._loss import cross_entropy, cross_entropy_of
 from benchmarks._optimizer_cost import count_bytes
 from benchmarks._optimizer_updates import ADAMW, update_and_apply
-from benchmarks._peers import (
-    FlaxState,
-    PlainState,
-    init_jmp,
-    init_mpx,
-    step_unscaled,
-    step_with_dynamic_scale,
-    step_with_jmp,
-    step_with_mpx,
-)
 from benchmarks._programs import Program
 
 SCALE = 2.0**15
@@ -76,8 +67,8 @@ class Steps:
 
     def unscaled(self, tx: optax.GradientTransformation = ADAMW) -> Program:
         """Without a loss scale."""
-        create = lambda params: PlainState.create(apply_fn=None, params=params, tx=tx, variables={})
-        return self._program(step_unscaled(self._by_hand()), create)
+        create = lambda params: _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})
+        return self._program(_peers.step_unscaled(self._by_hand()), create)
 
     def scaled_by_hand(self, copies: Any = None) -> Program:
         """With a loss scale and a `lax.cond`; or, of float16 copies, the cheapest step by hand that we know."""
@@ -107,22 +98,22 @@ class Steps:
     def with_jmp(self) -> Program:
         """With DeepMind's jmp: cast, unscale, select."""
         policy = deepmind_jmp.Policy(jnp.float32, self._policy.compute_dtype, self._policy.compute_dtype)
-        create = lambda params: init_jmp(params, {}, ADAMW, scaled=True, scale=SCALE)
-        return self._program(step_with_jmp(self._apply(None), ADAMW, policy), create)
+        create = lambda params: _peers.init_jmp(params, {}, ADAMW, scaled=True, scale=SCALE)
+        return self._program(_peers.step_with_jmp(self._apply(None), ADAMW, policy), create)
 
     def with_dynamic_scale(self) -> Program:
         """With Flax's DynamicScale and a `where`."""
 
-        def create(params: Any) -> FlaxState:
+        def create(params: Any) -> _peers.FlaxState:
             scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
-            return FlaxState.create(apply_fn=None, params=params, tx=ADAMW, variables={}, dynamic_scale=scale)
+            return _peers.FlaxState.create(apply_fn=None, params=params, tx=ADAMW, variables={}, dynamic_scale=scale)
 
-        return self._program(step_with_dynamic_scale(self._by_hand()), create)
+        return self._program(_peers.step_with_dynamic_scale(self._by_hand()), create)
 
     def with_mpx(self) -> Program:
         """With mixed-precision-for-JAX. Raises ImportError where it is not installed."""
-        create = lambda params: init_mpx(params, {}, ADAMW, SCALE)
-        return self._program(step_with_mpx(self._by_hand(), ADAMW), create)
+        create = lambda params: _peers.init_mpx(params, {}, ADAMW, SCALE)
+        return self._program(_peers.step_with_mpx(self._by_hand(), ADAMW), create)
 
     def _program(self, step: Step, create: Callable[[Any], Any]) -> Program:
         return Program(jax.jit(step, donate_argnums=0), (jax.eval_shape(create, self.params), self._batch))

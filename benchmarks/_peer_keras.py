@@ -3,13 +3,16 @@
 Importing it raises ImportError where Keras is not installed, or runs on another backend than JAX.
 """
 
+import functools
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from benchmarks._faults import with_faults
 from benchmarks._loss import cross_entropy
@@ -94,17 +97,16 @@ def trainer(
 
         def loss_fn(trainable: list[Any]) -> Any:
             if faults is not None:
-                pairs = zip(trainable, made.paths, strict=True)
-                trainable = [with_faults(value, _at(faults, path)) for value, path in pairs]
+                trainable = with_faults(trainable, _list_leaves(faults, made.paths))
             logits, variables = model.stateless_call(trainable, state.variables, x, training=True)
             loss = cross_entropy(logits, labels)
             with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state.opt_state, strict=True))):
                 return optimizer.scale_loss(loss), (loss, variables)
 
-        trainable = [_at(state.params, path) for path in made.paths]
+        trainable = _list_leaves(state.params, made.paths)
         (_, (loss, variables)), grads = jax.value_and_grad(loss_fn, has_aux=True)(trainable)
         trainable, opt_state = optimizer.stateless_apply(state.opt_state, grads, trainable)
-        params = _tree(made.paths, trainable)
+        params = unflatten_dict(dict(zip(made.paths, trainable, strict=True)))
         return KerasState(params, list(variables), list(opt_state)), loss
 
     return Trainer(init, step, optimizer)
@@ -138,7 +140,8 @@ def gpt(config: GPTConfig, policy: str) -> KerasModel:
                 x = x + block["project"](self.attend(block["qkv"](block["attention_norm"](x))))
                 expanded = block["expand"](block["mlp_norm"](x))
                 x = x + block["contract"](keras.activations.gelu(expanded, approximate=True))
-            return ops.matmul(self.norm(x), ops.transpose(self.embed.embeddings))
+            # `stateless_call` opens no autocast scope around `call`: the table itself would come in float32.
+            return ops.matmul(self.norm(x), ops.transpose(ops.cast(self.embed.embeddings, self.compute_dtype)))
 
         def attend(self, qkv: Any) -> Any:
             batch, length, _ = qkv.shape
@@ -166,7 +169,7 @@ def mlp(sizes: tuple[int, int], policy: str) -> KerasModel:
     made = [layers.Dense(width, "relu", kernel_initializer="zeros", dtype=policy) for _ in range(depth - 1)]
     made.append(layers.Dense(width, kernel_initializer="zeros", dtype=policy))
     model = keras.Sequential([keras.Input((width,)), *made])
-    return _in_order(model, _merge(_named((f"Dense_{index}",), layer) for index, layer in enumerate(made)))
+    return _in_order(model, _name_all({(f"Dense_{index}",): layer for index, layer in enumerate(made)}))
 
 
 def net(features: int, hidden: int, classes: int, policy: str) -> KerasModel:
@@ -175,7 +178,7 @@ def net(features: int, hidden: int, classes: int, policy: str) -> KerasModel:
     last = layers.Dense(classes, dtype=policy)
     model = keras.Sequential([keras.Input((features,)), *made, layers.Activation("relu", dtype=policy), last])
     names = {("Dense_0",): made[0], ("BatchNorm_0",): made[1], ("Dense_1",): last}
-    return _in_order(model, _merge(_named(path, layer) for path, layer in names.items()))
+    return _in_order(model, _name_all(names))
 
 
 GPT_OR_MLP: dict[str, Callable[[Any, str], KerasModel]] = {"GPT": gpt, "MLP": mlp}
@@ -191,8 +194,8 @@ def _named(path: tuple[str, ...], layer: Any) -> dict[tuple[str, ...], Any]:
     return {(*path, _NAMES.get(variable.name, variable.name)): variable for variable in layer.trainable_variables}
 
 
-def _merge(parts: Any) -> dict[tuple[str, ...], Any]:
-    return {path: variable for part in parts for path, variable in part.items()}
+def _name_all(layers_of: dict[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    return functools.reduce(operator.or_, (_named(path, layer) for path, layer in layers_of.items()))
 
 
 def _in_order(model: Any, named: dict[tuple[str, ...], Any]) -> KerasModel:
@@ -200,17 +203,6 @@ def _in_order(model: Any, named: dict[tuple[str, ...], Any]) -> KerasModel:
     return KerasModel(model, [path_of[id(variable)] for variable in model.trainable_variables])
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
-
-
-def _tree(paths: Sequence[tuple[str, ...]], values: Sequence[Any]) -> Any:
-    made: dict[str, Any] = {}
-    for path, value in zip(paths, values, strict=True):
-        parent = made
-        for name in path[:-1]:
-            parent = parent.setdefault(name, {})
-        parent[path[-1]] = value
-    return made
+def _list_leaves(tree: Any, paths: Sequence[tuple[str, ...]]) -> list[Any]:
+    flat = flatten_dict(tree)
+    return [flat[path] for path in paths]

@@ -17,6 +17,10 @@ from benchmarks._optimizer_steps import MLP
 from jmp_policy.demo._gpt import GPTConfig
 from jmp_policy.demo._gpt_linen import GPT
 
+SMALL_GPT = GPTConfig(depth=2, context=32)
+SMALL_MLP, LARGE_MLP = (512, 6), (4096, 6)
+"""The sizes of those whose steps are compiled: width and depth of an MLP."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:

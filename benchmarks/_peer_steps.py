@@ -11,20 +11,11 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_policy as jmp
+from benchmarks import _peers
 from benchmarks._by_hand import init_by_hand, step_by_hand
 from benchmarks._loss import cross_entropy, cross_entropy_of
 from benchmarks._ours import init_linen, step_linen
 from benchmarks._peer_problems import Problem
-from benchmarks._peers import (
-    FlaxState,
-    PlainState,
-    init_jmp,
-    init_mpx,
-    step_unscaled,
-    step_with_dynamic_scale,
-    step_with_jmp,
-    step_with_mpx,
-)
 from benchmarks._programs import Program
 
 TX = optax.adamw(1e-3)
@@ -34,7 +25,9 @@ BY_HAND, OURS, KERAS, TORCH = "by hand", "jmp_policy", "Keras 3 on JAX", "PyTorc
 
 UNSCALED = "by hand, no scale, no check"
 KERAS_UNSCALED = f"{KERAS}, no scale, no check"
-MINIMIZE = f"{OURS}, `optim.minimize`"
+COPIES = "by hand, gradients of copies"
+MINIMIZE, SKIPPING = f"{OURS}, `optim.minimize`", f"{OURS}, `skip_nonfinite`"
+MPX, IF_FINITE = "mixed-precision-for-jax", "optax.apply_if_finite, no scale"
 
 Make = Callable[[Problem], Program]
 
@@ -52,14 +45,14 @@ def _float16() -> dict[str, Make]:
     half = jnp.float16
     return {
         BY_HAND: lambda problem: scaled_by_hand(problem, half),
-        "by hand, gradients of copies": lambda problem: scaled_by_hand(problem, half, half),
+        COPIES: lambda problem: scaled_by_hand(problem, half, half),
         UNSCALED: lambda problem: unscaled(problem, half),
         MINIMIZE: lambda problem: minimized(problem, "mixed_float16", _scaled()),
         f"{OURS}, `TrainState`": lambda problem: trained(problem, "mixed_float16"),
         "jmp": lambda problem: with_jmp(problem, half),
         "flax DynamicScale": lambda problem: with_dynamic_scale(problem, half),
-        "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
-        "optax.apply_if_finite, no scale": lambda problem: unscaled(problem, half, _if_finite()),
+        MPX: lambda problem: with_mpx(problem, half),
+        IF_FINITE: lambda problem: unscaled(problem, half, _if_finite()),
         KERAS: lambda problem: with_keras(problem, "mixed_float16"),
         KERAS_UNSCALED: lambda problem: with_keras(problem, "mixed_float16", scaled=False),
     }
@@ -72,9 +65,9 @@ def _bfloat16() -> dict[str, Make]:
         BY_HAND: lambda problem: unscaled(problem, half),
         "by hand, `lax.cond`": lambda problem: scaled_by_hand(problem, half, scaled=False),
         MINIMIZE: lambda problem: minimized(problem, "mixed_bfloat16", TX),
-        f"{OURS}, `skip_nonfinite`": lambda problem: minimized(problem, "mixed_bfloat16", skipping),
+        SKIPPING: lambda problem: minimized(problem, "mixed_bfloat16", skipping),
         "jmp": lambda problem: with_jmp(problem, half),
-        "mixed-precision-for-jax": lambda problem: with_mpx(problem, half),
+        MPX: lambda problem: with_mpx(problem, half),
         "optax.apply_if_finite": lambda problem: unscaled(problem, half, _if_finite()),
         KERAS: lambda problem: with_keras(problem, "mixed_bfloat16"),
     }
@@ -96,11 +89,11 @@ def scaled_by_hand(problem: Problem, dtype: Any, copies: Any = None, scaled: boo
 def unscaled(problem: Problem, dtype: Any, tx: optax.GradientTransformation = TX) -> Program:
     """By hand, without a loss scale; what is skipped is up to the optimizer."""
 
-    def create(params: Any) -> PlainState:
-        state = PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
+    def create(params: Any) -> _peers.PlainState:
+        state = _peers.PlainState.create(apply_fn=None, params=params, tx=tx, variables={})  # type: ignore[arg-type]
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    return _program(problem, step_unscaled(problem.apply(dtype)), create)
+    return _program(problem, _peers.step_unscaled(problem.apply(dtype)), create)
 
 
 def minimized(problem: Problem, policy: str, tx: optax.GradientTransformation) -> Program:
@@ -130,30 +123,30 @@ def trained(problem: Problem, policy: str) -> Program:
 def with_jmp(problem: Problem, dtype: Any) -> Program:
     """With DeepMind's jmp, which casts and selects whatever the dtype."""
     policy = deepmind_jmp.Policy(jnp.float32, dtype, dtype)
-    create = lambda params: init_jmp(params, {}, TX, scaled=dtype == jnp.float16, scale=SCALE)
-    return _program(problem, step_with_jmp(problem.apply(None), TX, policy), create)
+    create = lambda params: _peers.init_jmp(params, {}, TX, scaled=dtype == jnp.float16, scale=SCALE)
+    return _program(problem, _peers.step_with_jmp(problem.apply(None), TX, policy), create)
 
 
 def with_dynamic_scale(problem: Problem, dtype: Any) -> Program:
     """With Flax's DynamicScale."""
 
-    def create(params: Any) -> FlaxState:
+    def create(params: Any) -> _peers.FlaxState:
         scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.zeros((), jnp.int32))
-        state = FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
+        state = _peers.FlaxState.create(apply_fn=None, params=params, tx=TX, variables={}, dynamic_scale=scale)  # type: ignore[arg-type]
         return state.replace(step=jnp.zeros((), jnp.int32))
 
-    return _program(problem, step_with_dynamic_scale(problem.apply(dtype)), create)
+    return _program(problem, _peers.step_with_dynamic_scale(problem.apply(dtype)), create)
 
 
 def with_mpx(problem: Problem, dtype: Any) -> Program:
     """With mixed-precision-for-JAX, which scales the loss whatever the dtype. Raises ImportError without it."""
-    plain_step = step_with_mpx(problem.apply(dtype), TX)
+    plain_step = _peers.step_with_mpx(problem.apply(dtype), TX)
 
     def step(state: Any, batch: Any) -> Any:
         with _mpx_computes_in(dtype):  # while it is traced
             return plain_step(state, batch)
 
-    return _program(problem, step, lambda params: init_mpx(params, {}, TX, SCALE))
+    return _program(problem, step, lambda params: _peers.init_mpx(params, {}, TX, SCALE))
 
 
 def with_keras(problem: Problem, policy: str, scaled: bool = True) -> Program:

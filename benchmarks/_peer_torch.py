@@ -4,13 +4,16 @@ It runs on a CPU, in one thread, so that its figures repeat. Importing it raises
 """
 
 import copy
+import functools
 import math
+import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from flax.traverse_util import flatten_dict, unflatten_dict
 from torch import nn
 from torch.nn import functional as F
 
@@ -87,9 +90,10 @@ class Trainer:
 
     def init(self, params: Any) -> TorchState:
         """The state before the first step, of parameters of linen."""
+        flat = flatten_dict(params)
         with torch.no_grad():
             for path, parameter in self._made.named.items():
-                parameter.copy_(torch.tensor(_turn(path, np.asarray(_at(params, path)))))
+                parameter.copy_(torch.tensor(_turn(path, np.asarray(flat[path]))))
         return self.state()
 
     def train(self, batch: Any) -> float:
@@ -103,9 +107,10 @@ class Trainer:
             loss = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
         self._scaler.scale(loss).backward()
         if faults is not None:
+            flat = flatten_dict(faults)
             for path, parameter in self._made.named.items():
                 assert parameter.grad is not None
-                parameter.grad += torch.tensor(_turn(path, np.asarray(_at(faults, path))))
+                parameter.grad += torch.tensor(_turn(path, np.asarray(flat[path])))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the schedule sees that the optimizer was skipped, and goes on
             self._scaler.step(self._optimizer)
@@ -122,12 +127,8 @@ class Trainer:
 
     def state(self) -> TorchState:
         """The state of now."""
-        params: dict[str, Any] = {}
-        for path, parameter in self._made.named.items():
-            parent = params
-            for name in path[:-1]:
-                parent = parent.setdefault(name, {})
-            parent[path[-1]] = _turn(path, parameter.detach().numpy()).copy()
+        named = self._made.named.items()
+        params = unflatten_dict({path: _turn(path, parameter.detach().numpy()).copy() for path, parameter in named})
         buffers = {name: buffer.numpy().copy() for name, buffer in self._made.module.named_buffers()}
         rest = (self._optimizer, self._schedule, self._scaler)
         return TorchState(params, buffers, *(copy.deepcopy(part.state_dict()) for part in rest), np.int32(self._steps))
@@ -202,8 +203,7 @@ def mlp(sizes: tuple[int, int]) -> TorchModel:
     width, depth = sizes
     layers = [nn.Linear(width, width) for _ in range(depth)]
     model = nn.Sequential(*[part for layer in layers[:-1] for part in (layer, nn.ReLU())], layers[-1])
-    named = [_named((f"Dense_{index}",), layer) for index, layer in enumerate(layers)]
-    return TorchModel(model, {path: parameter for part in named for path, parameter in part.items()})
+    return TorchModel(model, _name_all({(f"Dense_{index}",): layer for index, layer in enumerate(layers)}))
 
 
 def net(features: int, hidden: int, classes: int) -> TorchModel:
@@ -212,10 +212,8 @@ def net(features: int, hidden: int, classes: int) -> TorchModel:
     model = nn.Sequential(
         nn.Linear(features, hidden), nn.BatchNorm1d(hidden, momentum=0.01), nn.ReLU(), nn.Linear(hidden, classes)
     )
-    named: dict[tuple[str, ...], Any] = {}
-    for name, layer in (("Dense_0", model[0]), ("BatchNorm_0", model[1]), ("Dense_1", model[3])):
-        named |= _named((name,), layer)
-    return TorchModel(model, named)
+    names = {("Dense_0",): model[0], ("BatchNorm_0",): model[1], ("Dense_1",): model[3]}
+    return TorchModel(model, _name_all(names))
 
 
 GPT_OR_MLP: dict[str, Callable[[Any], TorchModel]] = {"GPT": gpt, "MLP": mlp}
@@ -231,14 +229,12 @@ def _named(path: tuple[str, ...], layer: nn.Module) -> dict[tuple[str, ...], Any
     return found | ({} if layer.bias is None else {(*path, "bias"): layer.bias})
 
 
+def _name_all(layers: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    return functools.reduce(operator.or_, (_named(path, layer) for path, layer in layers.items()))
+
+
 def _turn(path: tuple[str, ...], array: np.ndarray) -> np.ndarray:
     return array.T if path[-1] == "kernel" else array
-
-
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -55,14 +55,14 @@ NOT_MEASURED_HERE = (
 def write_report(root: pathlib.Path) -> str:
     """Writes `RESULTS.md` and its plots, and says where."""
     plots = _plots.draw_plots(_read_suites(root), root / "plots")
-    (root / "RESULTS.md").write_text(make_report(root))
+    (root / "RESULTS.md").write_text(make_report(root), encoding="utf-8")
     return f"{root / 'RESULTS.md'} and {len(plots)} plots"
 
 
 def make_report(root: pathlib.Path) -> str:
     """The page, of the files in a folder."""
     parts = [INTRODUCTION]
-    for path in _find_results(root):
+    for path in _harness.find_results(root):
         suites = _harness.read_results(path)["suites"]
         machines = list(dict.fromkeys(map(_describe_machine, suites.values())))
         parts += [f"**{_name_machine(machines, machine)}** is {machine}." for machine in machines]
@@ -71,12 +71,6 @@ def make_report(root: pathlib.Path) -> str:
         parts += _describe_compiled(device, root / "results" / name)
     parts += _describe_gpus(root)
     return "\n\n".join(parts) + "\n"
-
-
-def _find_results(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files of this harness: that of the CPU first."""
-    folder = root / "results"
-    return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
 
 
 def _read_suites(root: pathlib.Path) -> dict[str, Any]:
@@ -120,8 +114,10 @@ def _describe_run(measured: dict[str, Any], machine: str) -> str:
     size = " at small sizes" if measured["quick"] else ""
     took = f"{measured['seconds']:.0f} s, {measured.get('process_seconds', 0):.0f} s of them process time"
     said = f"Measured{size} on {measured['date']} on {machine.lower()}, in {took}."
+    if not measured.keys() & {"error", "missing"}:
+        return said
     outcome = _harness.describe_outcome(measured)
-    return said if outcome.endswith("tables") else f"{outcome[0].upper()}{outcome[1:]}. {said}"
+    return f"{outcome[0].upper()}{outcome[1:]}. {said}"
 
 
 def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
@@ -134,7 +130,7 @@ def _describe_compiled(device: str, path: pathlib.Path) -> Iterator[str]:
     if not path.exists():
         yield NOT_MEASURED
         return
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_text(encoding="utf-8"))
     origin = dict(kept["origin"])
     versions = ", ".join(f"{name} {version}" for name, version in origin.items() if name not in ("target", "sources"))
     yield f"Compiled on {kept['date']} for {origin['target']}, with {versions}."

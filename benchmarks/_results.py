@@ -1,6 +1,7 @@
 """What a benchmark measured: tables that a file keeps, whose columns say whether they repeat."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -86,4 +87,14 @@ def print_tables(tables: Iterable[ResultTable], path: str | None = None) -> None
         print(f"\n{made.title}:\n\n{made.to_markdown()}", flush=True)
         kept.append(made.to_dict())
     if path:
-        pathlib.Path(path).write_text(json.dumps(kept, indent=1))
+        pathlib.Path(path).write_text(json.dumps(kept, indent=1), encoding="utf-8")
+
+
+def hash_sources() -> str:
+    """A digest of the benchmarks and of what they measure: figures of another may not be those of these sources."""
+    root = pathlib.Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in ("benchmarks", "jmp_policy"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks._results import hash_sources
 from benchmarks._suites import SUITES, Suite
 
 LIBRARIES = (
@@ -35,15 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured: dict[str, Any] = {**describe_machine(), "tables": []}
     try:
         measure(SUITES[options.name], options.quick, measured, options.path)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         traceback.print_exc()
-        measured["missing"] = error.name or str(error)
+        measured |= _explain_missing(error)
     except Exception as error:
         traceback.print_exc()
         measured["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    measured["process_seconds"] = round(time.process_time(), 1)
-    options.path.write_text(json.dumps(measured))
+    measured["process_seconds"] = round(sum(os.times()[:4]), 1)  # children included
+    options.path.write_text(json.dumps(measured), encoding="utf-8")
     return 1 if "error" in measured else 0
+
+
+def _explain_missing(error: ModuleNotFoundError) -> dict[str, str]:
+    """A library that is not installed is missing; a module of ours that is not there is an error."""
+    is_ours = (error.name or "").partition(".")[0] in ("benchmarks", "jmp_policy")
+    if is_ours:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"missing": error.name or str(error)}
 
 
 def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.Path) -> None:
@@ -53,17 +62,20 @@ def measure(suite: Suite, quick: bool, measured: dict[str, Any], path: pathlib.P
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms, and others' libraries, promote by themselves
         for made in getattr(importlib.import_module(f"benchmarks.{suite.module}"), suite.tables)(quick):
             measured["tables"].append(made.to_dict())
-            path.write_text(json.dumps(measured))
+            path.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def describe_machine() -> dict[str, Any]:
-    """When and on what this is: date, versions and device."""
+    """When and on what this is: date, versions, sources and device."""
     import jax
+
+    import jmp_policy
 
     device = jax.devices()[0]
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "versions": {"python": platform.python_version(), **list_versions()},
+        "versions": {"python": platform.python_version(), "jmp-policy": jmp_policy.__version__, **list_versions()},
+        "sources": hash_sources(),
         "device": {"platform": device.platform, "kind": device.device_kind, "cores": os.cpu_count()},
     }
 

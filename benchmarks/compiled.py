@@ -14,7 +14,6 @@ if nothing has changed since. `read_tables` reads the tables of such a file.
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import pathlib
@@ -26,7 +25,7 @@ import jax
 from benchmarks._compiled import Figures, figures, products
 from benchmarks._compiled_formats import float8, int8
 from benchmarks._compiled_steps import Entry, Row, autocast, half_optimizer, optimizer, small_state, zero_cost
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, hash_sources
 from benchmarks._targets import TARGETS, Target
 
 
@@ -100,7 +99,7 @@ class Measurements:
 
     def __init__(self, target: Target, path: pathlib.Path | None = None):
         self._target, self._path = target, path
-        self._origin = {"target": target.name, **versions(), "sources": _hash_sources()}
+        self._origin = {"target": target.name, **versions(), "sources": hash_sources()}
         self._measured: dict[str, Measured | str] = {}
         self._tables: dict[str, ResultTable] = {}
         if path is not None and path.exists():
@@ -246,15 +245,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _hash_sources() -> str:
-    root = pathlib.Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in ("benchmarks", "jmp_policy"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 if __name__ == "__main__":

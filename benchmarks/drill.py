@@ -27,6 +27,11 @@ from jmp_policy.cli._processes import find_free_port
 
 STEPS = 60
 MOMENTS = "start", "step", "write"
+LOSS_BOUND = 1e-3
+"""By how much the loss may differ that a run ends with, over that of a run that nothing happens to.
+
+How much it is where meshes change, whose sums have other orders, depends on when kills strike.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,9 @@ def drill(scenario: Scenario, kills: int, folder: Path, seed: int) -> Result:
     straight = folder / "straight"
     assert run(scenario, mesh, straight) == 0, "the undisturbed run failed"
     is_same = read_digests(out) == read_digests(straight) if len(scenario.meshes) == 1 else None
-    return Result(done, len(done), is_same, abs(read_loss(out) / read_loss(straight) - 1))
+    loss = abs(read_loss(out) / read_loss(straight) - 1)
+    assert is_same is not None or loss <= LOSS_BOUND, f"over other meshes, the loss differs by {loss:.1e}"
+    return Result(done, len(done), is_same, loss)
 
 
 def choose_signal(rng: random.Random) -> signal.Signals:
@@ -181,7 +188,7 @@ def draw_results(results: Sequence[tuple[Scenario, Result]]) -> ResultTable:
             [kill for kill in result.kills if kill.number == number] for number in (signal.SIGKILL, signal.SIGTERM)
         ]
         lost = [str(max((kill.lost for kill in kills), default=0)) for kills in numbers]
-        same = {True: "yes", False: "no", None: f"loss within {result.loss:.0e}"}[result.is_same]
+        same = {True: "yes", False: "no", None: f"loss same to {LOSS_BOUND:.0e}"}[result.is_same]
         counts = [str(len(kills)) for kills in numbers]
         rows.append([scenario.name, *counts, f"{result.resumes} of {len(result.kills)}", *lost, same])
     header = [

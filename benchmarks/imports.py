@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, print_tables
 
 MODULES = {
     "jax": "jax",
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer libraries and rounds")
-    for made in tables(parser.parse_args(argv).quick):
-        print(f"{made.title}:\n\n{made.to_markdown()}")
+    print_tables(tables(parser.parse_args(argv).quick))
 
 
 if __name__ == "__main__":

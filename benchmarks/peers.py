@@ -25,10 +25,11 @@ from benchmarks._float8_contestants import CONTESTANTS, case, reference_gradient
 from benchmarks._float8_models import MODELS
 from benchmarks._measure import count_operations, median_seconds
 from benchmarks._optimizer_cost import count_bytes
-from benchmarks._peer_problems import Problem
-from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, Make, steps
+from benchmarks._peer_notes import COST_NOTES, Setting, compare_with_ours
+from benchmarks._peer_problems import LARGE_MLP, SMALL_GPT, SMALL_MLP, Problem
+from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, TORCH, UNSCALED, Make, steps
 from benchmarks._quant_contestants import SCHEMES
-from benchmarks._results import ResultTable
+from benchmarks._results import ResultTable, print_tables
 from benchmarks.quant import error_row
 from jmp_policy.demo._gpt import GPTConfig
 
@@ -44,9 +45,9 @@ def tables(quick: bool) -> Iterator[ResultTable]:
         that `benchmarks.faults` has.
     """
     with jax.numpy_dtype_promotion("standard"):
-        trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(GPT, steps=40)
+        trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(SMALL_GPT, steps=40)
         stepping = {dtype: _compile_to_run(trained, dtype) for dtype in ("float32", "float16", "bfloat16")}
-        compiled = [] if quick else [_peer_problems.mlp(512, 6)]
+        compiled = [] if quick else [_peer_problems.mlp(*SMALL_MLP)]
         for dtype in ("float16", "bfloat16"):
             costs = {
                 problem: {name: _cost(problem, make) for name, make in steps(dtype).items()} for problem in compiled
@@ -54,14 +55,11 @@ def tables(quick: bool) -> Iterator[ResultTable]:
             costs[trained] = {name: made and made.cost for name, made in stepping[dtype].items()}
             yield cost_table(dtype, costs)
         if not quick:
-            yield accelerator_table(_peer_problems.mlp(4096, 6))
+            yield accelerator_table(_peer_problems.mlp(*LARGE_MLP))
         yield fault_table(_peer_faults.everyone(quick))
         yield loss_table(trained, stepping)
         if not quick:
-            yield quantized_table(GPT)
-
-
-GPT = GPTConfig(depth=2, context=32)
+            yield quantized_table(SMALL_GPT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +107,7 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
       dtype: of the computations.
       costs: by model and contestant; `None` for who is not installed.
     """
-    rows, notes = [], list(_COST_NOTES[dtype])
+    rows, notes = [], list(COST_NOTES[dtype])
     for problem, by_name in costs.items():
         base = by_name[BY_HAND]
         assert base is not None
@@ -125,7 +123,7 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
                 cells = [*(f"{ratio:.3f}" for ratio in ratios), f"{round(added, 2) + 0.0:.2f}"]  # no -0.00
             rows.append((problem.name, name, *cells))
         rows.append((problem.name, TORCH, *[UNMEASURED] * 5))
-        notes += _who_needs_less(problem.name, found)
+        notes += compare_with_ours(Setting("CPU", dtype, problem.name, problem.sizes), found)
     header = ("model", "by", "operations", "flops", "bytes", "temporaries", "bytes of scale and check")
     title = f"A train step in {dtype}, compiled for this CPU, over the step by hand"
     return ResultTable(f"{dtype} step", title, header, tuple(rows), notes=tuple(notes))
@@ -136,73 +134,6 @@ def _without_check(dtype: str, name: str) -> str:
     if name.startswith(KERAS):
         return KERAS_UNSCALED if dtype == "float16" else KERAS
     return UNSCALED if dtype == "float16" else BY_HAND
-
-
-_ADDED = (
-    "The last column has the bytes that a step reads and writes more than one without a scale and without a check, of"
-    " the same library if that brings the layers, in multiples of the bytes of the parameters."
-)
-
-
-_COST_NOTES = {
-    "float16": (
-        "By hand: float16 layers, a dynamic loss scale, a check of all gradients and a `lax.cond` around AdamW.",
-        "`optax.apply_if_finite` scales no loss, so that small gradients are lost in float16.",
-        _ADDED,
-        "PyTorch AMP runs on the CPU operation by operation: there is no compiled program whose bytes could be read.",
-    ),
-    "bfloat16": (
-        "By hand: bfloat16 layers and AdamW, with no check. jmp and mixed-precision-for-jax always check and select,"
-        " and the latter always scales the loss; Keras does neither.",
-        _ADDED,
-    ),
-}
-
-_COPIES = "by hand, gradients of copies"
-_HALF_GRADIENTS = (
-    "all of its gradients are half. Ours are float32 where the model reads a parameter in float32, as in a norm, or"
-    " casts it at two uses, as the table of the embedding, whose two gradients are summed in float32"
-)
-_NO_UNSCALING = "it unscales nothing"
-_OTHER_LAYERS = "its layers and its AdamW are other programs; the last column has what its scale and check add"
-
-_REASONS = {
-    (_COPIES, "flops"): _HALF_GRADIENTS,
-    (_COPIES, "bytes"): _HALF_GRADIENTS,
-    (_COPIES, "temporaries"): _HALF_GRADIENTS,
-    ("optax.apply_if_finite, no scale", "flops"): _NO_UNSCALING,
-    ("mixed-precision-for-jax", "bytes"): (
-        "XLA copies slices of fewer of its weights into fast memory ahead of their use, and counts those copies: on a"
-        " TPU v5e at width 4096 they are 1.67 times the parameters' bytes, and 2.83 with us; the fusions themselves"
-        " access 8.85, and 8.35 with us"
-    ),
-    (KERAS, "flops"): "its AdamW folds the corrections of both moments into the learning rate",
-    (KERAS, "bytes"): _OTHER_LAYERS,
-    (KERAS, "temporaries"): _OTHER_LAYERS,
-}
-"""Why a step has fewer of something than ours. Those that neither scale nor check do less, and are left out."""
-
-
-def _who_needs_less(model: str, ratios: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Notes on those who need less than we, and on the peer that needs the fewest bytes.
-
-    Args:
-      model: its name.
-      ratios: by contestant, and by what they are of.
-    """
-    ours = ratios[MINIMIZE]
-    peers = {name: its for name, its in ratios.items() if not name.startswith((BY_HAND, OURS, KERAS_UNSCALED))}
-    for name, its in ratios.items():
-        for figure, ratio in its.items():
-            if (name in peers or name == _COPIES) and round(ratio, 3) < round(ours[figure], 3):
-                reason = _REASONS.get((name, figure), "we do not know why")
-                both = f"{ratio:.3f}, {ours[figure]:.3f}"
-                yield f"{model}: {name} has fewer {figure} than `optim.minimize` ({both}): {reason}."
-    if peers:
-        best = min(peers, key=lambda name: peers[name]["bytes"])
-        theirs, mine = (f"{its['bytes']:.3f}" for its in (peers[best], ours))
-        mine = "as many" if mine == theirs else mine
-        yield f"{model}: of all peers, {best} has the fewest bytes, {theirs}; ours {mine}."
 
 
 def accelerator_table(problem: Problem) -> ResultTable:
@@ -219,7 +150,8 @@ def accelerator_table(problem: Problem) -> ResultTable:
         else:
             found = {by: program and figures(target.compile(program)) for by, program in made.items()}
             columns.append(_accelerator_cells(found))
-            notes += [f"{label}, {note}" for note in _who_needs_less(problem.name, _bytes_and_temporaries(found))]
+            setting = Setting(label, "float16", problem.name, problem.sizes)
+            notes += [f"{label}, {note}" for note in compare_with_ours(setting, _bytes_and_temporaries(found))]
     rows = tuple((by, *(cell for column in columns for cell in column[by])) for by in made)
     title = "A train step in float16, compiled for a TPU and an H100 that need not be there"
     return ResultTable("accelerators", title, tuple(header), rows, notes=tuple(notes))
@@ -296,8 +228,8 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
     notes = (
         f"The {problem.name}, after {len(problem.batches)} steps of AdamW from the same weights on the same batches;"
         " the loss of its parameters is computed in float32.",
-        "So few steps show that all train the same model, not who trains better: differences are rounding.",
-        "Process time is of this CPU, which has no arithmetic in float16; it says nothing of an accelerator.",
+        "The loss is that of the first batch. So few steps show that all train the same model, not who trains better.",
+        "Process time is of this CPU; it says nothing of an accelerator.",
     )
     title = "The loss after the same steps, and the time of one"
     return ResultTable("losses", title, header, tuple(rows), timed=(header[-1],), notes=notes)
@@ -382,8 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
-    for made in tables(parser.parse_args(argv).quick):
-        print(f"{made.title}:\n\n{made.to_markdown()}\n", flush=True)
+    print_tables(tables(parser.parse_args(argv).quick))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_a_program_is_compiled_for_each_options_of_the_compiler():
 def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
     path, calls = tmp_path / "cpu.json", []
     compiled.Measurements(_targets.cpu(), path).measure(_entry("a", calls))
-    monkeypatch.setattr(compiled, "_hash_sources", lambda: "changed")
+    monkeypatch.setattr(compiled, "hash_sources", lambda: "changed")
     compiled.Measurements(_targets.cpu(), path).measure(_entry("a", calls))
     assert calls == ["a", "a"]
     assert "is of other sources or versions, and is written anew" in capsys.readouterr().out

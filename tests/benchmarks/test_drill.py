@@ -57,5 +57,5 @@ def test_results_are_a_table():
     rows = [(SCENARIOS[0], Result(kills, 2, True, 0.0)), (SCENARIOS[3], Result(kills[:1], 1, None, 2e-7))]
     assert draw_results(rows).to_markdown().splitlines()[2:4] == [
         "| 1 process, no mesh | 1 | 1 | 2 of 2 | 4 | 0 | yes |",
-        "| 2 processes, other meshes | 1 | 0 | 1 of 1 | 4 | 0 | loss within 2e-07 |",
+        "| 2 processes, other meshes | 1 | 0 | 1 of 1 | 4 | 0 | loss same to 1e-03 |",
     ]

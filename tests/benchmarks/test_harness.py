@@ -5,11 +5,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
+import jmp_policy
 from benchmarks import __main__ as command, _harness, _report, _run
-from benchmarks._results import ResultTable, print_tables
+from benchmarks._results import ResultTable, hash_sources, print_tables
 from benchmarks._suites import SUITES, Suite
 
 TESTED_ELSEWHERE = {
@@ -47,6 +49,35 @@ def test_quick_results_replace_none_at_real_sizes():
         _harness.merge_results(_results(faults=_measured()), {"faults": _measured(quick=True)}, list(SUITES))
 
 
+def test_a_quick_run_that_would_replace_results_at_real_sizes_is_refused_before_it_begins(
+    monkeypatch, tmp_path, capsys
+):
+    path = tmp_path / "results" / "cpu.json"
+    _harness.write_results(path, _results(faults=_measured(), optimizer=_measured(quick=True)))
+    ran = []
+    monkeypatch.setattr(_harness, "run_suites", lambda names, quick, jobs: ran.extend(names) or ())
+    arguments = ["--quick", "--out", str(tmp_path), "--only"]
+    assert command.main([*arguments, "optimizer", "faults"]) == 2
+    assert f"{path} has faults at real sizes. Name another folder: --out DIR." in capsys.readouterr().err
+    assert not ran
+    assert command.main([*arguments, "optimizer"]) == 0
+    assert ran == ["optimizer"]
+
+
+def test_after_an_error_no_other_suite_begins(monkeypatch):
+    begun = []
+
+    def run_suite(name, quick):
+        begun.append(name)
+        time.sleep(0.02)
+        raise ValueError("no more")
+
+    monkeypatch.setattr(_harness, "run_suite", run_suite)
+    with pytest.raises(ValueError, match="no more"):
+        list(_harness.run_suites([f"suite {index}" for index in range(200)], quick=True, jobs=1))
+    assert len(begun) < 200
+
+
 def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
     missing = _measured(missing="qwix") | {"tables": []}
     old = _results(quant=_measured())
@@ -57,7 +88,7 @@ def test_a_library_that_is_missing_here_loses_no_result_from_elsewhere():
 def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     _harness.write_results(first, _results(faults=_measured("1.00", "0.1")))
-    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02")))
+    _harness.write_results(second, _results(faults=_measured("1.00", "9.9", date="2026-02-02", sources="other")))
     assert command.main(["compare", str(first), str(second)]) == 0
     assert "All 2 cells that are not timed agree." in capsys.readouterr().out
     _harness.write_results(second, _results(faults=_measured("1.01", "0.1")))
@@ -69,7 +100,7 @@ def test_runs_are_compared_cell_by_cell_but_not_in_seconds(tmp_path, capsys):
     ("other", "said"),
     [
         (_results(), "faults: only in the first"),
-        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 tables against failed: KeyError: 1"),
+        (_results(faults=_measured(error="KeyError: 1")), "faults: 1 table against failed: KeyError: 1"),
     ],
 )
 def test_suites_that_only_one_run_measured_are_differences(other, said):
@@ -77,7 +108,7 @@ def test_suites_that_only_one_run_measured_are_differences(other, said):
 
 
 def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"layout": 0}')
+    (tmp_path / "a.json").write_text('{"layout": 0}', encoding="utf-8")
     assert command.main(["compare", *[str(tmp_path / "a.json")] * 2]) == 2
     assert "is not a file of results" in capsys.readouterr().err
 
@@ -85,7 +116,7 @@ def test_a_file_of_another_layout_is_refused(tmp_path, capsys):
 def _run_suite(monkeypatch, path, suite):
     monkeypatch.setattr(_run, "SUITES", {"faults": suite})
     status = _run.main(["faults", str(path), "--quick"])
-    return status, json.loads(path.read_text())
+    return status, json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_path):
@@ -98,12 +129,43 @@ def test_a_benchmark_that_fails_says_how_and_keeps_what_it_had(monkeypatch, tmp_
     assert (status, measured["error"]) == (1, "ValueError: no more")
     assert [made["name"] for made in measured["tables"]] == ["first"]
     assert measured["versions"]["jax"]
+    assert measured["versions"]["jmp-policy"] == jmp_policy.__version__
+    assert measured["sources"] == hash_sources()
+
+
+def _import_in_a_suite(monkeypatch, path, statement):
+    def import_it(quick):
+        exec(statement)
+        yield
+
+    monkeypatch.setattr(_harness, "import_it", import_it, raising=False)
+    return _run_suite(monkeypatch, path, Suite("_harness", "?", "import_it"))
 
 
 def test_a_benchmark_whose_library_is_missing_is_no_failure(monkeypatch, tmp_path):
+    status, measured = _import_in_a_suite(monkeypatch, tmp_path / "a.json", "import there_is_no_such.library")
+    assert (status, measured["missing"]) == (0, "there_is_no_such")
+    assert _harness.describe_outcome(measured) == "not measured: needs there_is_no_such"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("import benchmarks._mesure", "ModuleNotFoundError: No module named 'benchmarks._mesure'"),
+        ("import jmp_policy.optimm", "ModuleNotFoundError: No module named 'jmp_policy.optimm'"),
+        ("from benchmarks._harness import run_suit", "ImportError: cannot import name 'run_suit'"),
+        ("from json import lods", "ImportError: cannot import name 'lods' from 'json'"),
+    ],
+)
+def test_an_import_that_is_misspelled_is_a_failure(monkeypatch, tmp_path, statement, said):
+    status, measured = _import_in_a_suite(monkeypatch, tmp_path / "a.json", statement)
+    assert (status, measured.get("missing")) == (1, None)
+    assert measured["error"].startswith(said)
+
+
+def test_a_suite_without_its_module_is_a_failure(monkeypatch, tmp_path):
     status, measured = _run_suite(monkeypatch, tmp_path / "a.json", Suite("there_is_no_such", "?"))
-    assert (status, measured["missing"]) == (0, "benchmarks.there_is_no_such")
-    assert _harness.describe_outcome(measured) == "not measured: needs benchmarks.there_is_no_such"
+    assert (status, measured["error"]) == (1, "ModuleNotFoundError: No module named 'benchmarks.there_is_no_such'")
 
 
 def test_the_page_is_made_of_the_files_alone(tmp_path):
@@ -116,22 +178,27 @@ def test_the_page_is_made_of_the_files_alone(tmp_path):
     assert page.count("\nNot measured") == len(SUITES) - 1 + len(_report.COMPILED) + 1
 
 
+def test_a_failure_whose_message_speaks_of_tables_is_on_the_page(tmp_path):
+    _harness.write_results(tmp_path / "results" / "cpu.json", _results(faults=_measured(error="KeyError: tables")))
+    assert "Failed: KeyError: tables. Measured on" in _report.make_report(tmp_path)
+
+
 def test_the_page_has_what_the_compiler_said(tmp_path):
     origin = {"target": "TPU v5e", "jax": "1.2", "sources": "0"}
     kept = {"date": "2026-03-03", "origin": origin, "tables": _measured()["tables"], "programs": {}}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept))
+    (tmp_path / "results" / "compiled-tpu.json").write_text(json.dumps(kept), encoding="utf-8")
     page = _report.make_report(tmp_path)
     assert "Compiled on 2026-03-03 for TPU v5e, with jax 1.2.\n\n**Steps**\n\n| of | bytes | time |" in page
 
 
 def test_the_page_in_the_repository_is_that_of_its_files():
     """Whoever edits it by hand, or adds results without it, runs `python -m benchmarks report`."""
-    assert (_harness.FOLDER / "RESULTS.md").read_text() == _report.make_report(_harness.FOLDER)
+    assert (_harness.FOLDER / "RESULTS.md").read_text(encoding="utf-8") == _report.make_report(_harness.FOLDER)
 
 
 def test_the_page_in_the_repository_has_its_plots():
-    linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text()))
+    linked = set(re.findall(r"\]\(plots/([^)]*)\)", (_harness.FOLDER / "RESULTS.md").read_text(encoding="utf-8")))
     assert linked == {path.name for path in (_harness.FOLDER / "plots").iterdir()}
     assert "zero_cost.png" in linked
 
@@ -145,7 +212,8 @@ def test_the_command_of_a_benchmark_writes_its_tables_too(tmp_path, capsys):
     made = ResultTable.from_dict(_measured()["tables"][0])
     print_tables([made], str(tmp_path / "tables.json"))
     assert "Steps:\n\n| of | bytes | time |" in capsys.readouterr().out
-    assert [ResultTable.from_dict(kept) for kept in json.loads((tmp_path / "tables.json").read_text())] == [made]
+    kept = json.loads((tmp_path / "tables.json").read_text(encoding="utf-8"))
+    assert list(map(ResultTable.from_dict, kept)) == [made]
 
 
 def test_every_suite_has_a_module():
@@ -171,4 +239,4 @@ def test_a_quick_run_measures_everything(tmp_path):
         for made in map(ResultTable.from_dict, measured["tables"]):
             assert made.rows, (name, made.name)
             assert len(set(made.header)) == len(made.header), (name, made.header)
-    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text()
+    assert "## zero_cost" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")

@@ -30,8 +30,7 @@ def test_an_import_is_measured_in_a_process_of_its_own(tmp_path):
     assert list(tmp_path.rglob("minidom*.pyc"))
 
 
-def test_the_import_adds_at_most_a_twentieth_of_that_of_jax():
+def test_the_import_loads_few_modules_that_jax_does_not():
     [table] = imports.tables(quick=True)
     [row] = [row for row in table.rows if row[0] == "jmp_policy"]
-    assert 1.0 < float(row[1]) <= 1.05  # 1.03 to 1.04
     assert 1 < int(row[3]) <= 40

@@ -1,5 +1,6 @@
 """Peers in one run: they train the same model, and each is really itself."""
 
+import dataclasses
 import functools
 import sys
 
@@ -9,9 +10,20 @@ import numpy as np
 import pytest
 
 import benchmarks
-from benchmarks import _peer_faults, _peer_problems, peers
+from benchmarks import _peer_faults, _peer_notes, _peer_problems, peers
 from benchmarks._compiled import Figures
-from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, MINIMIZE, OURS, TORCH, UNSCALED, steps
+from benchmarks._peer_steps import (
+    BY_HAND,
+    KERAS,
+    KERAS_UNSCALED,
+    MINIMIZE,
+    MPX,
+    OURS,
+    SKIPPING,
+    TORCH,
+    UNSCALED,
+    steps,
+)
 from jmp_policy.demo._gpt import GPTConfig
 
 pytestmark = [
@@ -91,7 +103,7 @@ def _norm_of_difference(a, b):
 @pytest.mark.parametrize("name", [KERAS, TORCH])
 def test_the_gpt_computes_what_it_computes_in_linen(name):
     _require(name)
-    problem = _peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=1, batch=2)
+    problem = _small_gpt()
     x, labels = problem.batches[0]
     expected = problem.loss_in_float32(problem.params)
     if name == TORCH:
@@ -102,9 +114,14 @@ def test_the_gpt_computes_what_it_computes_in_linen(name):
     assert float(loss) == pytest.approx(expected, abs=1e-5)
 
 
+def _small_gpt(steps=1):
+    return _peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=steps, batch=2)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_everybody_computes_in_the_dtype_of_the_table(dtype):
-    problem, short = _peer_problems.mlp(16, 2), {"float16": "f16", "bfloat16": "bf16"}[dtype]
+@pytest.mark.parametrize("make_problem", [lambda: _peer_problems.mlp(16, 2), _small_gpt], ids=["MLP", "GPT"])
+def test_everybody_computes_in_the_dtype_of_the_table(make_problem, dtype):
+    problem, short = make_problem(), {"float16": "f16", "bfloat16": "bf16"}[dtype]
     for name, make in steps(dtype).items():
         try:
             text = make(problem).lower().as_text()
@@ -143,6 +160,21 @@ def test_bad_steps_corrupt_what_the_table_says(name):
     for of_plan, expected in zip(counts.values(), CORRUPTED[name], strict=True):
         corrupted = {part for part, count in of_plan.items() if count.corrupted}
         assert corrupted == expected if name in (BY_HAND, OURS) else corrupted <= expected
+
+
+@pytest.mark.parametrize("name", CORRUPTED)
+def test_everybody_notices_a_bad_step(name):
+    """Its loss scale, or its count of skips, is another than after a good one: the fault has reached the gradients."""
+    _require(name)
+    good, bad = (_list_scale(_everyone()[name], fault) for fault in (None, _peer_faults.FAULT))
+    assert any(not np.array_equal(one, other) for one, other in zip(good, bad, strict=True))
+
+
+def _list_scale(contestant, fault):
+    """The state, of which a step has changed the loss scale and the count of skips alone."""
+    batch = _peer_faults.make_batch(0, contestant.state.params, fault)
+    after, _ = contestant.step(contestant.state, batch)
+    return jax.tree.leaves(contestant.scale_of(contestant.state, after))
 
 
 @pytest.mark.parametrize("name", CORRUPTED)
@@ -201,6 +233,26 @@ def test_notes_say_who_needs_fewer_bytes_than_we_and_why():
     assert "MLP: of all peers, new has the fewest bytes, 0.800; ours 0.900." in notes
 
 
+def test_peers_that_check_are_compared_with_our_step_that_does():
+    ratios = {BY_HAND: 1.0, MINIMIZE: 1.0, SKIPPING: 1.2, "jmp": 1.1, KERAS: 1.05}
+    setting = _peer_notes.Setting("CPU", "bfloat16", "MLP", (16, 2))
+    notes = list(_peer_notes.compare_with_ours(setting, {by: {"bytes": ratio} for by, ratio in ratios.items()}))
+    assert notes == [
+        "MLP: jmp has fewer bytes than `skip_nonfinite` (1.100, 1.200): we do not know why.",
+        f"MLP: of all peers, {KERAS} has the fewest bytes, 1.050; ours 1.000.",
+    ]
+
+
+def test_a_reason_is_given_only_where_it_was_measured():
+    ratios = {BY_HAND: {"bytes": 1.0}, MINIMIZE: {"bytes": 0.9}, MPX: {"bytes": 0.8}}
+    measured = _peer_notes.Setting("TPU v5e", "float16", "MLP", _peer_problems.LARGE_MLP)
+    others = [{"device": "H100"}, {"dtype": "bfloat16"}, {"sizes": _peer_problems.SMALL_MLP}]
+    settings = [measured, *(dataclasses.replace(measured, **other) for other in others)]
+    said = [next(_peer_notes.compare_with_ours(made, ratios | {SKIPPING: {"bytes": 0.9}})) for made in settings]
+    assert ["XLA copies slices" in note for note in said] == [True, False, False, False]
+    assert all(note.endswith(": we do not know why.") for note in said[1:])
+
+
 @pytest.mark.cpu("the figures are those of XLA:CPU")
 def test_a_scale_costs_fewer_bytes_than_with_any_peer():
     problem = _peer_problems.mlp(256, 4)
@@ -236,7 +288,7 @@ def test_losses_are_of_the_parameters_after_all_steps():
 
 
 def test_batches_are_the_same_each_time():
-    made = [_peer_problems.gpt(GPTConfig(width=16, depth=1, heads=2, context=8), steps=2, batch=2) for _ in range(2)]
+    made = [_small_gpt(steps=2) for _ in range(2)]
     jax.tree.map(np.testing.assert_array_equal, made[0].batches, made[1].batches)
     jax.tree.map(np.testing.assert_array_equal, made[0].params, made[1].params)
     x, labels = made[0].batches[0]

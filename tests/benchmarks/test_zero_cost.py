@@ -142,10 +142,24 @@ def test_the_table_says_where_another_is_below_us():
     case = _programs.Case("mlp", "linen", "mixed_float16")
     costs = {"jmp": Cost(2, 2, 2, 2), "DynamicScale": Cost(4, 4, 4, 4)}
     made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 2, 3, 4), costs, 1.0, {})])
-    [note] = [note for note in made.notes if "Ours is above" in note]
-    assert note.startswith(
-        "Ours is above jmp, bytes in 1 of 1 cases, up to 1.50; temporaries in 1 of 1 cases, up to 2.00:"
-    )
+    of_bytes, of_temporaries = [note for note in made.notes if "Ours is above" in note]
+    assert of_bytes.startswith("Ours is above jmp, bytes in 1 of 1 cases, up to 1.50: it skips by a select")
+    assert of_temporaries == "Ours is above jmp, temporaries in 1 of 1 cases, up to 2.00: we do not know why."
+
+
+def test_figures_with_one_reason_share_a_note():
+    case = _programs.Case("mlp", "linen", "mixed_float16")
+    others = {"by hand, no check": Cost(1, 1, 1, 1)}
+    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(2, 2, 1, 1), others, 1.0, {})])
+    each = "in 1 of 1 cases, up to 2.00"
+    assert made.notes[0].startswith(f"Ours is above by hand, no check, operations {each}; flops {each}: that step has")
+
+
+def test_reasons_are_those_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    case = _programs.Case("mlp", "linen", "mixed_float16")
+    made = zero_cost.steps_table([zero_cost.Comparison(case, Cost(1, 1, 2, 1), {"jmp": Cost(1, 1, 1, 1)}, 1.0, {})])
+    assert made.notes[0] == "Ours is above jmp, bytes in 1 of 1 cases, up to 2.00: we do not know why."
 
 
 def test_step_times_have_a_column_where_they_were_measured():
