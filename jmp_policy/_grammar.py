@@ -72,6 +72,9 @@ def parse_policy(text: str) -> Policy:
     if kind:
         example = f"For example: '{kind[0]}{FROM}mixed_bfloat16'."
         _fail(f"{quote(name)} says nothing of the dtypes around it", text, example)
+    if separator := re.search("[:;]", name):
+        remedy = f"Write key=dtype, with commas between. For example: {EXAMPLE!r}."
+        _fail(f"Unknown separator {quote(separator[0])}", text, remedy)
     if "=" in name:
         return _parse_fields(text)
     if name in _INFERRING:

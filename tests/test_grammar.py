@@ -188,6 +188,8 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
          r"^Unknown dtype 'bflaot16' in 'compute=bflaot16' of policy 'params=float32,compute=bflaot16'\. "
          r"Did you mean 'bfloat16'\? For example: 'params=float32,compute=bfloat16,output=float32'\.$"),
         ("parms=f32", r"^Unknown key 'parms' in 'parms=f32' in policy 'parms=f32'\. Did you mean 'params'\? For examp"),
+        ("p=f32; c=f16", r"^Unknown separator ';' in policy 'p=f32; c=f16'\. Write key=dtype, with commas between\. "),
+        ("p:f32,c:f16", r"^Unknown separator ':' in policy 'p:f32,c:f16'\. Write key=dtype, with commas between\. "),
         ("c=f16,f32", r"^'f32' is not a 'key=value' in policy 'c=f16,f32'\. For example: "),
         ("c=f16,", r"^'' is not a 'key=value' in policy 'c=f16,'"),
         ("c=f16,compute=f32", r"^'compute=f32' sets compute_dtype a second time in policy 'c=f16,compute=f32'\."),

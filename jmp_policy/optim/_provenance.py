@@ -105,9 +105,9 @@ def _share(provenance: Provenance, axis_name: Any) -> Provenance:
 
 
 _MISSING = (
-    "This optimizer carries the provenance of its steps, and got {}. Compose numerics.first_nonfinite around the "
-    "gradient, and hand over what it found: (loss, grads), provenance = first_nonfinite(grad_fn)(params, batch), and "
-    "params, opt_state = jmp_policy.optim.step(tx, grads, opt_state, params, provenance=provenance)."
+    "This optimizer carries the provenance of its steps, and got {}. Compose jmp_policy.numerics.first_nonfinite "
+    "around the gradient, and hand over what it found: (loss, grads), provenance = first_nonfinite(grad_fn)(params, "
+    "batch), and params, opt_state = jmp_policy.optim.step(tx, grads, opt_state, params, provenance=provenance)."
 )
 _NOT_CARRIED = (
     "The step was given a provenance, which its state, a {}, does not carry. Make the optimizer with it: "

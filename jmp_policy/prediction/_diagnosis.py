@@ -112,6 +112,11 @@ class _Trial:
         self._masked = {name: self._find_masked(name) for name in ("float16", "bfloat16")}
         self._find_span = functools.cache(lambda row, format: find_span(self.rows[row], format))
 
+    @property
+    def is_of_modules(self) -> bool:
+        """Whether the program calls modules of Flax, and is tried as if it called none."""
+        return self._by == "autocast" and bool(self._observed.types)
+
     def list_values(self, policy: Policy | PolicyMap) -> list[NarrowValue]:
         """The values that a policy has in narrow formats, but for those of which nothing can be lost."""
         written = try_policy(self._observed, policy, self._by)
@@ -248,6 +253,8 @@ def _list_notes(
     if repair.culprits:
         names = ", ".join(path or "(no scope)" for path in repair.culprits)
         yield f"In float32 by .policy_map: {names}."
+    if trial.is_of_modules:
+        yield "For modules that get it from with_policy, which leaves their own operations alone: by='with_policy'."
     if trial.lacks_operations():
         yield "Of the operations only matmuls were measured: collect(..., where='all') sees what lies between them."
     broken = [row for row in trial.rows if row.nans]

@@ -209,6 +209,7 @@ class _Tuner:
             name=self._subject.name,
             low=find_format(self._policy).name,
             kept="float32" if self._base is None else "unquantized",
+            by="with_policy" if self._subject.is_module else "autocast",
         )
 
     def _try(self, indices: frozenset[int]) -> float:

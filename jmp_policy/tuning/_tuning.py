@@ -20,7 +20,7 @@ class Tuning(Report):
     """Which scopes stay out of a policy so that results stay within a tolerance.
 
     Attributes:
-      policy_map: the map, for `autocast` or `with_policy`.
+      policy_map: the map, for `autocast` or `with_policy`, as `by` says.
       scopes: the paths that stay as they were, in float32 or unquantized; the root's is the empty string.
       candidates: all paths that could, the most suspicious first.
       error: the largest relative error under the map.
@@ -32,6 +32,7 @@ class Tuning(Report):
       name: what was tuned.
       low: what the policy makes of numbers, such as `"float16"` or `"int8"`.
       kept: what the scopes stay in, `"float32"` or `"unquantized"`.
+      by: how policies were given, `"autocast"` to a function, `"with_policy"` to a module.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss_fn(weights, x):
@@ -57,6 +58,7 @@ class Tuning(Report):
     name: str
     low: str
     kept: str
+    by: str
 
     @property
     def is_met(self) -> bool:
@@ -157,7 +159,7 @@ class Tuning(Report):
             lines.append(f"The loss scale was {self.loss_scale:g}.")
         if not self.is_minimal:
             lines.append("The budget was spent before the search ended: this is the best map so far.")
-        return [*lines, "As code, from to_code(), for autocast or with_policy:"]
+        return [*lines, f"As code, from to_code(), for {self.by}:"]
 
     def _find_error_without(self, scope: str) -> float:
         """The error of the trial that lacks a scope and keeps most of the others."""

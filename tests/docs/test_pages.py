@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -45,6 +46,16 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(page, tmp_path):
 def test_the_programs_of_a_page_can_be_parsed(page):
     for block in read_blocks(page.read_text(encoding="utf-8")):
         compile(block.code, f"{page}:{block.line}", "exec")
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.rglob("*.md")), ids=lambda page: str(page.relative_to(FOLDER)))
+def test_each_block_of_a_page_has_an_end(page):
+    open_fence = ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if fence := re.match(r" *(```+)(\w*)", line):
+            assert not (open_fence and fence[2]), f"{page}: {line!r} inside of a block"
+            open_fence = "" if open_fence else fence[1]
+    assert open_fence == ""
 
 
 def run(page: pathlib.Path, blocks: list[Block], folder: pathlib.Path) -> list[str]:
