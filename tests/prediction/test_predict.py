@@ -247,6 +247,8 @@ def test_with_policy_is_predicted_as_it_runs():
         stats = observe(jax.value_and_grad(loss(Net())), params, X)
         prediction = predict(stats, HALF, by="with_policy")
         assert prediction.culprits == ("",)  # the product by 3e4 stands in the model itself
+        assert "by='with_policy'" in str(predict(stats, HALF))
+        assert "by='with_policy'" not in str(prediction)
         grad = lambda policy: jax.grad(loss(jmp.with_policy(Net(), policy)))(params, X)
         assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad(HALF)))
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad(prediction.policy_map)))

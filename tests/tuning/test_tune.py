@@ -86,6 +86,7 @@ def test_the_text_says_what_was_found(tuning):
     assert f"1 of 5 scopes of {PLANTED.__qualname__} stay in float32" in shown
     assert "within the tolerance of 2 %" in shown
     assert "    default='params=float32,compute=float16,output=none',\n)" in shown
+    assert "As code, from to_code(), for autocast:\njmp.PolicyMap(" in shown
     assert repr(tuning).startswith("<Tuning: 1 of 5 scopes in float32, error 0.")
     page = tuning._repr_html_()
     assert "<td" in page
@@ -207,6 +208,7 @@ def test_modules_are_tuned_as_with_policy_runs_them(api):
         args, run = (BATCH,), lambda model: model(*args)
     wanted = run(model)
     tuning = jmp.tune(model, args, HALF, tolerance=0.02)
+    assert "As code, from to_code(), for with_policy:" in str(tuning)
     assert 1 <= len(tuning.scopes) <= 2
     assert any("big" in scope or scope == "layers/1" for scope in tuning.scopes)
     assert jnp.linalg.norm(run(jmp.with_policy(model, tuning.policy_map)) - wanted) <= 0.02 * jnp.linalg.norm(wanted)
