@@ -80,8 +80,8 @@ def test_a_run_that_dies_while_it_writes_leaves_the_file_whole(run, tmp_path, mo
     run(lambda key: None, "--only", "products-8192/bfloat16")
     before = _read(tmp_path)
 
-    def write_half(path, text):
-        with path.open("w") as file:
+    def write_half(path, text, encoding):
+        with path.open("w", encoding=encoding) as file:
             file.write(text[: len(text) // 2])
         raise OSError("disk full")
 
