@@ -61,11 +61,10 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
-    if "XLA_FLAGS" not in os.environ:
-        if _may_find_gpu():
-            os.environ["XLA_FLAGS"] = DETERMINISTIC
-        elif config.getoption("markexpr") == QUICK:  # trainings run for long
-            os.environ["XLA_FLAGS"] = UNOPTIMIZED
+    if _may_find_gpu():
+        _add_flags(DETERMINISTIC)
+    elif config.getoption("markexpr") == QUICK:  # trainings run for long
+        _add_flags(UNOPTIMIZED)
     jax.config.update("jax_num_cpu_devices", 8)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # in a worker, from the process that started it
@@ -75,6 +74,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in {"jax_compilation_cache_dir": folder.name, **PROGRAMS}.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
+
+
+def _add_flags(flags: str) -> None:
+    """Adds XLA flags to the environment, unless they are set there."""
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [flag for flag in flags.split() if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
 
 
 def _may_find_gpu() -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
+from properties import examples
 
 import jmp_policy as jmp
 
@@ -83,7 +84,7 @@ def test_gradients_below_float16_survive():
 
 
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_float16_gradients_are_close_to_those_of_float64(weights):
     # d/dw sum(w^2) = 2w: one rounding to float16 (2^-11) of a scaled gradient, exact powers of two otherwise.
     w = np.asarray(weights, np.float16)

@@ -6,7 +6,8 @@ import string
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
@@ -117,7 +118,7 @@ def policy_or_message(text):
 
 
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)))
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_any_text_is_a_policy_or_a_value_error(text):
     policy, message = policy_or_message(text)
     if policy is None:
@@ -153,7 +154,7 @@ accumulates = st.sampled_from([None, "float64"])  # which holds the numbers of a
 
 
 @given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate):
     options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce}
     policy = Policy(param, compute, output, accumulate_dtype=accumulate, **options)
@@ -171,7 +172,7 @@ KNOWN = [*MEANINGS, *(f"{text}_from_bfloat16" for text in QUANTIZED)]
 
 
 @given(st.sampled_from(KNOWN), st.integers(0, 60), st.sampled_from(string.ascii_lowercase))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     mistaken = text[:at] + letter + text[at + 1 :]
     policy, message = policy_or_message(mistaken)

@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 import jmp_policy as jmp
 
@@ -60,7 +61,7 @@ PEERS = {
 
 @pytest.mark.parametrize("peer", PEERS)
 @given(overflows=st.lists(st.booleans(), max_size=20), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_hysteresis_is_that_of_the_peer(peer, overflows, window, hysteresis):
     make_peer, consecutive = PEERS[peer]
     reference = make_peer(window, hysteresis)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 import jmp_policy as jmp
 
@@ -55,7 +56,7 @@ class PythonModel:
     hysteresis=st.integers(1, 3),
     consecutive=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_scale_follows_the_plain_python_model(steps, period, start, floor, ceiling, hysteresis, consecutive):
     ceiling = max(ceiling, floor)
     start = min(max(start, floor), ceiling)
@@ -219,7 +220,7 @@ def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
     # Multiplication and division each round once, 2^-24 relative; twice that much is allowed.
     x = np.asarray(numbers, np.float32)

@@ -8,7 +8,8 @@ import pickle
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy import Policy, PolicyMap
@@ -93,7 +94,7 @@ names = st.sampled_from(["float32", "bfloat16", "mixed_float16", "int8_from_mixe
 @given(
     st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_lookup_follows_the_law_read_aloud(rules, path):
     assert PolicyMap(rules, "float16")[path].name == reference(rules, "float16", path)
 

@@ -12,7 +12,8 @@ import yaml
 import jmp_policy as jmp
 
 ROOT = pathlib.Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, PYTEST = PYPROJECT["project"], PYPROJECT["tool"]["pytest"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -90,10 +91,22 @@ def test_the_tests_run_on_every_python_that_the_package_names():
     assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
 
 
-def test_the_quick_set_leaves_out_what_there_is():
-    options = (ROOT / ".ci" / "quick.args").read_text(encoding="utf-8").split()
-    patterns = [re.fullmatch(r"--ignore(?:-glob)?=(.+)", option)[1] for option in options]
-    assert [pattern for pattern in patterns if not list(ROOT.glob(pattern))] == []
+def test_every_run_selects_by_the_same_markers():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    options = PYTEST["ini_options"]
+    default = re.search(r"-m '([^']*)'", options["addopts"])[1]
+    assert default == "not slow and not exhaustive"
+    assert [f'-m "versions or {default}"' in text for text in (ci, workflow)] == [True, True]
+    known = {re.match(r"\w+", marker)[0] for marker in options["markers"]} | {"hypothesis", "or", "and", "not"}
+    used = {word for expression in re.findall(r'-m "([^"]*)"', ci + workflow) for word in expression.split()}
+    assert used - known == set()
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    command = r"^python3 -m venv \.venv && \.venv/bin/pip install -e '\.\[test\]' && \.venv/bin/pytest$"
+    assert len(re.findall(command, (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)) == 1
+    assert r"grep '\.venv/bin/pytest$' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_only_the_job_that_publishes_may_ask_for_an_identity():

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy._dtypes import dtype_names, parse_dtype
@@ -72,7 +73,7 @@ def test_a_leaf_that_has_the_dtype_is_returned_as_it_is(make):
 
 
 @given(trees, st.sampled_from(HALVES))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_casting_keeps_structure_is_idempotent_and_touches_floats_only(tree, dtype):
     once = cast_floating(tree, dtype)
     assert jax.tree.structure(once) == jax.tree.structure(tree)
@@ -83,7 +84,7 @@ def test_casting_keeps_structure_is_idempotent_and_touches_floats_only(tree, dty
 
 
 @given(st.lists(st.floats(width=64), min_size=1, max_size=20), st.sampled_from(["float16", "bfloat16"]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_numpy_and_jax_round_alike(numbers, dtype):
     array = np.asarray(np.clip(numbers, -1e38, 1e38), np.float32)
     array = np.where(np.abs(array) < np.finfo(np.float32).tiny, np.float32(0), array)  # XLA may flush subnormals
@@ -161,7 +162,7 @@ def test_formats_without_infinities_are_finite_even_where_xla_cannot_compute_in_
 
 
 @given(st.lists(st.lists(st.floats(width=32), max_size=4), max_size=4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_all_finite_agrees_with_numpy(arrays):
     tree = [np.array(a, np.float32) for a in arrays]
     assert bool(jmp.all_finite(tree)) == all(np.isfinite(a).all() for a in tree)

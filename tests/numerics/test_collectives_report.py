@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from meshes import make_mesh
+from properties import examples
 
 from jmp_policy.collectives._compile import partition
 from jmp_policy.collectives._groups import find_group
@@ -157,7 +158,7 @@ def test_a_compiler_that_writes_nothing_down_is_an_error():
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(SIZES, st.data())
 def test_axes_are_found_from_groups_of_devices(sizes, data):
     names = [f"axis{i}" for i in range(len(sizes))]

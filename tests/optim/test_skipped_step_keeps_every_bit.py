@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from optax import contrib
 from optimizer_registry import LARGE, OPTIMIZERS, WAYS, bits, params_of, types
+from properties import examples
 from skip_forms import FORMS, forced
 
 import jmp_policy as jmp
@@ -123,7 +124,7 @@ faults = st.tuples(st.sampled_from([np.inf, -np.inf, np.nan]), st.integers(0, 10
 
 @pytest.mark.parametrize(("name", "way", "form"), CASES)
 @given(history=st.lists(st.none() | faults, max_size=3), fault=faults, seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=5, deadline=None)
+@examples(5)
 def test_bad_step_changes_nothing_but_scale_and_counters(name, way, form, history, fault, seed):
     step, params, state = _step_and_start(name, way, form)
     expected_types = types((params, state))

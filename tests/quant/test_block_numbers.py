@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 from hypothesis.extra import numpy as arrays
 from meshes import make_mesh
 from programs import cost
+from properties import examples
 
 from jmp_policy.quant._block_numbers import (
     Blocks,
@@ -357,7 +358,7 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
         np.testing.assert_array_equal(again.scale.astype(jnp.float32), blocks.scale.astype(jnp.float32))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(strategies.data())
 def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
     shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=4))

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax import lax
+from properties import examples
 from quant_reference import HALF, find_ties, fresh, rounded_rows
 
 from jmp_policy.quant import conv_general_dilated, dot_general, einsum, quantize_array, take
@@ -80,7 +81,7 @@ def dots(draw):
 
 
 @given(dots())
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_any_dot_general_is_that_of_the_integers(case):
     equation, numbers, shapes = case
     x, w = (array(*shape) for shape in shapes)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshes import find_devices
+from properties import examples
 from quant_reference import fresh
 
 import jmp_policy as jmp
@@ -39,7 +40,7 @@ def weights(dtype="float32"):
     st.sampled_from(["int8", "int4/2", "int4/1000", "int4/-1", "mxfp8/2", "mxfp4/2", "nvfp4/2"]),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(shape, channels, summed, format, dtype):
     summed = min(summed, len(shape))
     channels = min(channels, len(shape) - summed)

@@ -1,0 +1,97 @@
+"""Measures the CPU time of tests. With `--budget` the run fails if the default tests exceed it.
+
+CPU time includes collection, all workers and the child processes of tests, which are counted when they end.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+TOTAL = 8 * 60.0
+"""CPU seconds that all default tests may take together, on one Python with empty caches."""
+
+EACH = 2.0
+"""CPU seconds that one default test may take, unless `EXPENSIVE` has it."""
+
+EXPENSIVE: dict[str, str] = {}
+"""Node ids without parameters of tests that may take longer, with the reason."""
+
+SECONDS = pytest.StashKey[dict[str, float]]()
+WORKERS = pytest.StashKey[list[float]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--budget`."""
+    parser.addoption("--budget", action="store_true", help="fail above the CPU time that tests/budget.py allows")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepares the measurements."""
+    config.stash[SECONDS] = {}
+    config.stash[WORKERS] = []
+
+
+def read_cpu_seconds() -> float:
+    """Returns the CPU time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measures one test with its setup and teardown."""
+    before = read_cpu_seconds()
+    result = yield
+    item.config.stash[SECONDS][item.nodeid] = read_cpu_seconds() - before
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands a worker's measurements to the controller; there, fails a run that exceeds the budget."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cpu"] = [read_cpu_seconds(), session.config.stash[SECONDS]]
+    elif session.config.getoption("budget") and find_excess(session.config) and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Collects the measurements of a worker that has ended."""
+    total, seconds = getattr(node, "workeroutput", {}).get("cpu", (0.0, {}))
+    node.config.stash[WORKERS].append(total)
+    node.config.stash[SECONDS].update(seconds)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Says what the tests took and, with `--budget`, what was too much."""
+    if config.getoption("collectonly"):
+        return
+    spent = sum(config.stash[SECONDS].values())
+    terminalreporter.write_line(f"CPU time: {measure_total(config):.0f} s, of which {spent:.0f} s inside tests")
+    if path := os.environ.get("JMP_POLICY_TEST_SECONDS"):
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(f"{seconds:.3f}\t{name}\n" for name, seconds in config.stash[SECONDS].items())
+    if config.getoption("budget"):
+        for line in find_excess(config):
+            terminalreporter.write_line(line, red=True)
+
+
+def measure_total(config: pytest.Config) -> float:
+    """Returns the CPU seconds of the run so far: the workers', if there are any, and this process's."""
+    workers = config.stash[WORKERS]
+    return sum(workers) + os.times().user + os.times().system if workers else read_cpu_seconds()
+
+
+def find_excess(config: pytest.Config) -> list[str]:
+    """Returns a line for each limit that was exceeded."""
+    total = measure_total(config)
+    lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > TOTAL else []
+    for name, seconds in sorted(config.stash[SECONDS].items()):
+        if seconds > EACH and name.partition("[")[0] not in EXPENSIVE:
+            lines.append(
+                f"Over the budget: {name} took {seconds:.1f} CPU seconds, limit {EACH:.0f}. "
+                "Make it cheaper, mark it `slow`, or give a reason in `EXPENSIVE` of tests/budget.py."
+            )
+    return lines
