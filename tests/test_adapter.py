@@ -127,6 +127,7 @@ def test_setup_runs_under_a_hook_that_asks_for_it():
     assert ("", "setup") in methods
 
 
+@pytest.mark.sample(1)
 def test_hook_runs_inside_of_the_casts_of_linen_and_outside_of_those_of_nnx(case):
     adapter, make = case
     calls = []
@@ -151,6 +152,7 @@ def _drawn(args):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_abstract(leaf) else leaf, args)
 
 
+@pytest.mark.slow
 def test_quantization_is_described_while_the_call_runs(case):
     adapter, make = case
     found = {}

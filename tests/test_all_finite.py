@@ -55,6 +55,7 @@ def _with(bad, position, array):
     return spoilt
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_one_bad_number_is_seen_in_arrays_of_any_size(size, dtype):
@@ -80,6 +81,7 @@ def test_many_large_numbers_are_finite(dtype):
     assert all_finite(np.full(100_003, jnp.finfo(dtype).max, dtype))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUSED)
 def test_bad_numbers_are_seen_through_what_xla_fuses_into_the_check(name):
     """The array is compared with itself as it is without the check beside it, which is what training would use."""
@@ -100,6 +102,7 @@ def test_an_overflow_in_what_is_checked_is_not_folded_away():
     assert jax.jit(jmp.all_finite)(large)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", BAD)
 def test_layouts_of_large_arrays_are_seen_through(bad):
     matrix = _with(bad, 64 * 65 + 3, _draw(100 * 65, "float32")).reshape(100, 65)

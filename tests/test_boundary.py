@@ -57,6 +57,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("apply", [as_function, as_decorator])
 @pytest.mark.parametrize("transform", TRANSFORMATIONS)
 def test_a_transformed_function_is_the_hand_written_one(transform, apply):
@@ -302,6 +303,7 @@ def test_keep_must_name_arguments():
         jmp.with_policy(lambda: 0, MIXED, keep=["y"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("give", [jmp.with_policy, jmp.autocast])
 def test_a_policy_by_keyword_gives_a_decorator(give):
     @give(policy="p=f32,c=bf16,o=f16")

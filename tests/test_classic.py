@@ -101,6 +101,7 @@ def of_nnx(make):
     return program_of_nnx(make(plain) if make else plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "rules"),
     [

@@ -68,6 +68,7 @@ CONSTRUCTORS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "dtype"), CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_class_inside_gets_the_policy(make, dtype):
     policied = jmp.with_policy(make, POLICY)
@@ -117,6 +118,7 @@ def test_module_in_a_partial_gets_the_policy():
     assert call.func.layer.dtype == jnp.bfloat16
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("factory", "kind"),
     [

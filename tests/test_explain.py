@@ -21,6 +21,7 @@ def test_what_is_no_module_is_refused(target):
         jmp.explain(target, jax.ShapeDtypeStruct((2, 4), "float32"))
 
 
+@pytest.mark.slow
 def test_explain_is_there_before_rich_is_loaded():
     heavy = "{'rich', 'jmp_policy.explanation'}"
     code = f"import sys, jmp_policy as jmp; print(jmp.explain.__name__, {heavy} & {{*sys.modules}})"

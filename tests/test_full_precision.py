@@ -12,6 +12,7 @@ import jmp_policy as jmp
 MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("inputs", "inside", "outside"),
     [
@@ -65,6 +66,7 @@ def test_keyword_and_nested_inputs_are_widened():
     assert fun({"x": jnp.float16(1)}, k=np.float16(1)) == ("float32", "float32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "transform",
     [

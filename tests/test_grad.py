@@ -31,6 +31,7 @@ def loss_fn(w, x=2.0):
     return jnp.sum((w * x) ** 2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale", SCALES, ids=repr)
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0), -1])
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -44,6 +45,7 @@ def test_it_is_value_and_grad_of_jax(scale, argnums, has_aux):
     jax.tree.map(np.testing.assert_array_equal, grads, jax.grad(fun, argnums, has_aux)(W, 3.0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -83,6 +85,7 @@ def test_gradients_below_float16_survive():
     np.testing.assert_allclose(grads, 1e-8, rtol=2**-10)  # float16 rounds 1e-8 * 2^15 once
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
 @examples(25)
 def test_float16_gradients_are_close_to_those_of_float64(weights):
@@ -138,6 +141,7 @@ def minimized(fun, w, scale):
     return jmp.optim.minimize(fun, tx)(w, tx.init(w))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [SCALES[0], SCALES[2]], ids=["no scale", "a scale"])
 @pytest.mark.parametrize("way", HALF_LOSSES)
@@ -201,6 +205,7 @@ def test_policies_and_none_pass_through_the_differentiated_tree():
     assert grads["none"] is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("bad", "has_aux"),
     [

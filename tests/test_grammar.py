@@ -179,6 +179,7 @@ def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     assert policy or any(remedy in message for remedy in ("Did you mean", "For example", "Known are"))
 
 
+@pytest.mark.sample(57)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

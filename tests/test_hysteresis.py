@@ -59,6 +59,7 @@ PEERS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("peer", PEERS)
 @given(overflows=st.lists(st.booleans(), max_size=20), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
 @examples(30)

@@ -16,6 +16,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
 
 
+@pytest.mark.slow
 def test_only_its_own_few_modules_are_loaded():
     code = "import sys, jax; before = set(sys.modules)\nimport jmp_policy\nprint(*(set(sys.modules) - before))"
     loaded = run(code).split()
@@ -23,6 +24,7 @@ def test_only_its_own_few_modules_are_loaded():
     assert len(loaded) <= 31
 
 
+@pytest.mark.slow
 def test_use_on_functions_loads_nothing_heavy():
     loaded = run(
         "import sys, jmp_policy as jmp, numpy as np\n"
@@ -32,6 +34,7 @@ def test_use_on_functions_loads_nothing_heavy():
     assert [name for name in loaded if name.split(".")[0] in HEAVY] == []
 
 
+@pytest.mark.slow
 def test_import_calls_at_most_a_fortieth_of_the_functions_that_jax_calls():
     """Seconds would depend on the machine, and on what else it does: they are a fiftieth of jax's."""
     compileall.compile_dir(Path(jmp.__file__).parent, quiet=2)  # as pip leaves an installed package, and has left jax
@@ -47,6 +50,7 @@ def test_import_calls_at_most_a_fortieth_of_the_functions_that_jax_calls():
     assert float(run(code)) <= 1 / 40  # 0.013
 
 
+@pytest.mark.slow
 def test_flax_and_optax_are_loaded_when_they_are_asked_for():
     loaded = run("import sys, jmp_policy as jmp\njmp.optim\nprint('optax' in sys.modules, 'flax' in sys.modules)")
     assert loaded.split() == ["True", "False"]
@@ -76,6 +80,7 @@ FIRST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST)
 def test_the_first_function_of_a_process_is_traced_once(name):
     """What is loaded while JAX traces may change what its caches depend on."""
@@ -90,6 +95,7 @@ def test_the_first_function_of_a_process_is_traced_once(name):
     assert printed.split() == ["1"]
 
 
+@pytest.mark.slow
 def test_what_is_loaded_later_compiles_nothing_again():
     """The number of JAX's contexts is part of the key of every jit cache: see `_contexts.py`."""
     assert run(

@@ -81,6 +81,7 @@ def test_cast_to_half_and_full(jmp):
     assert jmp.cast_to_full({"w": np.ones(2, np.float16)})["w"].dtype == np.float32
 
 
+@pytest.mark.sample(1)
 @every_library
 def test_all_finite(jmp):
     assert jmp.all_finite(None)
@@ -148,6 +149,7 @@ def test_dynamic_loss_scale_takes_positional_arguments(jmp):
     assert len(jax.tree.leaves(defaults)) == 2
 
 
+@pytest.mark.sample(1)
 @every_library
 def test_dynamic_loss_scale_moves_alike(jmp):
     scale = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(0), 2, 2, jnp.float32(2))
@@ -174,6 +176,7 @@ def test_loss_scale_is_the_type_of_all_three(jmp):
         assert isinstance(scale, jmp.LossScale)
 
 
+@pytest.mark.sample(1)
 @every_library
 def test_the_train_step_of_jmps_readme(jmp):
     policy = jmp.Policy(compute_dtype=jmp.half_dtype(), param_dtype=jnp.float32, output_dtype=jnp.float32)
@@ -234,6 +237,7 @@ def test_equal_dynamic_scales_are_equal(jmp):
     assert scale.adjust(jnp.array(True)) != scale
 
 
+@pytest.mark.slow
 @every_library
 @pytest.mark.filterwarnings("ignore:(min_)?loss_scale=0 ")  # which is a trap, and taken all the same
 def test_zeros_and_whole_floats_are_taken(jmp):

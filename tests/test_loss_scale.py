@@ -123,6 +123,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "operation",
     [
@@ -219,6 +220,7 @@ def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
     assert (float(unscaled.real), float(unscaled.imag)) == (np.inf, 2.0)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
 @examples(60)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):

@@ -34,6 +34,7 @@ def unscaled():
     return grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 10, 15])
 def test_gradients_and_state_are_those_without_a_loss_scale(unscaled, exponent):
     assert_same(gradient(jmp.DynamicLossScale(2.0**exponent)), unscaled)
@@ -74,6 +75,7 @@ def used_twice():
     return compiled(lambda v: {way: jmp.grad(loss, loss_scale=SCALE)(v) for way, loss in TWICE.items()})(VARIABLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", TWICE)
 def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(used_twice, way):
     expected = state_after(VARIABLES, joined(FIRST, SECOND))
@@ -91,6 +93,7 @@ def minimized(loss):
     return lambda variables: jmp.optim.minimize(loss, tx)(variables, tx.init(variables))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "differentiate",
     [lambda f: jmp.grad(f, loss_scale=jmp.NoOpLossScale()), lambda f: jmp.grad(f, loss_scale=SCALE), minimized],
@@ -127,6 +130,7 @@ def test_only_state_that_is_differentiated_is_combined_by_max():
     assert [dtype == jnp.float32 for dtype in seen] == [False, True]
 
 
+@pytest.mark.slow
 def test_the_members_of_an_ensemble_have_a_state_each():
     variables = stacked(VARIABLES, variables_of(seed=5))
     grad = lambda loss: jmp.grad(loss, loss_scale=jmp.NoOpLossScale())
@@ -174,6 +178,7 @@ def bare(batch):
     return lambda state: loss_fn({**VARIABLES, STATE: {"used": state}}, batch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_state_is_known_wherever_it_stands(unscaled, place):
     place, back = PLACES[place]
@@ -189,6 +194,7 @@ def test_bare_state_has_the_amax_of_true_gradients_and_a_scan_takes_the_largest(
     assert_same(steps, state_after(VARIABLES, joined(FIRST, SECOND))["used"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jmp.optim.loss_scaled(tx, SCALE)], ids=["adam", "scaled"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_overwrites_state_wherever_it_stands(place, wrap):
@@ -200,6 +206,7 @@ def test_a_step_overwrites_state_wherever_it_stands(place, wrap):
     assert not jnp.array_equal(back(params)["params"]["used"], VARIABLES["params"]["used"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place):
     place, back = PLACES[place]

@@ -27,6 +27,7 @@ FUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNS)
 def test_a_parameter_is_a_copy_only_where_all_of_it_is_one_cast(name):
     fun, dtype = FUNS[name]

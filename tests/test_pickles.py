@@ -31,6 +31,7 @@ def same(run, thing, other):
     return bool((out == again).all())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_what_has_a_policy_comes_back_out_of_a_pickle(case):
     make, run = CASES[case]
@@ -38,6 +39,7 @@ def test_what_has_a_policy_comes_back_out_of_a_pickle(case):
     assert same(run, thing, pickle.loads(pickle.dumps(thing)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES | BY_VALUE)
 def test_what_has_a_policy_comes_back_out_of_a_pickle_by_value(case, by_value):
     make, run = (CASES | BY_VALUE)[case]
@@ -63,6 +65,7 @@ def test_a_function_that_came_out_of_a_pickle_casts_at_its_outermost_call(by_val
     assert by_value(recurse)(X, 1) == "float32"
 
 
+@pytest.mark.slow
 def test_a_class_does_not_take_what_is_remembered_with_it(by_value):
     class Net(pickled.Net):
         pass

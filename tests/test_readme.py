@@ -36,6 +36,7 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_standard_promotion")
 def test_every_python_block_runs(capsys):
     names = run(BLOCKS)
@@ -44,6 +45,7 @@ def test_every_python_block_runs(capsys):
     assert names["stats"].rows()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_standard_promotion")
 def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
     names = run(BLOCKS[:2])
@@ -55,6 +57,7 @@ def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
     assert (logits != names["MLP"]().apply(variables, x)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_standard_promotion")
 def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
     """A loss in bfloat16 is a warning, which is an error here."""
@@ -113,6 +116,7 @@ def test_the_page_of_a_package_says_what_its_functions_say():
     assert doctest.testmod(hatch_build).failed == 0
 
 
+@pytest.mark.slow
 def test_the_metadata_has_the_readme_as_it_is_on_a_package_page():
     command = [sys.executable, "-m", "hatchling", "metadata"]
     metadata = json.loads(subprocess.run(command, cwd=README.parent, check=True, capture_output=True, text=True).stdout)

@@ -30,6 +30,7 @@ def words():
     return words[~np.isnan(words.view(np.float32))]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounded_is_the_nearest_half_precision_number(words, dtype):
     x = words.view(np.float32)
@@ -61,6 +62,7 @@ def test_a_split_nan_stays_visible():
     assert np.isnan(join_float32(high, low)).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("number", [1.004, -1.0001, 3e-6, 0.1, 65000.3])
 def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
@@ -72,6 +74,7 @@ def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
     assert abs(got.mean() - np.float64(x[0])) <= (above - below) * 2.0**-13
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [0, 2**15, 2**16 - 1])
 def test_what_needs_no_rounding_is_left_alone_by_stochastic_rounding(words, dtype, bits):
@@ -80,6 +83,7 @@ def test_what_needs_no_rounding_is_left_alone_by_stochastic_rounding(words, dtyp
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(x.astype(dtype)).view(np.uint16))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_rounding_keeps_nan(dtype):
     assert np.isnan(round_stochastically(jnp.full(2**16, jnp.nan), dtype, ALL_BITS).astype(jnp.float32)).all()

@@ -18,6 +18,7 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_the_program_is_the_one_by_hand(name, policy):
     """The same text: the same results, gradients, costs and new variables, to the bit."""
@@ -29,6 +30,7 @@ def test_the_program_is_the_one_by_hand(name, policy):
     assert ours == by_hand
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_and_variables_are_those_without_a_policy(name):
     architecture = ARCHITECTURES[name]

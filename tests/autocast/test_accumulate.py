@@ -107,6 +107,7 @@ def products(fun, *args, platform):
     return collections.Counter(re.sub(r"(\d+x)+", "", kind) for kind in found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_every_product_has_half_operands_and_sums_in_float32(fun):
     w = make_weights()
@@ -115,6 +116,7 @@ def test_every_product_has_half_operands_and_sums_in_float32(fun):
             assert set(products(grad, w, X, platform=platform)) == {HALF}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_gradients_are_as_near_to_float64_as_without_or_nearer(fun):
     w = make_weights()
@@ -126,6 +128,7 @@ def test_gradients_are_as_near_to_float64_as_without_or_nearer(fun):
         assert error(found, true) < 1.1 * error(plain[name](w, X), true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_logits_and_the_gradient_of_their_weight_are_within_1e4_of_float64(compute):
     x, w, bias, cotangent = draw(16, 256), draw(256, 100, scale=1 / 16), draw(100), draw(16, 100)
@@ -156,6 +159,7 @@ def primitives(fun, *args):
     return [(step.name, str(step.results[0].aval.dtype)) for step in walk(jax.make_jaxpr(fun)(*args).jaxpr)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("follow", "kept"),
     [
@@ -201,6 +205,7 @@ def test_a_sigmoid_that_a_logarithm_reads_stays_in_float32():
     assert np.isfinite(jmp.autocast(loss, WIDE)(w, x)).all()
 
 
+@pytest.mark.slow
 def test_a_rule_for_the_head_alone_gives_logits_that_were_never_rounded():
     class Net(nn.Module):
         @nn.compact
@@ -236,6 +241,7 @@ def test_half_models_hand_over_their_sums_too():
     assert found.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_eager_jitted_and_vmapped_results_are_equal():
     w = make_weights()
     fun = jmp.autocast(mlp, WIDE)
@@ -246,6 +252,7 @@ def test_eager_jitted_and_vmapped_results_are_equal():
     assert error(grads, jax.grad(lambda w: fun(w, X)[..., 0].sum())(w)) < 1e-2
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_products_of_half_as_well():
     w = make_weights()
     penalty = lambda w, x: jnp.sum(jax.grad(sum_of(mlp), 1)(w, x) ** 2)
@@ -263,6 +270,7 @@ def test_there_is_no_forward_mode_outside():
     assert inside(w).dtype == jnp.float32
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_gradients_are_those_of_one_device_in_shard_map(kind, inside):
@@ -357,12 +365,14 @@ def test_an_audit_counts_half_products_and_finds_nothing_wrong():
     assert "no findings" in str(report)
 
 
+@pytest.mark.slow
 def test_statistics_are_of_the_unrounded_logits():
     w = make_weights()
     result, _ = jmp.numerics.collect(jmp.autocast(mlp, WIDE))(w, X)
     np.testing.assert_allclose(result, jmp.autocast(mlp, WIDE)(w, X), atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_prediction_follows_the_policy():
     """A logit above the largest number of float16 is lost where it is rounded, and nowhere else."""
     w, x = {"head": jnp.full((16, 24), 300.0)}, jnp.full((4, 16), 100.0)
@@ -387,6 +397,7 @@ class Block(nnx.Module):
         return self.head(x + self.attention(self.norm(x)))
 
 
+@pytest.mark.slow
 def test_a_transformer_of_nnx_is_nearer_to_its_float32_self():
     block = Block(nnx.Rngs(0))
     loss = lambda block, x: jnp.mean(jax.nn.log_softmax(block(x))[..., 0])

@@ -71,6 +71,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_all_that_counts_as_a_function_runs_low(name):
     fun = FUNCTIONS[name]
@@ -155,6 +156,7 @@ def test_equal_policies_share_rewritten_bodies():
     assert body(LOW) is not body("params=float32,compute=float16,output=none")
 
 
+@pytest.mark.slow
 def test_the_function_has_the_name_of_its_package_and_loads_it_when_it_is_needed():
     code = (
         "import sys, jmp_policy as jmp\nassert 'jmp_policy.interpreter' not in sys.modules\n"

@@ -60,6 +60,7 @@ def linen_state():
     return variables, TX.init(variables["params"])
 
 
+@pytest.mark.slow
 def test_a_linen_train_step_keeps_the_dtypes_of_all_state(linen_state):
     key = jax.random.key(2)
     plain = jax.eval_shape(linen_step, *linen_state, key)
@@ -74,6 +75,7 @@ def test_all_products_of_a_linen_train_step_are_low(linen_state):
     assert dtypes(program) == ["bfloat16"] * 5
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_linen_train_step_computes_in_float32(linen_state):
     variables, opt_state = linen_state
     new, new_opt, loss, grads, _ = jax.jit(autocast(linen_step, LOW))(variables, opt_state, jax.random.key(2))
@@ -130,6 +132,7 @@ def nnx_program(fun, *objects):
     return jax.make_jaxpr(pure)(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [LOW, PolicyMap({"head": "float32"}, LOW)], ids=["policy", "map"])
 def test_what_a_function_of_nnx_modules_writes_lands_in_them(policy):
     model = Twin(nnx.Rngs(0))
@@ -154,6 +157,7 @@ def test_a_whole_nnx_train_step_runs_low_and_keeps_its_state_in_float32():
     assert [aval.dtype for aval in cast.out_avals] == [aval.dtype for aval in plain.out_avals]
 
 
+@pytest.mark.slow
 def test_an_nnx_train_step_trains_in_jit_and_is_traced_once():
     traces = []
 
@@ -183,6 +187,7 @@ def test_gradients_of_an_autocasted_function_of_nnx_modules_are_those_of_the_par
     assert found == [{jnp.dtype("float32")}]
 
 
+@pytest.mark.slow
 def test_a_method_of_an_nnx_module_writes_to_it():
     model = Twin(nnx.Rngs(0))
     autocast(model.__call__, LOW)(X)

@@ -61,6 +61,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformation_outside_gives_the_program_by_hand(name):
     transform = TRANSFORMS[name]
@@ -70,6 +71,7 @@ def test_a_transformation_outside_gives_the_program_by_hand(name):
     assert ours == by_hand
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformation_inside_runs_its_products_in_half(name):
     ours = jax.jit(autocast(TRANSFORMS[name](layer), BFLOAT16))
@@ -83,6 +85,7 @@ def matmul_dtypes(fun, *args):
     return [str(step.eqn.outvars[0].aval.dtype) for step in walk(program) if step.name == "dot_general"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["grad", "hessian", "remat", "grad_of_scan", "jvp"])
 def test_derivatives_inside_come_close_to_float32(name):
     transform = TRANSFORMS[name]

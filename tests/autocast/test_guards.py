@@ -49,6 +49,7 @@ EPSILONS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("guarded", EPSILONS.values(), ids=EPSILONS)
 def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, half):
@@ -58,6 +59,7 @@ def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, ha
     np.testing.assert_allclose(gradient, exact_gradient, rtol=2e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("chosen", [
     lambda h: jnp.concatenate([h, jnp.full((1, 8), 1e-8)]),
     lambda h: jnp.pad(h, 1, constant_values=1e-8),
@@ -68,6 +70,7 @@ def test_a_small_constant_among_others_stays_what_it_is(chosen):
     np.testing.assert_array_equal(np.min(found), np.float32(1e-8))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("bounded", [
     lambda h: jnp.minimum(h, 1 - 1e-7),
@@ -81,6 +84,7 @@ def test_a_result_is_within_its_bounds(bounded, half):
     np.testing.assert_array_equal(found, bounded(filled(2000)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_an_epsilon_beside_one_keeps_a_logarithm_finite(half):
     found = under(half, lambda h: jnp.log(1 + 1e-6 - h))(filled(1))
@@ -99,6 +103,7 @@ LARGE = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
 def test_a_large_number_that_is_no_mask_means_itself(large):
     value, gradient = with_gradient(under("float16", large), EYE)

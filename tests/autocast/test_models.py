@@ -39,6 +39,7 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", autocast.HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_matmul_is_half_forward_and_backward_on_gpus_and_tpus(name, half):
@@ -60,6 +61,7 @@ def test_a_step_costs_what_it_costs_by_hand(half, bound):
     assert ratios.temporaries <= 1.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_layer_returns_float32(name):
     """What is kept for the backward pass are these outputs: half of them would be half of the memory."""

@@ -53,6 +53,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_objects_that_are_not_differentiated_may_be_read(transform):
     weight, model = jnp.ones((16, 16)), teacher()
@@ -64,12 +65,14 @@ def test_objects_that_are_not_differentiated_may_be_read(transform):
     assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("loss", "model"), [(merged_loss, nnx.state), (loss_fn, nnx.clone)], ids=["state", "merged"])
 def test_a_state_and_a_merged_model_may_be_read(loss, model):
     gradient = jax.grad(jmp.autocast(loss, MIXED))(jnp.ones((16, 16)), model(teacher()), X)
     assert gradient.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_what_is_written_lands_and_all_else_stays():
     model = teacher()
     model.train()
@@ -116,6 +119,7 @@ def distilled(student, teacher, x, labels):
     return 4 * soft + optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_under_autocast():
     keys = jax.random.split(jax.random.key(0), 2)
     student = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip(("up", "down"), keys, strict=True)}

@@ -188,6 +188,7 @@ def params():
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key", ["first", "first/fc", "blocks", "blocks/fc", "remat/fc", "jit/fc", "vmap/fc", "head", Turn]
 )
@@ -244,6 +245,7 @@ class Setup(nn.Module):
         return self.pair(x)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("method", "key", "expected"),
     [
@@ -292,6 +294,7 @@ def nnx_products(fun, model):
     return products(jax.make_jaxpr(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
 )
@@ -402,6 +405,7 @@ def test_an_autocast_inside_another_decides_for_itself():
     assert [dtype for _, dtype in products(program)] == ["bfloat16", "float32", "float16", "bfloat16"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("outer", [jmp.numerics.audit, lambda fun: autocast(fun, PolicyMap({nnx.Linear: LOW}))])
 def test_rules_by_type_reach_modules_of_nnx_inside_another_look_at_them(outer):
     net = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))

@@ -72,6 +72,7 @@ def test_nothing_is_kept_in_float32(half, platform):
     assert not kept(jmp.autocast(after_a_matmul(attend), policy(half)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, 0, (0, 1)])
 @pytest.mark.parametrize("half", HALVES)
 def test_its_error_is_one_rounding(half, axis, platform):
@@ -96,6 +97,7 @@ def test_its_error_is_one_rounding(half, axis, platform):
     assert (np.abs(half_of(change) - exact_change) <= bound).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_a_row_of_masked_logits_is_what_it_is_in_float32(half, platform):
     allowed = (jnp.arange(64) < 3) & (jnp.arange(32) > 0)[:, None]
@@ -116,6 +118,7 @@ def test_each_platform_is_lowered_to_its_own_form(half):
     assert count("tpu") == count("cpu") + 1 == count("cuda") + 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fun",
     [
@@ -132,6 +135,7 @@ def test_what_is_not_that_softmax_is_written_out(fun):
     np.testing.assert_allclose(cast(x), after_a_matmul(fun)(x), atol=0.03)
 
 
+@pytest.mark.slow
 def test_two_of_them_in_a_row_and_under_vmap_and_remat():
     twice = after_a_matmul(lambda x: jax.nn.softmax(jax.nn.softmax(x) @ EYE) @ EYE)
     x = logits()
@@ -143,6 +147,7 @@ def test_two_of_them_in_a_row_and_under_vmap_and_remat():
         assert jax.jit(jax.grad(lambda x, cast=cast: cast(x).sum()))(x).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("deviation", [10, 50])
 def test_the_gradient_of_a_saturated_softmax_is_that_of_float32_inside(half, deviation, platform):

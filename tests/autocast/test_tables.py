@@ -44,6 +44,7 @@ def absent_here() -> set[str]:
     return UNTIL_0_10 | UNTIL_0_11 | ONLY_IN_0_11
 
 
+@pytest.mark.slow
 def test_every_primitive_is_in_a_table_or_is_interpreted(primitives):
     assert primitives - set(WRITERS) - set().union(*TABLES.values()) == set()
 

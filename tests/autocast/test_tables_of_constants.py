@@ -41,6 +41,7 @@ def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):
     assert np.all(masked <= -65504)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "bias",
@@ -82,6 +83,7 @@ def test_a_comparison_with_a_constant_is_exact():
     assert np.all(under("bfloat16", lambda h: h > 0.1)(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", [lax.cumprod, lax.cumsum])
 def test_what_accumulates_errors_in_bfloat16_has_those_of_float32(operation):
     rng = np.random.default_rng(0)
@@ -112,6 +114,7 @@ def test_a_user_may_move_one_loss_out_of_the_package():
     ]
 
 
+@pytest.mark.slow
 def test_a_package_imported_after_autocast_was_applied_is_found():
     script = """
 import sys, jax.numpy as jnp, jax, jmp_policy as jmp

@@ -77,6 +77,7 @@ def test_ratios_of_nothing_to_nothing_are_one():
     assert ratios == _compiled.Figures(2.0, 1.0, 1.5, float("inf"), 1.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "module", "install"),
     [
@@ -100,6 +101,7 @@ def _entry(name, calls, error=None):
     return _compiled_steps.Entry(name, make)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     path, calls = tmp_path / "cpu.json", []
     first = compiled.Measurements(_targets.cpu(), path)
@@ -143,6 +145,7 @@ def test_a_file_keeps_the_tables_that_are_complete_with_their_date_and_versions(
     assert {"target": "CPU", "jax": jax.__version__}.items() <= written["origin"].items()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_the_figures_that_are_kept_are_of_tables_that_there_are(target):
     path = pathlib.Path(compiled.__file__).with_name("results") / f"compiled-{target}.json"
@@ -182,6 +185,7 @@ def test_every_program_of_the_tables_has_one_name():
         assert len({row.unit is None for row in rows}) == 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what qwix and Flax import
 @pytest.mark.parametrize("name", ["float8", "int8"])
 def test_programs_in_8_bits_are_made(name):

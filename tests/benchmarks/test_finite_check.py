@@ -7,6 +7,7 @@ from benchmarks import finite_check
 pytestmark = pytest.mark.cpu("the figures are those of XLA:CPU")
 
 
+@pytest.mark.slow
 def test_isfinite_misses_nothing_and_writes_a_byte_for_each_number():
     figures = finite_check.measure(finite_check.CHECKS["isfinite(x).all()"], "float32")
     assert figures["missed"] == 0
@@ -14,6 +15,7 @@ def test_isfinite_misses_nothing_and_writes_a_byte_for_each_number():
     assert figures["temporaries"] <= 0.3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["isfinite(max(abs(x)))", "sum(x * 0) == 0", "sum(x - x) == 0"])
 def test_cheaper_checks_miss_something(name):
     """If one of them stops doing so, XLA has changed, and the choice can be made again."""

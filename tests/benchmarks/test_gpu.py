@@ -237,6 +237,7 @@ def test_peak_memory_is_read_before_what_a_row_is_compared_with_is_there(monkeyp
     assert log == ["second", "peak_bytes_in_use", "first"]
 
 
+@pytest.mark.slow
 def test_the_command_works_in_little(tmp_path, capsys):
     assert gpu.main(["--tiny", "--only", "products-8192/", "--results", str(tmp_path)]) == 0
     [path] = tmp_path.glob("*-tiny.json")

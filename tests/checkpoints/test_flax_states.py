@@ -123,6 +123,7 @@ def test_a_train_state_goes_on_as_every_other(saved, target):
     assert jnp.isfinite(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "target"), [("mixed_float16", "float8"), ("float8", "masters")])
 def test_a_new_train_state_becomes_another(saved, target):
     state, like = fresh_state(saved, seed=0).replace(step=2), fresh_state(target)
@@ -207,6 +208,7 @@ def test_an_nnx_model_goes_on_as_every_other(saved, target):
     assert int(goes_on[1].step[...]) == 2
 
 
+@pytest.mark.slow
 def test_an_nnx_model_and_its_optimizer_become_others():
     saved = new_model("mixed_float16", 0)
     target = new_model("kahan", 1)

@@ -63,6 +63,7 @@ def _trained(optimizer, way):
         return tx, _train(tx, _fresh(tx), 0, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("way", ["8 bits", "random"])
 def test_a_run_that_is_restored_goes_on_bit_for_bit(way, saver):
@@ -82,6 +83,7 @@ def test_orbax_and_flax_restore_into_the_state_itself():
         assert_same(checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: _fresh(tx))), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "float32"])
@@ -125,6 +127,7 @@ def test_half_parameters_and_their_masters_keep_their_moments():
     assert 0 < differ < 0.02
 
 
+@pytest.mark.slow
 def test_an_abstract_target_and_one_of_nnx_are_converted():
     _, saved = _trained("adamw", "float32")
     tx = WAYS["8 bits"](OPTIMIZERS["adamw"]())

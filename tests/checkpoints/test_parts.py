@@ -111,6 +111,7 @@ def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
 KINDS = ["int8", "int4/32", "mxfp8", "mxfp4/2", "nvfp4"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
@@ -121,6 +122,7 @@ def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     assert_same(jmp.convert_state(variables, jax.eval_shape(lambda: target)), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("kind", [*KINDS, "int4/-1", "int4/2", "mxfp8/2", "nvfp4/2"])
 def test_saved_numbers_stay_or_become_the_floats_that_they_stand_for(kind, saver):
@@ -130,6 +132,7 @@ def test_saved_numbers_stay_or_become_the_floats_that_they_stand_for(kind, saver
     assert_same(jmp.convert_state(raw, ones), {"dense": {"kernel": weight["dense"]["kernel"].dequantize()}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_numbers_of_several_channels_are_read_in_their_layout(kind):
     weight = jmp.quant.quantize(
@@ -139,6 +142,7 @@ def test_saved_numbers_of_several_channels_are_read_in_their_layout(kind):
     assert_same(new["q"]["kernel"], weight["q"]["kernel"].dequantize())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("one", "other"), [("int8", "int4/32"), ("mxfp8", "int8"), ("mxfp4/16", "nvfp4"), ("int4/32", "mxfp4")]
 )

@@ -47,6 +47,7 @@ def check_error(capsys, message):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_report_is_printed_with_the_formats_that_were_asked_for(capsys):
     assert main([*PRODUCT, "--formats", "float8_e5m2", "int8", "--of", "forward"]) == 0
     shown = capsys.readouterr().out
@@ -73,6 +74,7 @@ def test_json_is_one_document_and_nothing_else(capsys):
     assert [key for key in [*document, *row] if key not in shown] == []
 
 
+@pytest.mark.slow
 def test_a_page_and_a_plot_are_written_where_they_are_wanted(folder, capsys):
     assert main([*PRODUCT, "--of", "forward", "--html", "page.html", "--plot", "plot.png"]) == 0
     page = (folder / "page.html").read_text(encoding="utf-8")

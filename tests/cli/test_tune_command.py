@@ -45,6 +45,7 @@ NAME = "tuned_module"
 NET = ["tune", f"{NAME}:net", "--args", f"{NAME}:arguments"]
 
 
+@pytest.mark.slow
 def test_the_map_is_printed_as_code(capsys):
     assert main(NET) == 0
     shown = capsys.readouterr().out
@@ -53,6 +54,7 @@ def test_the_map_is_printed_as_code(capsys):
     assert "1 of 3 scopes of net stay in float32" in shown
 
 
+@pytest.mark.slow
 def test_json_is_one_document_and_its_keys_are_in_the_help(capsys):
     assert main([*NET, "--json"]) == 0
     captured = capsys.readouterr()
@@ -78,6 +80,7 @@ def test_a_page_a_plot_and_the_trials_are_written(folder, capsys):
     assert (folder / "trials.jsonl").read_text(encoding="utf-8") == trials
 
 
+@pytest.mark.slow
 def test_a_module_and_a_metric_are_taken(capsys):
     assert main(["tune", f"{NAME}:model", "--args", f"{NAME}:inputs", "--tolerance", "0.1"]) == 0
     assert "scopes of Linear can go to float16" in capsys.readouterr().out
@@ -85,6 +88,7 @@ def test_a_module_and_a_metric_are_taken(capsys):
     assert "'big'" in capsys.readouterr().out
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

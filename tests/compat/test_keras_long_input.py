@@ -40,6 +40,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_error_does_not_repeat_a_long_input(call):
     with pytest.raises((TypeError, ValueError)) as error:

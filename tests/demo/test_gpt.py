@@ -27,6 +27,7 @@ def linen_params_as_nnx(params: dict) -> dict:
     return renamed
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_compute_the_same_from_the_same_parameters():
     linen_model = _gpt_linen.GPT(CONFIG)
     params = linen_model.init(jax.random.key(0), TOKENS)["params"]
@@ -44,6 +45,7 @@ def test_no_byte_sees_a_later_one():
     assert (logits[:, 5:] != changed[:, 5:]).any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_attention_stays_in_its_dtype_under_jit(dtype):
     heads = jax.random.normal(jax.random.key(0), (1, 4, 2, 8), dtype)
@@ -52,6 +54,7 @@ def test_attention_stays_in_its_dtype_under_jit(dtype):
     np.testing.assert_array_equal(attended[:, 0], heads[:, 0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_every_matmul_is_in_half_under_a_mixed_policy(policy):
     model = jmp.with_policy(_gpt_nnx.GPT, policy)(CONFIG, rngs=nnx.Rngs(0))

@@ -134,6 +134,7 @@ class Reached(Exception):
 REDUCED = "params=float32,compute=bfloat16,output=bfloat16,reduce=float32"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("policy", "dtype"),

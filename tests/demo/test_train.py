@@ -44,6 +44,7 @@ def stop_after(monkeypatch):
     return press
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     result, text = tiny.run(folder)
@@ -78,6 +79,7 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
@@ -92,6 +94,7 @@ def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_
     assert (folder / "resumed" / "summary.json").read_bytes() == (folder / "run" / "summary.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)
@@ -133,6 +136,7 @@ def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monke
     assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
     tiny.run(folder, steps=3, out=folder / "longer")
@@ -145,6 +149,7 @@ def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder
         tiny.run(folder, steps=2, out=folder / "longer", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_run_killed_before_its_first_checkpoint_begins_again(folder):
     straight, _ = tiny.run(folder)
@@ -265,6 +270,7 @@ def test_on_a_device_for_float32_half_precision_is_shown_all_the_same_and_said_t
     assert RunFolder(folder / "run").read_config().policy.name == "mixed_float16"
 
 
+@pytest.mark.slow
 def test_a_run_that_only_overflows_says_that_it_is_stuck_and_shows_since_when(folder, monkeypatch):
     monkeypatch.setattr(train_module, "make_trainer", make_overflowing_trainer)
     stuck = r"Training is stuck: the last 12 steps were skipped.*Step 12 was skipped\. .* in the backward pass"

@@ -118,6 +118,7 @@ def test_a_package_that_is_not_there_has_no_version(monkeypatch):
     assert list_versions()["no_such_package"] == "not installed"
 
 
+@pytest.mark.slow
 def test_a_diagnosis_is_json(monkeypatch):
     monkeypatch.setattr("jmp_policy.doctor._diagnosis.choose_sizes", lambda platform: choose_tiny())
     plain = json.loads(json.dumps(diagnose().to_dict(), allow_nan=False))

@@ -75,6 +75,7 @@ def in_this_file(locations):
     return {location for location in locations if location.startswith(__file__)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -99,6 +100,7 @@ def without_a_loop(x, w):  # the eager gradient of a loop compiles each time, in
     return layer(jax.jit(layer)(x, w)[0], w)[0].sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fun", [autocast(network, BFLOAT16), jax.grad(autocast(without_a_loop, BFLOAT16))], ids=["value", "gradient"]
 )
@@ -133,6 +135,7 @@ def test_eager_calls_free_what_is_done_with():
     assert max(alive) <= 3  # the argument, what the last equation read, what it made
 
 
+@pytest.mark.slow
 def test_programs_are_forgotten_with_what_was_made_of_them():
     program = jax.make_jaxpr(lambda x: layer(x, W))(X)
     kept = weakref.ref(program)
@@ -169,6 +172,7 @@ def test_references_of_the_caller_are_written():
         np.testing.assert_allclose(ref[...], jnp.tanh(X @ W), atol=0.02)
 
 
+@pytest.mark.slow
 def test_tracing_is_linear_in_equations():
     few, many = calls_of_tracing(100), calls_of_tracing(1000)
     assert many < 10.5 * few

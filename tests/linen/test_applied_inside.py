@@ -151,6 +151,7 @@ def test_a_jitted_function_is_traced_once_for_all_callers_under_one_rule():
     assert len(traces) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["cls", "cls/.*", Head, "cls/decoder"])
 def test_rule_reaches_a_layer_that_runs_through_apply_inside_another_module(key):
     body, transform, decoder = matmul_dtypes(under(MaskedLM(), {key: "float32"}), IDS)
@@ -183,6 +184,7 @@ def test_unused_rule_inside_such_a_layer_is_reported():
     assert message == "policy rule 'cls/decodre' matches no module; the closest path is 'cls/decoder'"
 
 
+@pytest.mark.slow
 def test_model_with_a_tied_head_is_that_written_by_hand():
     class ByHand(nn.Module):
         @nn.compact
@@ -259,6 +261,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_place_is_known_inside_lifted_transforms(transform, held):
@@ -269,6 +272,7 @@ def test_place_is_known_inside_lifted_transforms(transform, held):
         assert matmul_dtypes(under(Blocks(transform(Block)), {"second/layer": "float32"}), x) == [BF16, F32]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_lifted_transforms_inside_keep_the_place(transform):
     class Tied(nn.Module):
@@ -296,6 +300,7 @@ def test_jitted_modules_that_are_equal_but_for_the_place_of_their_caller_do_not_
     assert matmul_dtypes(model, jnp.ones((2, 16))) == [BF16, F32]
 
 
+@pytest.mark.slow
 def test_bound_module_is_nowhere_else_when_a_call_is_over():
     layer = jmp.with_policy(nn.Dense(16, name="layer"), MIXED)
     bound = layer.bind(layer.init(KEY, jnp.ones((2, 16))))
@@ -322,6 +327,7 @@ def test_delayed_float8_leaves_a_layer_that_keeps_no_state_wide():
     assert row.quantization == "left: it runs through .apply without state to scale by, and would lose what it made"
 
 
+@pytest.mark.slow
 def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_layer():
     class Caller(nn.Module):
         @nn.compact
@@ -334,6 +340,7 @@ def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_
     assert (out == alone.apply(variables, x)).all()
 
 
+@pytest.mark.slow
 def test_calibration_names_the_layers_around_one_that_runs_through_apply():
     int8 = "int8(min_size=0)_from_float32"
     model = jmp.with_policy(MaskedLM(), jmp.PolicyMap({"embed": "float32"}, int8))

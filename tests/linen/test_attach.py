@@ -103,6 +103,7 @@ def subclass_of_decorated():
     return Sub()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [instance, decorated, by_decorator, subclass_of_decorated])
 def test_everything_inside_computes_in_compute_dtype(make):
     dtypes = traced_dtypes(make(), X)
@@ -145,6 +146,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["setup", "compact"])
 def test_submodule_made_with_a_policy_keeps_names_and_computes_in_it(place):
     model = Outer(place)
@@ -170,6 +172,7 @@ def test_dtype_that_the_author_wrote_wins():
     assert (dtypes["low"], dtypes["exact"]) == (BF16, F32)
 
 
+@pytest.mark.slow
 def test_default_dtype_of_a_field_is_not_taken_for_the_authors():
     class Defaulted(nn.Module):
         dtype: Any = jnp.float32
@@ -183,6 +186,7 @@ def test_default_dtype_of_a_field_is_not_taken_for_the_authors():
     assert traced_dtypes(explicit, X)["dense"] == jnp.float16
 
 
+@pytest.mark.slow
 def test_fields_are_as_written_when_the_call_is_over():
     class Author(nn.Module):
         def setup(self):
@@ -212,6 +216,7 @@ def test_rule_does_not_narrow_the_inputs_of_a_layer_whose_dtype_its_author_wrote
 
 
 class TestMap:
+    @pytest.mark.slow
     def test_rules_by_path_pattern_and_type_hold_inside_what_they_cover(self):
         rules = jmp.PolicyMap({"encoder": "float16", r".*caler?": "float32", nn.Dense: "float32"}, "mixed_bfloat16")
         dtypes = traced_dtypes(jmp.with_policy(Net(), rules), X)
@@ -219,6 +224,7 @@ class TestMap:
         assert dtypes["scale"] == dtypes["scale/scale"] == F32
         assert dtypes["head"] == F32
 
+    @pytest.mark.slow
     def test_rule_reaches_a_layer_whose_dtype_came_down_from_a_policied_module(self):
         rules = jmp.PolicyMap({"encoder/down": "float32"}, "mixed_bfloat16")
         dtypes = traced_dtypes(jmp.with_policy(Net(), rules), X)
@@ -249,11 +255,13 @@ class TestMap:
         with pytest.warns(UserWarning, match=r"policy rule 'haed' matches no module; the closest path is 'head'"):
             model.init(KEY, X)
 
+    @pytest.mark.slow
     def test_hidden_rule_is_named_with_the_one_that_hides_it(self):
         model = jmp.with_policy(Net(), jmp.PolicyMap({"encoder": "float16", "encoder/up": "float32"}, "mixed_bfloat16"))
         with pytest.warns(UserWarning, match=r"policy rule 'encoder/up' decides nothing: the earlier rule 'encoder'"):
             model.init(KEY, X)
 
+    @pytest.mark.slow
     def test_open_dtype_of_a_rule_is_that_of_the_inputs(self):
         model = jmp.with_policy(Net(), jmp.PolicyMap({"head": "infer"}, "infer"))
         variables = model.init(KEY, X)
@@ -342,6 +350,7 @@ class Table(nn.Module):
 class TestOwnPolicyOfASubmodule:
     """A policied module inside another: whatever is asked of it, it answers under its own policy."""
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("ask", [lambda t, x: t.weights, lambda t, x: t._product(x), lambda t, x: t(x)])
     def test_holds_for_setup_and_private_methods_too(self, ask):
         class Reader(nn.Module):
@@ -379,6 +388,7 @@ class TestJit:
         outs = [apply(jmp.with_policy(Net(), spec), variables, X) for spec in ("float16", "bfloat16", "float32")]
         assert [out.dtype for out in outs] == [jnp.float16, BF16, F32]
 
+    @pytest.mark.slow
     def test_jitted_submodule_is_traced_for_each_policy(self):
         inner = nn.jit(Project)
 
@@ -392,6 +402,7 @@ class TestJit:
             assert jmp.with_policy(Jitted(), spec).apply(variables, X).dtype == jnp.dtype(spec)
         assert Jitted().apply(variables, X).dtype == F32
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("rule", ["first", "second", "second/up", ".*/down"])
     def test_jitted_siblings_of_equal_fields_each_have_the_policy_of_their_place(self, rule):
         inner = nn.jit(Project)
@@ -435,6 +446,7 @@ class Block(nn.Module):
 
 
 class TestTransforms:
+    @pytest.mark.slow
     @pytest.mark.parametrize("transform", [nn.remat, nn.jit, nn.checkpoint])
     def test_transformed_submodules_compute_in_compute_dtype(self, transform):
         class Model(nn.Module):
@@ -451,6 +463,7 @@ class TestTransforms:
         assert "dot_general" in (text := str(jax.make_jaxpr(model.apply)(variables, X)))
         assert "f32[2,4] = dot_general" not in text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("policy", "out_dtype"),
         [("mixed_bfloat16", BF16), (jmp.PolicyMap({"blocks": "p=f32,c=bf16,o=f32"}, "p=f32,c=f32,o=none"), F32)],
@@ -468,6 +481,7 @@ class TestTransforms:
         assert variables["params"]["blocks"]["Dense_0"]["kernel"].shape == (3, 4, 4)
         assert model.apply(variables, X).dtype == out_dtype
 
+    @pytest.mark.slow
     def test_vmapped_submodule(self):
         class Ensemble(nn.Module):
             @nn.compact
@@ -492,6 +506,7 @@ def test_normalized_weights_are_left_to_the_layer_they_wrap():
     assert model.apply(variables, X).dtype == BF16
 
 
+@pytest.mark.slow
 def test_running_statistics_and_counters_are_never_narrowed():
     class Stateful(nn.Module):
         @nn.compact
@@ -517,6 +532,7 @@ def test_matmuls_run_at_the_policys_precision():
     assert "HIGHEST" not in str(jax.make_jaxpr(nn.Dense(2).apply)(variables, X))
 
 
+@pytest.mark.slow
 def test_default_policy_is_captured_when_the_policy_is_applied():
     with jmp.use_policy("mixed_bfloat16"):
         model = jmp.with_policy(nn.Dense(2))
@@ -574,6 +590,7 @@ class TestModelsOfOneClass:
         def __call__(self, x):
             return [self.kind(name=name)(x).dtype for name in self.names]
 
+    @pytest.mark.slow
     def test_type_rule_for_one_does_not_reach_the_other(self):
         rules = jmp.PolicyMap({self.Mixer: "float16"}, "p=f32,c=bf16,o=none")
         mixer, attention = (jmp.with_policy(self.Outer(kind), rules) for kind in (self.Mixer, self.Attention))

@@ -304,6 +304,7 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)
 def test_quantization_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(format, dense, conv):
     class Blocks(nn.Module):
@@ -331,6 +332,7 @@ def test_quantization_of_a_kernel_in_code_of_a_users_own():
 AS_NUMBERS = "int8(min_size=0), computed with as numbers: no policy can replace the function that it multiplies by"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "said"),
     [

@@ -92,6 +92,7 @@ def _dtypes(tree):
     return {path: x.dtype for path, x in jax.tree.leaves_with_path(tree)}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "spec"), [*itertools.product(LAYERS, POLICIES), *itertools.product(REPRESENTATIVE, OTHERS)]
 )
@@ -108,6 +109,7 @@ def test_layer_is_the_program_by_hand(name, spec):
     assert _dtypes(updated) == _dtypes({name: variables[name] for name in updated})
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name, spec):
@@ -130,6 +132,7 @@ DRAWN = [name for name in LAYERS if not name.startswith(("WeightNorm", "Spectral
 DRAWN = [name for name in DRAWN if " " not in name or name in ("RNN of LSTM cells", "SelfAttention with a cache")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DRAWN)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
     plain, half = LAYERS[name].make(), jmp.with_policy(LAYERS[name].make(), "bfloat16")

@@ -79,6 +79,7 @@ def error(found, true):
     return np.linalg.norm(found - true) / np.linalg.norm(true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_return_and_hand_back_unrounded_sums(name, param_dtype):
@@ -99,6 +100,7 @@ def test_layers_return_and_hand_back_unrounded_sums(name, param_dtype):
     assert error(plain, true[0]) > 1e-3  # which is what it is for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_inside_of_a_model_layers_return_the_compute_dtype(name):
     layer, x = LAYERS[name]
@@ -121,6 +123,7 @@ def test_inside_of_a_model_layers_return_the_compute_dtype(name):
     np.testing.assert_array_equal(out, 2 * np.float32(rounded.apply(params, x, method=method_of(name))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "x"), [(Net(), X), (Tied(), jnp.arange(6))], ids=["net", "tied"])
 def test_a_model_hands_over_what_its_last_layer_summed(model, x):
     variables = model.init(jax.random.key(0), x)
@@ -131,6 +134,7 @@ def test_a_model_hands_over_what_its_last_layer_summed(model, x):
     assert jmp.with_policy(model, "p=f32,c=bf16,o=f16,a=f32").apply(variables, x).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_results_that_were_computed_with_are_rounded_ones():
     class Two(nn.Module):
         @nn.compact
@@ -145,6 +149,7 @@ def test_results_that_were_computed_with_are_rounded_ones():
     np.testing.assert_array_equal(out["a"], out["again"][0])
 
 
+@pytest.mark.slow
 def test_a_rule_gives_the_head_alone_unrounded_sums():
     policies = jmp.PolicyMap({"head": WIDE}, "p=f32,c=bf16,o=f32")
     variables = Net().init(jax.random.key(0), X)
@@ -175,6 +180,7 @@ def test_what_an_author_wrote_is_left_alone():
         assert programs[0] == programs[1]
 
 
+@pytest.mark.slow
 def test_methods_of_an_authors_subclass_find_the_compute_dtype():
     class Residual(nn.Dense):
         @nn.compact
@@ -204,6 +210,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_compute_the_same_eagerly_and_under_jit(name):
     model = jmp.with_policy(TRANSFORMS[name](), WIDE)
@@ -236,6 +243,7 @@ class Mixed(nn.Module):
         return Net()(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_products_of_a_step_have_half_operands_on_accelerators(platform):
     model = jmp.with_policy(Mixed(), WIDE)
@@ -246,6 +254,7 @@ def test_products_of_a_step_have_half_operands_on_accelerators(platform):
     assert ("bf16", "bf16", "f32") in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Dense", "Einsum", "attend", "Conv"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_layers_hand_over_unrounded_sums(name, format):
@@ -260,6 +269,7 @@ def test_quantized_layers_hand_over_unrounded_sums(name, format):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_scaled_losses_of_float16_keep_small_gradients_and_show_overflow():
     model = jmp.with_policy(Net(), "p=f32,c=f16,o=f32,a=f32")
     variables = model.init(jax.random.key(0), X)
@@ -272,6 +282,7 @@ def test_scaled_losses_of_float16_keep_small_gradients_and_show_overflow():
     assert not bool(jmp.all_finite(overflown))
 
 
+@pytest.mark.slow
 def test_an_open_compute_dtype_is_told_by_the_inputs():
     model = jmp.with_policy(nn.Dense(8, use_bias=False), "p=f32,c=none,o=f32,a=f32")
     variables = model.init(jax.random.key(0), X)

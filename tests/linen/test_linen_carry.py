@@ -109,6 +109,7 @@ def test_carry_given_by_name_keeps_its_dtypes():
     assert dtypes(model, carry, SEQUENCE) == ["float32", "int32", "bfloat16"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", ["float32", "p=f32,c=bf16,o=bf16", "p=f32,c=bf16,o=f32"])
 @pytest.mark.parametrize("kind", [nn.SimpleCell, nn.LSTMCell])
 def test_cell_under_a_rule_of_a_map_scans_whatever_the_rule_says(kind, spec):
@@ -141,6 +142,7 @@ def test_what_is_no_step_of_a_cell_is_left_alone():
         assert dtypes(model, SEQUENCE, SEQUENCE) == ["bfloat16", "bfloat16"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [

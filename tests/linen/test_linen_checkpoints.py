@@ -82,6 +82,7 @@ def assert_stored_as(restored, stored):
     assert dtypes(restored.opt_state.loss_scale) <= {"float32", "int32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "restoring"), PAIRS)
 def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(saved, saving, restoring):
     folder, states = saved
@@ -90,6 +91,7 @@ def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(sa
     assert_cast(restored, states[saving])
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(("saving", "restoring"), PAIRS)
 def test_bytes_of_flax_serialization_are_cast_to_the_dtypes_of_another_policy(saved, saving, restoring):
     _, states = saved
@@ -100,6 +102,7 @@ def test_bytes_of_flax_serialization_are_cast_to_the_dtypes_of_another_policy(sa
     assert_cast(restored, states[saving])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("restoring", ["float32", "mixed_bfloat16", "bfloat16", "float16"])
 def test_parameters_restored_without_a_target_are_cast_to_the_param_dtype(saved, restoring):
     folder, states = saved
@@ -108,6 +111,7 @@ def test_parameters_restored_without_a_target_are_cast_to_the_param_dtype(saved,
     assert_cast(params, states["map"].params)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("saving", "restoring"), [("float32", "float16"), ("float16", "bfloat16")])
 def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, saving, restoring):
     """The target has the kind that was saved; the new policy's then takes its place."""
@@ -137,6 +141,7 @@ def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(sav
     assert_cast(restored, kernel)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -62,6 +62,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_has_the_policy(name):
     assert computes_in_bfloat16(CALLS[name]())
@@ -86,6 +87,7 @@ def _first_columns(table):
     return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", VIEWS)
 def test_flax_shows_the_same_with_and_without_a_policy(name):
     ours, plain = VIEWS[name](MODEL), VIEWS[name](Coder())

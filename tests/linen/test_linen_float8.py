@@ -47,6 +47,7 @@ def _gradients(case, module, variables):
     return jax.make_jaxpr(jax.grad(loss))(variables)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
     case = CASES[name]
@@ -60,6 +61,7 @@ def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
     assert (products > 0) == (in_8_bits > 0)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_beside_the_variables_of_layers_fit_for_it(name):
     case = CASES[name]
@@ -73,6 +75,7 @@ def test_state_is_beside_the_variables_of_layers_fit_for_it(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {jnp.dtype("float32")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [CURRENT, BY_ROW])
 def test_current_scaling_has_no_state(policy):
     case = CASES["attention"]
@@ -81,6 +84,7 @@ def test_current_scaling_has_no_state(policy):
     assert float8_products(_gradients(case, model, abstract_variables("attention")).jaxpr) == 12
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LEFT)
 def test_layer_of_odd_sizes_is_what_it_is_without_float8(name):
     layer = LAYERS[name]
@@ -108,6 +112,7 @@ def test_layer_of_odd_sizes_is_what_it_is_without_float8(name):
     assert gradients(DELAYED) == gradients(PLAIN)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "policy", [DELAYED, CURRENT, BY_ROW, "float8/4(weight_grad=false,min_size=0)_from_mixed_bfloat16"]
 )
@@ -163,6 +168,7 @@ class Body(nn.Module):
 CURRENT_FORMAT = CURRENT.partition("_from_")[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "quantization", "states"),
     [

@@ -156,6 +156,7 @@ def _max(*states):
     return jax.tree.map(lambda *leaves: np.max(leaves, axis=0), *states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*USES, "plain grad", "bound", "mutable", "around"])
 def test_state_of_a_layer_used_twice_is_the_maximum_over_its_uses(states, name):
     unrolled = states["unrolled"]
@@ -244,6 +245,7 @@ def test_tables_and_captures_of_flax_have_the_state_beside_the_parameters():
     assert [leaf.dtype for leaf in jax.tree.leaves(captured)] == [jnp.float32] * 3
 
 
+@pytest.mark.slow
 def test_state_of_a_sharded_batch_is_that_of_one_device():
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     x = jnp.concatenate([X, 5 * X, -2 * X, X])

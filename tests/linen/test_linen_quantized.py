@@ -73,6 +73,7 @@ def relative_error(tree, reference):
     return max(np.linalg.norm(np.float64(x) - np.float64(y)) / np.linalg.norm(np.float64(y)) for x, y in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "names", "bound"),
     [
@@ -93,6 +94,7 @@ def test_training_computes_what_the_quantized_weights_compute(policy, names, bou
     assert {name: error for name, error in errors.items() if not 1e-4 < error < bound} == {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [INT8, INT4, MXFP8])
 def test_variables_are_those_of_the_module_without_a_policy(policy):
     names = ["Dense", "DenseGeneral over two axes", "Einsum", "Embed", "attention", "scan of rematerialised layers"]
@@ -104,6 +106,7 @@ def test_variables_are_those_of_the_module_without_a_policy(policy):
     assert jax.jit(lambda: make(policy)).lower().as_text() == jax.jit(lambda: make(without)).lower().as_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "left_alone",
     [
@@ -144,6 +147,7 @@ def einsum_by_hand(params, x, format):
     return out + params["bias"].astype(x.dtype)[:, None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [INT8, INT4])
 @pytest.mark.parametrize(
     ("name", "by_hand"),
@@ -165,6 +169,7 @@ TRAINED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "bound"),
     [(INT8, 0.05), (INT4, 0.35), (MXFP8, 0.15), ("mxfp4/8(min_size=0)_from_float32", 0.6)],
@@ -182,6 +187,7 @@ def test_gradients_pass_straight_through_to_the_floating_weights(policy, bound):
     assert {n: e for n in TRAINED if not (e := relative_error(found[n], expected[n])) < bound} == {}
 
 
+@pytest.mark.slow
 def test_gradients_of_shards_sum_to_that_of_the_whole_batch():
     model = jmp.with_policy(Scanned(), INT8)
     params = variables_of_all()["scan of rematerialised layers"]["params"]
@@ -223,6 +229,7 @@ class Block(nn.Module):
         return nn.Dense(8, name="head")(x)
 
 
+@pytest.mark.slow
 def test_map_gives_each_module_its_own_format():
     rules = jmp.PolicyMap({"attention": INT4, "head|embed": "mixed_bfloat16"}, INT8)
     variables = jax.jit(lambda: quant.quantize(Block().init(jax.random.key(0), TOKENS), rules))()

@@ -22,6 +22,7 @@ def dense():
     return variables, nn.Dense(8).apply(variables, X)
 
 
+@pytest.mark.slow
 def test_each_policy_of_one_jitted_function_has_its_own_program(dense):
     variables, plain = dense
     specs = [INT8, "int4/4(min_size=0)_from_float32", "int8(activations=false,min_size=0)_from_float32", "float32"]
@@ -46,6 +47,7 @@ def test_jitted_siblings_have_the_format_of_their_own_rule():
     assert [dtype for _, dtype in found] == ["bfloat16", "int8"]
 
 
+@pytest.mark.slow
 def test_attention_decodes_into_its_cache():
     layer = nn.MultiHeadDotProductAttention(2, decode=True)
     model = jmp.with_policy(layer, INT8)
@@ -56,6 +58,7 @@ def test_attention_decodes_into_its_cache():
     assert quantized[1]["cache"]["cached_key"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_submodule_with_a_policy_of_its_own_is_quantized_alone():
     class Outer(nn.Module):
         @nn.compact

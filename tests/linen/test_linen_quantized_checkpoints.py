@@ -38,6 +38,7 @@ def assert_same(restored, saved):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), restored, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_of_flax_serialization_restore_into_an_abstract_target(variables, policy):
     saved = quant.quantize(variables, policy)
@@ -77,6 +78,7 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), saved)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy, tmp_path):
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
@@ -93,12 +95,14 @@ def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy
         assert {shard.data.shape[-1] for shard in array.addressable_shards} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mxfp8/4", "mxfp4/4", "nvfp4/4"])
 def test_variables_of_a_model_that_trains_in_blocks_are_those_of_its_source(kind):
     policies = f"{kind}(min_size=0)_from_mixed_bfloat16", "mixed_bfloat16"
     assert_same(*(jmp.with_policy(Net(), policy).init(jax.random.key(0), X) for policy in policies))
 
 
+@pytest.mark.slow
 def test_boxed_and_frozen_variables_stay_so():
     model = Net(boxed=True)
     variables = flax.core.freeze(model.init(jax.random.key(0), X))

@@ -40,6 +40,7 @@ def raises(kind, text):
     return pytest.raises(kind, match=f"^{re.escape(text)}")
 
 
+@pytest.mark.slow
 def test_weight_of_another_format_is_named():
     quantized = quant.quantize(VARIABLES, INT4)
     message = (
@@ -101,6 +102,7 @@ def test_error_of_flax_about_the_shape_of_bytes_is_explained():
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
 def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
     options = {"update_stats": False} if kind is nn.SpectralNorm else {}
@@ -115,6 +117,7 @@ def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
         jmp.with_policy(model, INT8).apply(quant.quantize(variables, INT8), X, **options)
 
 
+@pytest.mark.slow
 def test_table_that_a_users_code_reads_past_its_layer_is_refused():
     model = jmp.with_policy(Table(), INT8)
     variables = jax.jit(Table().init)(KEY, jnp.arange(2))

@@ -92,6 +92,7 @@ REWRITING = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [INT8, INT4, FLOAT8])
 def test_submodules_that_are_called_like_weights_are_explained(policy):
     found = jmp.explain(jmp.with_policy(ViT(), policy), IMAGES)
@@ -103,6 +104,7 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
     assert said[""] == ""
 
 
+@pytest.mark.slow
 def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
     model = jmp.with_policy(ViT(), INT8)
     variables = jax.jit(model.init)(KEY, IMAGES)
@@ -116,6 +118,7 @@ def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
     assert (model.apply(quantized, IMAGES) == model.apply(variables, IMAGES)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, "int4/4(min_size=0)_from_float32"])
 @pytest.mark.parametrize(("layer", "x"), REWRITING.values(), ids=REWRITING)
 def test_layer_whose_author_makes_another_weight_of_its_parameter_computes_the_same_when_quantized(layer, x, policy):
@@ -142,6 +145,7 @@ def test_explain_says_that_an_author_makes_another_weight():
     assert said == "int8(min_size=0), computed with as numbers: its author wrote param"
 
 
+@pytest.mark.slow
 def test_gradient_goes_through_what_an_author_makes_of_a_weight():
     model = jmp.with_policy(DoubledDense(16, use_bias=False), INT8)
     variables = jax.jit(model.init)(KEY, IMAGES)
@@ -199,6 +203,7 @@ class Reader(nn.Module):
         return x @ (table if table.shape[0] == 8 else table.T)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", [lambda kind: kind, nn.jit, nn.remat])
 @pytest.mark.parametrize("read", READERS)
 def test_code_that_reads_a_quantized_weight_is_told_which_and_what_leaves_it_out(read, transform):
@@ -215,6 +220,7 @@ def test_code_that_reads_a_quantized_weight_is_told_which_and_what_leaves_it_out
     assert str(caught.value).endswith(REMEDY)
 
 
+@pytest.mark.slow
 def test_rule_that_the_error_names_leaves_the_weight_out():
     rules = jmp.PolicyMap({"embed": "float32"}, INT8)
     model, ids = jmp.with_policy(Body(tied_by_attribute), rules), jnp.arange(4)

@@ -41,6 +41,7 @@ def assert_is_the_program_by_hand(by_hand, *, differentiate=True, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_lifted_class_is_the_program_by_hand(name):
     lift, compute = CLASSES[name], POLICY.compute_dtype
@@ -55,6 +56,7 @@ def test_lifted_class_is_the_program_by_hand(name):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_lifted_function_is_the_program_by_hand(name):
     use, compute, differentiate = FUNCTIONS[name], POLICY.compute_dtype, name != "while_loop"
@@ -116,6 +118,7 @@ LIFTED_ONCE = {
 
 
 class TestPoliciesApart:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", LIFTED_ONCE)
     def test_each_computes_by_its_own_in_turn(self, name):
         model = LIFTED_ONCE[name]
@@ -123,6 +126,7 @@ class TestPoliciesApart:
             by_hand = model.clone(dtype=spec, casts=(spec, None))
             assert_is_the_program_by_hand(by_hand, in_turn=jmp.with_policy(model, f"p=f32,c={spec},o=none"))
 
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("name", LIFTED_ONCE)
     def test_threads_at_work_at_once_do_not_see_each_others_policies(self, name):
         models = [jmp.with_policy(LIFTED_ONCE[name], spec) for spec in ("mixed_float16", "mixed_bfloat16")] * 4

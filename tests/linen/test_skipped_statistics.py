@@ -54,6 +54,7 @@ def too_high(opt_state):
     return opt_state._replace(loss_scale=jmp.DynamicLossScale(2.0**24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil_batch", "spoil_state"),
     [(lambda x: x.at[0, 0].set(jnp.inf), lambda state: state), (lambda x: x, too_high)],

@@ -58,6 +58,7 @@ def _batch(seed):
     return jax.random.normal(jax.random.key(seed), (8, 3))
 
 
+@pytest.mark.slow
 def test_good_steps_train(training):
     step, state = training
     losses = []
@@ -90,6 +91,7 @@ def test_without_a_loss_scale_it_is_flaxs_train_state():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(flaxs))
 
 
+@pytest.mark.slow
 def test_collection_that_gradients_overwrite_is_overwritten_on_good_steps_only():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
     params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.zeros(1)}}

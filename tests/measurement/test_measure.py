@@ -90,6 +90,7 @@ def normal(rng, *shape):
     return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-9, 4, shape)).astype(np.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape",
     [(), (1,), (7,), (255,), (1023,), (1024,), (1025,), (2053,), (100_003,), (3, 257), (4, 50, 3, 8), (700, 1), (2, 0)],
@@ -110,6 +111,7 @@ def test_ties_subnormal_numbers_and_what_is_not_finite_are_counted_as_casts_have
     check(np.concatenate([SPECIAL, -SPECIAL, *neighbours]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 1e-42, 1.0])
 def test_a_large_tensor_of_one_value_overflows_no_counter(value):
     check(np.full((3, 100_000), value, np.float32))
@@ -119,6 +121,7 @@ def test_random_bits_of_float32_are_counted_exactly():
     check(np.random.default_rng().integers(0, 2**32, (301, 331), np.uint32).view(np.float32))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_every_number_of_16_bits_is_counted_exactly(name):
     x = np.arange(2**16, dtype=np.uint16).view(np.dtype(name))
@@ -126,6 +129,7 @@ def test_every_number_of_16_bits_is_counted_exactly(name):
     assert {leaf.dtype for leaf in (record.extremes, record.sums)} == {np.dtype("float32")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"])
 def test_every_number_of_8_bits_is_counted_exactly(name):
     check(np.arange(2**8, dtype=np.uint8).view(np.dtype(name)), Meter(("float16", "float8_e5m2")))
@@ -157,6 +161,7 @@ def test_errors_of_every_format_are_those_of_casts_that_saturate():
         np.testing.assert_allclose(read_sums(measure(meter, jnp.asarray(x))), sum_with_numpy(x, ALL_FORMATS), rtol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [1e-37, 0.1, 3e38])
 def test_a_root_mean_square_is_right_to_six_digits_where_roundings_add_up(value):
     x = np.full((3, 33_333), value, np.float32)
@@ -171,6 +176,7 @@ def test_subnormal_numbers_are_counted_and_are_zeros_in_sums():
         assert read_sums(record).tolist() == [0.0] * 9
 
 
+@pytest.mark.slow
 def test_float64_is_counted_exactly():
     rng = np.random.default_rng()
     meter = Meter((*FLOATS, "float32"), dtype=np.dtype("float64"))
@@ -203,6 +209,7 @@ def test_without_formats_and_histogram_the_counts_are_four():
     assert record.sums.shape == (1, 1, 2)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_under_vmap():
     x = jnp.asarray(normal(np.random.default_rng(), 3, 130))
     batched = jax.jit(jax.vmap(METER.measure))(x)
@@ -212,6 +219,7 @@ def test_it_is_the_same_under_vmap():
         )
 
 
+@pytest.mark.slow
 def test_it_has_no_gradient_and_runs_in_a_loop():
     def loss(x):
         def body(carry, _):
@@ -227,6 +235,7 @@ def test_it_has_no_gradient_and_runs_in_a_loop():
     assert records.extremes[:, 0, 0].tolist() == [8.0, 4.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_sharded_tensor_is_measured_where_it_is():
     mesh = make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = normal(np.random.default_rng(), 64, 512)
@@ -238,6 +247,7 @@ def test_a_sharded_tensor_is_measured_where_it_is():
         assert read_counts(compiled(sharded)).tolist() == count_with_numpy(x, FLOATS).tolist()
 
 
+@pytest.mark.slow
 def test_it_is_measured_inside_shard_map():
     mesh = make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jnp.asarray(normal(np.random.default_rng(), 8, 16))
@@ -254,6 +264,7 @@ def test_a_value_that_xla_knows_is_not_measured_while_it_compiles():
     assert count_bytes(lowered) > 2 * 16 * 16 * 4  # it is read in two passes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(), (7,), (2000,), (64, 64), (3, 2053), (2053, 3), (2, 3, 50, 40)])
 def test_the_form_for_tpus_measures_the_same(shape):
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape) * 1e-5, jnp.float32)

@@ -41,6 +41,7 @@ def measure_many(count: int = 1000) -> tuple[np.ndarray, Record]:
     return x, jax.jit(jax.vmap(METER.measure))(x)
 
 
+@pytest.mark.slow
 def test_a_thousand_records_merge_to_that_of_all_at_once():
     x, records = measure_many()
     step = lambda merged, record: (merge(merged, record), None)
@@ -58,6 +59,7 @@ def test_a_thousand_records_merge_to_that_of_all_at_once():
     assert abs(np.sqrt(read_sums(merged)[0, 0] / squares) - 1) < 1e-6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [1, 2, 7, 1000])
 def test_to_fold_is_to_merge_one_by_one(length):
     records = jax.tree.map(lambda leaf: leaf[:length], measure_many()[1])
@@ -66,6 +68,7 @@ def test_to_fold_is_to_merge_one_by_one(length):
     assert_equal(jax.jit(fold)(records), merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 def test_any_leading_axis_folds(axis):
     records = jax.tree.map(lambda leaf: leaf[:12].reshape(3, 4, *leaf.shape[1:]), measure_many()[1])
@@ -75,6 +78,7 @@ def test_any_leading_axis_folds(axis):
         assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], folded), fold(jax.tree.map(take, records)))
 
 
+@pytest.mark.slow
 def test_more_turns_than_16_bits_count_fold():
     record = jax.jit(METER.measure)(jnp.asarray([1.0, -3.0, 0.0, 2.0**-30]))
     turns = 70_001
@@ -83,11 +87,13 @@ def test_more_turns_than_16_bits_count_fold():
     np.testing.assert_allclose(read_sums(folded), turns * read_sums(record), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_no_turns_fold_to_what_was_never_measured():
     none = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), METER.empty(2))
     jax.tree.map(np.testing.assert_array_equal, fold(none), METER.empty(2))
 
 
+@pytest.mark.slow
 def test_to_merge_commutes_and_associates():
     records = [jax.tree.map(lambda leaf, i=i: leaf[i], measure_many()[1]) for i in range(3)]
     a, b, c = records
@@ -110,6 +116,7 @@ def test_subnormal_extremes_survive_a_merge():
     assert np.asarray(merged.extremes).view(np.int32).tolist() == [[1, 1]]
 
 
+@pytest.mark.slow
 def test_a_billion_merges_of_a_billion_numbers_overflow_nothing():
     record = jax.jit(METER.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
     billion = jnp.asarray([10**9], jnp.uint32)
@@ -126,6 +133,7 @@ def test_a_hundred_thousand_merges_in_turn_keep_twelve_digits_of_a_sum():
     np.testing.assert_allclose(read_sums(merged), count * read_sums(record), rtol=1e-12 * count**0.5)
 
 
+@pytest.mark.slow
 def test_rows_join_below_each_other():
     first, second = METER.empty(2), jax.jit(METER.measure)(jnp.ones(3))
     joined = join([first, second])
@@ -135,6 +143,7 @@ def test_rows_join_below_each_other():
     jax.tree.map(np.testing.assert_array_equal, batched, jax.tree.map(lambda leaf: leaf[None], joined))
 
 
+@pytest.mark.slow
 def test_records_of_float64_fold_in_float64():
     meter = Meter(("float16",), dtype=np.dtype("float64"))
     with jax.enable_x64(True):

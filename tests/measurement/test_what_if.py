@@ -41,6 +41,7 @@ def measure_random(formats, shape):
     return x, counts, sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
 def test_integers_lose_what_rounding_by_blocks_loses(shape):
     x, counts, sums = measure_random(INTEGERS, shape)
@@ -51,6 +52,7 @@ def test_integers_lose_what_rounding_by_blocks_loses(shape):
         np.testing.assert_allclose(sums[1 + 2 * i : 3 + 2 * i], errors, rtol=2.0**-14, atol=1e-12 * sums[0])
 
 
+@pytest.mark.slow
 def test_blocks_stand_between_floats_in_the_order_of_the_meter():
     x = jnp.asarray(np.random.default_rng().standard_normal(200), jnp.float32)
     mixed = jax.jit(Meter(("int8", "float16", "mxfp4", "bfloat16")).measure)(x)
@@ -95,6 +97,7 @@ def round_as_in_training(x: np.ndarray, quantize, dtype, block: int):
     return [int(each.sum()) for each in (lost, subnormal, clipped)], ((back - x) ** 2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
 def test_floats_in_blocks_lose_what_training_loses(shape):
     x, counts, sums = measure_random(SCALED, shape)
@@ -105,6 +108,7 @@ def test_floats_in_blocks_lose_what_training_loses(shape):
         np.testing.assert_allclose(sums[1 + 2 * i : 3 + 2 * i], [error] * 2, rtol=2.0**-14, atol=1e-12 * sums[0])
 
 
+@pytest.mark.slow
 def test_numbers_beyond_a_scale_that_is_too_coarse_are_clipped():
     # Beside 1 a block of 2**-9 and less has the scale 2 or 3 times 2**-9 / 2688: steps so coarse that 2.4 becomes 2.
     small = np.float32(2.4 * 6 * 2.0**-9 / 2688)
@@ -121,6 +125,7 @@ def test_float64_beyond_float32_is_clipped_in_blocks():
         assert np.isfinite(record.sums).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", SCALED)
 def test_what_is_not_finite_is_left_out_of_a_block_of_floats(format):
     x = jnp.asarray([np.inf, 1.0, -np.nan, 1e-30, 0.0, 3.4e38])
@@ -129,6 +134,7 @@ def test_what_is_not_finite_is_left_out_of_a_block_of_floats(format):
     assert np.isfinite(last.sums).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**120])
 def test_errors_of_blocks_neither_overflow_nor_vanish(scale):
     x = np.random.default_rng().standard_normal(256).astype(np.float32)

@@ -79,6 +79,7 @@ def exact(name, make, state, x, grad):
         return jax.tree.map(np.asarray, gradients(name, model, *arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_return_and_hand_back_unrounded_sums(name, param_dtype):
@@ -96,6 +97,7 @@ def test_layers_return_and_hand_back_unrounded_sums(name, param_dtype):
     assert error(run(name)(jmp.with_policy(layer, f"p={param_dtype},c=bf16,o=f32"), x), true[0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "x"), [(Net, X), (Tied, jnp.arange(6))], ids=["net", "tied"])
 def test_a_model_hands_over_what_its_last_layer_summed(make, x):
     model = make(nnx.Rngs(0))
@@ -104,6 +106,7 @@ def test_a_model_hands_over_what_its_last_layer_summed(make, x):
     assert jmp.with_policy(model, "p=f32,c=bf16,o=none,a=f32")(x).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_lora_adds_what_both_layers_summed():
     layer = nnx.LoRALinear(64, 16, lora_rank=8, b_initializer=SMALL, bias_init=BIAS, rngs=nnx.Rngs(0))
     alone = nnx.LoRA(64, 8, 16, base_module=nnx.Linear(64, 16, rngs=nnx.Rngs(1)), b_initializer=SMALL, rngs=nnx.Rngs(0))
@@ -116,6 +119,7 @@ def test_lora_adds_what_both_layers_summed():
         assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_rule_gives_the_head_alone_unrounded_sums():
     model = jmp.with_policy(Net(nnx.Rngs(0)), jmp.PolicyMap({"head": WIDE}, "p=f32,c=bf16,o=f32"))
     grads = nnx.grad(lambda model: model(X).sum())(model)
@@ -148,6 +152,7 @@ def test_methods_of_an_authors_subclass_find_the_compute_dtype():
     assert not is_rounded(grads["kernel"][...])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Linear", "Einsum", "attend", "Conv"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantized_layers_hand_over_unrounded_sums(name, format):
@@ -169,6 +174,7 @@ def test_policies_are_taken_back_and_pickled():
     np.testing.assert_array_equal(back(X), jmp.with_policy(Net(nnx.Rngs(0)), "float32")(X))
 
 
+@pytest.mark.slow
 def test_transforms_compute_the_same():
     model = jmp.with_policy(Net(nnx.Rngs(0)), WIDE)
     loss = lambda model, x: (model(x) ** 2).mean()

@@ -37,6 +37,7 @@ def test_child_replaced_inside_a_child_that_is_called_directly_gets_the_policy()
     assert model.net.probe.saw == "bfloat16"
 
 
+@pytest.mark.slow
 def test_layer_of_flax_with_replaced_parts_gives_them_the_policy():
     model = jmp.with_policy(nnx.MultiHeadAttention(2, 4, attention_fn=attend, decode=False, rngs=rngs()), BF16_INSIDE)
     model.out = nnx.LinearGeneral((2, 2), 4, axis=(-2, -1), rngs=rngs())

@@ -53,6 +53,7 @@ def test_a_function_writes_to_the_variables_it_was_given_and_narrows_none(bounda
     assert float(mean[...]) == 2.0 + 2.0**-20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_a_train_step_trains_the_model_and_the_optimizer_it_was_given(boundary):
     model = nnx.BatchNorm(4, rngs=rngs())

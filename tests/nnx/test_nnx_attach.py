@@ -131,6 +131,7 @@ def test_dtype_that_is_the_default_of_the_constructor_is_not_written():
     assert (written.dtype, written.linear.dtype) == (jnp.float16, jnp.float16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_wrappers_of_weights_are_left_to_the_layer_they_wrap(wrapper):
     plain = wrapper(nnx.Linear(4, 4, rngs=rngs()), rngs=rngs())

@@ -39,6 +39,7 @@ def dtypes(out):
     return [out[name] for name in ("entered", "up", "down")] + [out["out"].dtype]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lazily", [False, True])
 def test_linen_module_in_a_bridge_has_the_policy(lazily):
     plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs())
@@ -84,6 +85,7 @@ class TestInside:
     def test_has_the_policy_and_leaves_its_inputs_alone(self):
         assert dtypes(jmp.with_policy(Outer(), BF16_INSIDE)(X)) == [F32, BF16, BF16, F32]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("rules", "expected"),
         [
@@ -103,6 +105,7 @@ class TestInside:
         model = jmp.with_policy(Outer(), jmp.PolicyMap(policies, "p=f32,c=bf16,o=none"))
         assert dtypes(model(X)) == expected
 
+    @pytest.mark.slow
     def test_open_dtype_is_that_of_the_models_inputs(self):
         model = jmp.with_policy(Outer(), "params=float32,compute=none,output=none")
         for dtype in (F16, BF16, F16):

@@ -15,6 +15,7 @@ def decoder(dtype=None):
     return nnx.MultiHeadAttention(2, 4, dtype=dtype, attention_fn=attend, decode=True, rngs=rngs())
 
 
+@pytest.mark.slow
 def test_cache_is_made_in_the_dtype_of_its_layer():
     model = jmp.with_policy(decoder(), BF16_INSIDE)
     model.init_cache((2, 3, 4))
@@ -23,6 +24,7 @@ def test_cache_is_made_in_the_dtype_of_its_layer():
     assert (model.cached_key.dtype, int(model.cache_index[...])) == (jnp.bfloat16, 1)
 
 
+@pytest.mark.slow
 def test_dtype_that_the_author_wrote_is_that_of_the_cache():
     with pytest.warns(UserWarning, match="4 of 4 layers with weights compute in the dtype that their author wrote"):
         model = jmp.with_policy(decoder(jnp.float32), BF16_INSIDE)

@@ -79,6 +79,7 @@ def assert_stored_as(params, stored):
     assert dtypes(params["head"]) == {stored.head}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "restoring"), PAIRS)
 def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(saved, saving, restoring):
     folder, states = saved
@@ -94,6 +95,7 @@ def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(sa
     assert dtypes(jmp.get_loss_scale(optimizer)) <= {"float32", "int32"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [drawn, given])
 def test_a_model_without_a_policy_and_one_with_it_have_the_same_checkpoint(tmp_path, build):
     plain = filled(nnx.state(nnx.eval_shape(lambda: Net(nnx.Rngs(0)))))
@@ -106,6 +108,7 @@ def test_a_model_without_a_policy_and_one_with_it_have_the_same_checkpoint(tmp_p
     assert_cast(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "restoring"), [("float32", "float16"), ("float16", "bfloat16")])
 def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, saving, restoring):
     """The target has the kind that was saved; the new policy's then takes its place."""

@@ -88,6 +88,7 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype():
     assert model.norm.mean.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_orthogonal_initializers_that_know_no_bfloat16_are_drawn_in_float32():
     model = jmp.with_policy(nnx.GRUCell, "bfloat16")(4, 5, rngs=rngs())
     assert {str(p.dtype) for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
@@ -171,6 +172,7 @@ def test_default_policy_is_captured_when_the_class_is_decorated():
     assert policied(rngs=rngs()).embed.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_abstract_and_stacked_instances_have_the_policy():
     abstract = nnx.eval_shape(lambda: jmp.with_policy(Net, "bfloat16")(rngs=rngs()))
     assert abstract.embed.kernel.dtype == jnp.bfloat16

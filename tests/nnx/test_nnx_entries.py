@@ -48,6 +48,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_model_that_went_through_nnx_has_its_policy(name):
     model = WAYS[name](made())
@@ -71,6 +72,7 @@ def _first_columns(table):
     return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line][1:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", VIEWS)
 def test_nnx_shows_the_same_with_and_without_a_policy(name):
     ours, plain = VIEWS[name](made()), VIEWS[name](Net(rngs=rngs()))

@@ -256,6 +256,7 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     assert set(column(jmp.explain(abstract(Wide, MIXED), X.update(shape=(2, 64))), "quantization").values()) == {""}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)
 def test_quantization_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(format, dense, conv):
     class Blocks(nnx.Module):
@@ -285,6 +286,7 @@ def test_bytes_of_a_quantized_weight_are_those_of_its_integers_and_scales():
 AS_NUMBERS = "int8(min_size=0), computed with as numbers: no policy can replace the function that it multiplies by"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("format", "said"),
     [

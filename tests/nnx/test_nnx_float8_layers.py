@@ -103,6 +103,7 @@ def products_in_8_bits(model, x):
     return casts // 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", IN_8_BITS)
 def test_a_layer_multiplies_in_8_bits_and_explain_says_so(name):
     make, x, count = IN_8_BITS[name]
@@ -121,6 +122,7 @@ def test_a_layer_whose_weight_is_normed_multiplies_in_8_bits():
     assert jmp.explain(model, BATCH)["layer_instance"].quantization == "float8/4(min_size=0)"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LEFT)
 def test_a_layer_that_is_left_does_what_it_does_without_and_explain_says_why(name):
     make, x, reason = LEFT[name]
@@ -132,6 +134,7 @@ def test_a_layer_that_is_left_does_what_it_does_without_and_explain_says_why(nam
     assert reason in said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name, layer in LAYERS.items() if not layer.drawn])
 def test_layers_of_few_features_compute_as_without(name):
     layer = LAYERS[name]

@@ -56,6 +56,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_has_the_state_and_goes_on_with_it(name, model):
     copied = COPIES[name](model)
@@ -107,6 +108,7 @@ def test_a_quantized_copy_has_no_state(model):
     assert state_of(jmp.quant.quantize(model, "int8(min_size=0)_from_mixed_bfloat16")) == {}
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_assigned_later_begins_with_the_step_after(model):
     model.head = linear(32, 16)
     optimizer = jmp.nnx.Optimizer(model, jmp.optim.loss_scaled(optax.set_to_zero(), SCALE), wrt=nnx.Param)
@@ -131,6 +133,7 @@ class Tied(nnx.Module):
         return self.other(nnx.relu(self.again(nnx.relu(self.first(x)) * 4)))
 
 
+@pytest.mark.slow
 def test_tied_layers_have_one_state_for_each_module():
     model = jmp.with_policy(Tied(), DELAYED)
     assert model.first is model.again
@@ -142,6 +145,7 @@ def test_tied_layers_have_one_state_for_each_module():
     assert states["again/_overwrite_with_gradient/input_amax_history"][0] == second
 
 
+@pytest.mark.slow
 def test_a_decorated_class_and_its_subclasses_make_models_with_state(model):
     decorated = jmp.with_policy(Net, DELAYED)
 
@@ -161,6 +165,7 @@ def test_a_decorated_class_and_its_subclasses_make_models_with_state(model):
     np.testing.assert_array_equal(deeper[of_head], first[of_head])
 
 
+@pytest.mark.slow
 def test_models_in_a_dictionary_learn_in_turns():
     """As a generator and a discriminator do: who is not differentiated keeps its state."""
     models = jmp.with_policy(nnx.Dict(generator=linear(), critic=linear()), DELAYED)
@@ -197,6 +202,7 @@ FORMAT = "float8/4(min_size=0)"
 EACH = lambda kind: lambda state: {name: kind(leaf) for name, leaf in state.items()}
 
 
+@pytest.mark.slow
 def test_a_layer_by_hand_whose_state_has_its_type_learns_its_scales():
     model = Product(EACH(jmp.nnx.Float8State))
     of_scale = lambda scale: state_of(nnx.jit(jmp.nnx.grad(mean_square, loss_scale=scale))(model))

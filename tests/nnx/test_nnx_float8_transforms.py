@@ -54,6 +54,7 @@ def one_by_one(layers):
     return mean_square(lambda _: x)
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_have_a_state_each_with_and_without_remat():
     layers = [layer(stacked(True), i) for i in range(3)]
     grads = nnx.jit(jmp.nnx.grad(lambda *layers: one_by_one(layers), argnums=(0, 1, 2), loss_scale=SCALE))(*layers)
@@ -92,6 +93,7 @@ def call(model, x):
     return model(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REUSED)
 def test_calls_of_one_layer_leave_the_largest_magnitude_and_not_the_sum_or_the_last(name):
     states = state_of(nnx.jit(jmp.nnx.grad(REUSED[name], loss_scale=SCALE))(policied()))
@@ -100,6 +102,7 @@ def test_calls_of_one_layer_leave_the_largest_magnitude_and_not_the_sum_or_the_l
     np.testing.assert_array_equal(states["_overwrite_with_gradient/kernel_scale"], [1])
 
 
+@pytest.mark.slow
 def test_a_layer_in_the_branch_not_taken_keeps_its_state():
     model = policied(nnx.Sequential(linear(), linear()))
     optimizer = jmp.nnx.Optimizer(model, optax.set_to_zero(), wrt=nnx.Param)
@@ -121,6 +124,7 @@ def test_a_layer_in_the_branch_not_taken_keeps_its_state():
         assert was_changed == [ran_first, not ran_first] or (was_changed == [False, False] and "scale" in name)
 
 
+@pytest.mark.slow
 def test_several_models_and_auxiliary_data_are_differentiated_together():
     together = lambda first, second: (mean_square(lambda x: second(nnx.relu(first(x)))), 1)
     first, second = policied(linear(16, 32)), policied(linear(32, 16))
@@ -167,6 +171,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_all_ways_to_differentiate_are_one_program(name):
     graphdef, state = nnx.split(policied(Net()))
@@ -186,6 +191,7 @@ def test_a_filter_of_parameters_leaves_the_state_out():
     assert state_of(nnx.eval_shape(grads, policied())) == {}
 
 
+@pytest.mark.slow
 def test_devices_agree_on_the_largest_magnitude_of_the_batch():
     graphdef, state = nnx.split(policied(Net()))
     batch = jnp.concatenate([X, 2 * X, 3 * X, X])
@@ -207,6 +213,7 @@ BRIDGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BRIDGED)
 def test_a_linen_model_in_an_nnx_one_learns_its_scales(name):
     model = nnx.bridge.lazy_init(BRIDGED[name](nn.Dense(16, kernel_init=waves)), X)

@@ -59,6 +59,7 @@ def changed(before, after):
     return {name for name in before if before[name].tobytes() != after[name].tobytes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [jmp.DynamicLossScale(2.0**8), jmp.NoOpLossScale()])
 def test_skipped_step_changes_nothing_but_the_loss_scale_and_the_counters(scale):
     """flax's imagenet example advances batch statistics and the step on a skipped step."""
@@ -76,6 +77,7 @@ def test_skipped_step_changes_nothing_but_the_loss_scale_and_the_counters(scale)
     assert int(optimizer.step[...]) == 2
 
 
+@pytest.mark.slow
 def test_good_step_is_that_of_flax():
     model, optimizer = training(jmp.optim.loss_scaled(optax.sgd(0.1), jmp.StaticLossScale(2.0**10)), "float32")
     plain = Net(rngs=rngs())
@@ -95,6 +97,7 @@ def test_good_step_is_that_of_flax():
         np.testing.assert_allclose(ours[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(2.0**10), jmp.DynamicLossScale(2.0**10)])
 def test_loss_and_gradients_are_true_whatever_the_scale(scale):
     model, expected = (Net(rngs=rngs()) for _ in range(2))
@@ -121,6 +124,7 @@ def test_a_bare_scale_that_is_no_no_op_keeps_batch_statistics_too():
     assert changed(before, values(model)) == set()
 
 
+@pytest.mark.slow
 def test_state_is_kept_of_every_differentiated_argument():
     first, second, other = (Net(rngs=rngs()) for _ in range(3))
 
@@ -152,6 +156,7 @@ def test_state_without_a_loss_scale_is_an_error():
         jmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
 
 
+@pytest.mark.slow
 def test_half_precision_loss_is_a_warning():
     model = jmp.with_policy(Net, "mixed_float16")(rngs=rngs())
     with pytest.warns(UserWarning, match="The loss is float16, and so is its cotangent"):
@@ -179,6 +184,7 @@ def test_any_other_transformation_does_what_flax_does():
     assert int(optimizer.step[...]) == 1
 
 
+@pytest.mark.slow
 def test_only_what_the_filter_names_is_trained():
     model = nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs())
     tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.StaticLossScale(8.0))
@@ -221,6 +227,7 @@ def test_array_references_hold_after_a_step_what_flax_leaves_in_them(x):
     assert calls_after(ours) == calls_after(nnx.grad(loss_fn)) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value_and_grad", [jmp.nnx.value_and_grad, jmp.value_and_grad], ids=["nnx", "core"])
 def test_function_made_once_outside_of_the_loop_reads_the_scale_of_each_step(value_and_grad):
     """It was read where the function was made: the first step that overflowed would have overflowed for ever."""

@@ -13,6 +13,7 @@ import jmp_policy as jmp
 INFER = "params=float32,compute=none,output=none"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_everything_inside_computes_in_the_dtype_of_the_input(dtype):
     model = jmp.with_policy(Net(rngs=rngs()), INFER)

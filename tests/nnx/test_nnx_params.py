@@ -38,6 +38,7 @@ READS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("read", READS)
 def test_own_params_are_read_in_compute_dtype_however_they_are_read(read):
     model = jmp.with_policy(Reader(READS[read]), "p=f32,c=bf16,o=none")
@@ -146,6 +147,7 @@ def test_attributes_set_before_an_error_stay_as_without_a_policy():
     assert model.seen
 
 
+@pytest.mark.slow
 def test_gradients_of_many_uses_are_summed_in_param_dtype():
     """A weight cast once and used many times would sum the gradients of its uses in half precision."""
 
@@ -164,6 +166,7 @@ def test_gradients_of_many_uses_are_summed_in_param_dtype():
     assert abs(gradient[0] - exact) < 1e-6 * exact
 
 
+@pytest.mark.slow
 def test_tied_params_stay_tied():
     class Tied(nnx.Module):
         def __init__(self, *, rngs):

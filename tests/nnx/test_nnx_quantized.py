@@ -153,6 +153,7 @@ def dataflow(program):
     return sorted(lines)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in READS_ROWS])
 def test_training_computes_what_the_quantized_layer_will(name, policy):
@@ -169,6 +170,7 @@ def test_training_by_a_map_computes_what_the_quantized_model_will():
     assert dataflow(trained) == dataflow(lowered("a model", lambda model: quantize(model, policy)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rows_are_those_that_the_quantized_table_reads(policy):
     @nnx.jit
@@ -206,6 +208,7 @@ def random_state(name):
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract(name)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BLOCKS)
 def test_training_in_blocks_computes_what_the_quantized_layers_will(policy):
     """One program for all layers: it is another one for stored blocks, which are cut and joined, with the same bits."""
@@ -251,6 +254,7 @@ LINEN = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [*POLICIES, *BLOCKS])
 @pytest.mark.parametrize("name", LINEN)
 def test_a_layer_computes_what_linens_does(name, policy):
@@ -309,6 +313,7 @@ def test_a_function_that_the_author_wrote_computes_as_written(name):
         quantize(model, "int8(min_size=0)_from_mixed_bfloat16")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_a_weight_that_a_wrapper_rewrites_stays_as_it_is(wrap):
     class Model(nnx.Module):

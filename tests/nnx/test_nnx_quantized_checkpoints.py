@@ -52,12 +52,14 @@ def assert_same(restored, model, out, atol=0.0):
     np.testing.assert_allclose(nnx.jit(lambda model: model(X))(restored), out, rtol=0, atol=atol, strict=True)
 
 
+@pytest.mark.sample(1)
 def test_a_state_is_restored_into_a_model_made_of_shapes(saved):
     policy, model, out, folder = saved
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
     assert_same(nnx.merge(graphdef, restore(folder / "state", target)), model, out)
 
 
+@pytest.mark.sample(1)
 def test_a_state_without_variables_is_restored_as_well(saved):
     policy, model, out, folder = saved
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))
@@ -65,6 +67,7 @@ def test_a_state_without_variables_is_restored_as_well(saved):
     assert_same(nnx.merge(graphdef, target), model, out)
 
 
+@pytest.mark.sample(1)
 def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     policy, model, out, folder = saved
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

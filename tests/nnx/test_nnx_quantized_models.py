@@ -49,6 +49,7 @@ def out(quantized):
     return call(quantized, X)
 
 
+@pytest.mark.slow
 def test_a_quantized_model_computes_what_it_was_trained_to(net, out):
     np.testing.assert_array_equal(call(jmp.with_policy(net, INT8), X), out, strict=True)
     assert (call(net, X) != out).any()
@@ -191,6 +192,7 @@ def test_a_module_assigned_later_is_given_the_policy(net):
     assert isinstance(quantize(model, INT8).extra.kernel, QuantizedParam)
 
 
+@pytest.mark.slow
 def test_formats_never_mix_in_one_jitted_function(net, quantized):
     traces = []
 

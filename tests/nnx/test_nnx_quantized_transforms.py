@@ -62,6 +62,7 @@ def separately(layers, x):
     return sum(of_stack(layers, i)(x) for i in range(3))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [INT8, INT4])
 def test_a_stack_has_a_scale_for_each_of_its_layers(layer, policy):
     @nnx.jit
@@ -75,6 +76,7 @@ def test_a_stack_has_a_scale_for_each_of_its_layers(layer, policy):
     assert of_all.shape == (3, 8, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "plain", "policy"),
     [
@@ -111,6 +113,7 @@ def on_mesh(model, split, x_spec, out_spec, gather=lambda x: x):
     return jax.shard_map(run, mesh=mesh, in_specs=(specs, x_spec), out_specs=out_spec)(state, X)
 
 
+@pytest.mark.slow
 def test_devices_with_parts_of_a_weight_compute_what_one_does():
     rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
     of_inputs = lambda leaf: rows if leaf.shape[0] > 1 else PartitionSpec()
@@ -137,6 +140,7 @@ def test_devices_with_parts_of_a_weight_compute_what_one_does():
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attach", [jmp.with_policy, quantize])
 def test_an_embedding_is_sharded_as_it_is_told(attach):
     tokens, seen = jnp.arange(8), []

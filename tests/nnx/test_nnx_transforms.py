@@ -51,6 +51,7 @@ def assert_is_the_program_by_hand(use, by_hand, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", USES)
 def test_transform_outside_of_a_policy_and_inside_is_the_program_by_hand(name):
     use, compute = USES[name], POLICY.compute_dtype
@@ -97,6 +98,7 @@ class Pure(nnx.Module):
         return self.linear(x) * self.scale
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_run_the_policied_program(name):
     model = jmp.with_policy(Pure(rngs=rngs()), "mixed_bfloat16")
@@ -117,6 +119,7 @@ def test_one_jitted_function_keeps_policies_apart():
     assert len(traces) == 3  # the last mixed_bfloat16 is the program of the first
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
 def test_methods_that_are_transforms_keep_parameters_as_they_are_stored(transform):
     class Transformed(nnx.Module):
@@ -195,6 +198,7 @@ def test_modes_of_nnx_reach_policied_modules():
     assert is_bfloat16(model(X))
 
 
+@pytest.mark.slow
 def test_array_references_as_values_of_variables():
     with nnx.var_defaults(ref=True):
         model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)

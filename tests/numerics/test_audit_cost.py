@@ -86,6 +86,7 @@ def counted_by_xla(fun, *args):
     return jax.jit(fun).lower(*cpu().put(args)).cost_analysis()["flops"]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", MATMUL_DOMINATED)
 def test_flops_are_those_of_xla(name):
     fun, *args = MATMUL_DOMINATED[name]
@@ -143,6 +144,7 @@ def deep():
     return fun
 
 
+@pytest.mark.slow
 def test_audit_calls_at_most_twice_the_functions_that_tracing_calls():
     """Seconds would depend on the machine, and on what else it does: they are 1.8 times those of tracing, too."""
     args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)

@@ -45,6 +45,7 @@ GPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", GPTS)
 def test_rows_of_a_gpt_have_the_paths_of_its_modules_and_of_its_gradients(api):
     make, path, leaf = GPTS[api]
@@ -62,6 +63,7 @@ def test_rows_of_a_gpt_have_the_paths_of_its_modules_and_of_its_gradients(api):
     assert len(matmuls) == sum(matmul.count for matmul in report.matmuls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "transformer" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
 )
@@ -95,6 +97,7 @@ class Layers(nn.Module):
         return scan(name="layers")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scanned_layers_have_rows_by_turn(remat):
     model = Layers(remat)
@@ -134,6 +137,7 @@ def run_each(model, x):
     return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(model, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "turns"), [(run_in_turn, [0, 1]), (run_each, [None])])
 def test_stacked_nnx_modules_have_rows(run, turns):
     model = make_members()
@@ -173,6 +177,7 @@ def test_what_autocast_decides_is_what_is_measured():
         assert [(site.direction, site.dtype) for site in products] == [("forward", dtype), ("backward", dtype)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("give", [jmp.autocast, jmp.with_policy])
 def test_a_policy_casts_no_statistics(give):
     observed = give(observe(lambda w, x: x @ w, of="arguments"), "params=float32,compute=float32,output=bfloat16")
@@ -188,6 +193,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_layers_with_a_policy_have_rows_in_its_dtypes(api, policy):

@@ -89,6 +89,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_what_it_did_and_its_ends_are_measured(name):
     fun, args, options, expected = PROGRAMS[name]
@@ -123,6 +124,7 @@ CALLABLES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLABLES)
 def test_anything_that_can_be_called_is_collected(name):
     static = {"double": True} if name == "a jitted function" else {}
@@ -161,6 +163,7 @@ def test_modules_of_equinox_pass_through():
     assert_row_is(find(stats, "result", path="result/1/layers/0/weight")[0], grads.layers[0].weight)
 
 
+@pytest.mark.slow
 def test_modules_of_haiku_have_their_paths():
     net = hk.transform(lambda x: hk.Sequential([hk.Linear(5), jax.nn.relu, hk.Linear(2)])(x).sum())
     params = net.init(jax.random.key(0), X)
@@ -172,6 +175,7 @@ def test_modules_of_haiku_have_their_paths():
     assert "result/linear_1/w" in [site.path for site in sites]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_sharded_is_measured_as_on_one_device(kind):
     mesh = make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))

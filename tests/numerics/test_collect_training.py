@@ -68,6 +68,7 @@ NNX_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NNX_STEPS)
 def test_nnx_objects_are_written_as_without(name):
     step, make = NNX_STEPS[name]()
@@ -83,6 +84,7 @@ def test_nnx_objects_are_written_as_without(name):
     assert [(row.path, row.dtype) for row in find(stats, "forward")] == [("head", dtype)]
 
 
+@pytest.mark.slow
 def test_gradients_inside_of_a_step_are_observed():
     """The statistics leave as auxiliary results of a step that is jitted as a whole, and its objects are written."""
     model = Regularized()
@@ -125,6 +127,7 @@ def minimize(tx, *args):
     return jmp.optim.minimize(loss_fn, tx)(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make"),
     [("adamw", minimize), ("loss_scaled", minimize), ("skip_nonfinite", step_by_hand)],
@@ -136,6 +139,7 @@ def test_a_step_with_its_optimizer_is_the_one_without(name, make):
     assert [(row.direction, row.dtype) for row in stats] == [("forward", "float16"), ("backward", "float16")]
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_says_so():
     """All numbers of a gradient are nan or infinite: there is no smallest one."""
     (params, *_), stats = check_collect(
@@ -147,6 +151,7 @@ def test_a_step_that_overflows_says_so():
     assert find(stats, "forward")[0].nonfinite == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_tensors_without_a_number_have_no_smallest_one(shape, value):
@@ -154,6 +159,7 @@ def test_tensors_without_a_number_have_no_smallest_one(shape, value):
     assert [row.min_nonzero for row in stats] == [None]
 
 
+@pytest.mark.slow
 def test_a_linen_train_state_can_be_donated():
     model = jmp.with_policy(nn.Dense(3, use_bias=False), "mixed_float16")
     variables = model.init(jax.random.key(0), X)

@@ -26,6 +26,7 @@ def loss_fn(w, x):
 GRAD = jax.grad(loss_fn)
 
 
+@pytest.mark.slow
 def test_a_jitted_one_is_traced_and_compiled_once():
     traces = []
 
@@ -41,6 +42,7 @@ def test_a_jitted_one_is_traced_and_compiled_once():
     assert first.layout is second.layout
 
 
+@pytest.mark.slow
 def test_eagerly_a_fresh_one_compiles_nothing_again():
     observe(loss_fn)(W, X)
     with compiles() as count:
@@ -48,6 +50,7 @@ def test_eagerly_a_fresh_one_compiles_nothing_again():
     assert count[0] == 0
 
 
+@pytest.mark.slow
 def test_statistics_are_carried_by_a_scan():
     observed = observe(GRAD, of="results")
     xs = jnp.stack([X, 2 * X, X / 3])
@@ -70,6 +73,7 @@ def test_a_cond_of_the_user_skips_them():
     assert [row.times for row in choose(False)] == [0] * len(empty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_it_is_exported_for_any_platform(platform):
     exported = jax.export.export(jax.jit(observe(GRAD)), platforms=[platform])(W, X)
@@ -79,6 +83,7 @@ def test_it_is_exported_for_any_platform(platform):
         assert_row_is(find(stats, "result")[0], grads)
 
 
+@pytest.mark.slow
 def test_one_inside_of_another_measures_the_same():
     (out, inner), outer = observe(observe(GRAD, of=("forward", "backward")), of=("forward", "backward"))(W, X)
     assert_same(out, GRAD(W, X))
@@ -141,11 +146,13 @@ def use_layout(_):
     return observe(lambda x: x @ W)(X)[1].layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [use_method, use_array_in_loop, use_linen, use_nnx, use_layout])
 def test_what_was_observed_is_freed(use):
     assert alive_of(3, use) == 0
 
 
+@pytest.mark.slow
 def test_the_work_of_tracing_grows_as_the_layers_do():
     """Bodies that are equal are copied once, and equal shapes share what measures them."""
 

@@ -31,6 +31,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sample(3)
 @BOTH_WAYS
 @pytest.mark.parametrize("name", LOOPS)
 def test_turns_of_loops_are_counted(name, compiled):
@@ -70,6 +71,7 @@ KINDS = {  # of (2, 4) float32 on each of 4 devices: what is counted, and what a
 }  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @BOTH_WAYS
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_and_their_bytes(name, compiled):
@@ -145,6 +147,7 @@ def test_errors_of_jax_name_the_function():
         collectives(total)(array((8, 4), DATA, "data"))
 
 
+@pytest.mark.slow
 def test_a_persistent_cache_neither_hides_the_program_nor_keeps_it():
     folder = jax.config.jax_compilation_cache_dir
     assert folder

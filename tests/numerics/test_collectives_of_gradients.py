@@ -76,6 +76,7 @@ def test_activations_of_a_tensor_axis_are_no_gradients():
     ]
 
 
+@pytest.mark.sample(1)
 @BOTH_WAYS
 def test_gradients_of_tables_are_gradients(compiled):
     """Of one that is read by token and of one that is read by position, whose rows are read once each."""
@@ -110,6 +111,7 @@ def fsdp_grads(w, x):
     return lax.pmean(loss, "data"), grads
 
 
+@pytest.mark.sample(1)
 @BOTH_WAYS
 def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
     specs = {"in_specs": (P(None, "data"), P("data")), "out_specs": (P(), P(None, "data"))}
@@ -125,6 +127,7 @@ def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
     assert [name for name, row in rows.items() if row.is_gradient] == ["backward reduce-scatter"]
 
 
+@pytest.mark.sample(1)
 @BOTH_WAYS
 def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
     """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""
@@ -151,6 +154,7 @@ def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
     ]
 
 
+@pytest.mark.sample(1)
 @BOTH_WAYS
 def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compiled):
     """Also in a loop over steps, whose next step reads what this one leaves."""

@@ -102,6 +102,7 @@ def in_a_loss(fun):
     return jax.grad(lambda arrays, x: jnp.mean(jax.nn.log_softmax(fun(arrays, x)) ** 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_audit_and_explain_find_the_pooling_of_a_policied_convnet(api):
     apply, model = FUNCTIONS[api](MIXED, nn.avg_pool)  # adds in bfloat16 on a CPU: the logits are .066 off
@@ -118,6 +119,7 @@ def test_audit_and_explain_find_the_pooling_of_a_policied_convnet(api):
     assert "the model itself (!): reduce_window_sum of 4096 numbers in bfloat16, whose error grows" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_what_audit_and_explain_advise_makes_the_logits_right(api):
     apply, model = FUNCTIONS[api](MIXED, jmp.force_full_precision(nn.avg_pool))
@@ -130,6 +132,7 @@ def test_what_audit_and_explain_advise_makes_the_logits_right(api):
     assert pooled.dtype == jnp.bfloat16
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_autocast_pools_in_float32(api):
     apply = jmp.autocast(FUNCTIONS[api](None, nn.avg_pool)[0], MIXED)

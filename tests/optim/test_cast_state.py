@@ -30,6 +30,7 @@ def _dtypes(state, field):
     return {leaf.dtype.name for _, tree in found for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments_are_stored_by_role_and_stay_so(name):
     make, mu, nu = MOMENTS[name]
@@ -42,6 +43,7 @@ def test_moments_are_stored_by_role_and_stay_so(name):
     assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_moments_of_half_parameters_are_those_of_float32_gradients(way):
     """Adam under bfloat16 parameters squares bfloat16 gradients, and stores the result in bfloat16."""
@@ -60,6 +62,7 @@ def test_it_goes_inside_the_others_and_makes_them_smaller():
         optim.cast_state(optim.kahan(optax.adam(1e-2)), mu_dtype="bfloat16")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_step_changes_a_dtype_inside_of_loss_scaled(name):
     tx = optim.loss_scaled(optim.cast_state(OPTIMIZERS[name](), mu_dtype="bfloat16"), jmp.DynamicLossScale())

@@ -33,6 +33,7 @@ def test_a_dynamic_scale_at_its_floor_is_stuck():
         jmp.optim.check(_after(tx, None, NAN, NAN, NAN))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("floor", [0.37, 1 / 3])
 def test_a_floor_that_float32_rounds_up_or_down_is_seen(floor):
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(floor, min_loss_scale=floor))
@@ -56,6 +57,7 @@ def test_a_good_step_ends_the_series():
     jmp.optim.check(_after(tx, NAN, NAN, NAN, None))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0)])
 def test_a_scale_that_does_not_change_is_stuck_after_some_patience(scale):
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), scale)

@@ -76,11 +76,13 @@ def assert_trains_as_without_state(tx, name, dtype=jnp.float32):
     assert lowered[0].replace("jit_ours", "jit_alone") == lowered[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_wrapped_optimizer_trains_as_without_state(name):
     assert_trains_as_without_state(jmp.optim.loss_scaled(OPTIMIZERS[name](), SCALE), name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_wrapped_half_parameters_train_as_without_state(method):
     tx = jmp.optim.skip_nonfinite(METHODS[method](optax.adamw(0.1)))
@@ -133,6 +135,7 @@ def with_first(tree, value):
     return structure.unflatten([leaves[0].at[..., 0].set(value), *leaves[1:]])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_skipped_step_keeps_every_bit_of_state(way):
     tx, step = compiled_step(way)

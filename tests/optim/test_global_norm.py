@@ -18,6 +18,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_float8_state_does_not_count(place):
     of_all = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(PLACES[place])))
@@ -26,6 +27,7 @@ def test_float8_state_does_not_count(place):
     np.testing.assert_allclose(jax.jit(jmp.optim.global_norm)(PLACES[place]), NORM, rtol=2**-20)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_the_norm_is_that_of_float64_in_every_dtype(dtype):
     numbers = np.random.default_rng(0)

@@ -54,6 +54,7 @@ def assert_donated(tree):
     assert not [leaf for leaf in arrays if leaf.ndim and not leaf.is_deleted()]
 
 
+@pytest.mark.slow
 def test_a_train_state_takes_the_same_steps_in_place(expected):
     def apply(states):
         return {name: state.apply_gradients(grads=grads_of(state.params)) for name, state in states.items()}
@@ -67,6 +68,7 @@ def test_a_train_state_takes_the_same_steps_in_place(expected):
     assert {int(state.step) for state in states.values()} == {2}
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_takes_the_same_steps_in_place(expected):
     models = {name: model_of_halves() for name in TXS}
     optimizers = {name: jmp.nnx.Optimizer(models[name], tx, wrt=nnx.Param) for name, tx in TXS.items()}

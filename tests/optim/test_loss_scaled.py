@@ -20,6 +20,7 @@ def way(request):
 
 
 class TestMultiSteps:
+    @pytest.mark.sample(1)
     def test_a_bad_microbatch_is_dropped_and_the_rest_kept(self, way):
         tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.adam(1e-2), 3), jmp.DynamicLossScale())
         step = jax.jit(functools.partial(way, tx))
@@ -39,6 +40,7 @@ class TestMultiSteps:
             params, state = step({"w": jnp.array(w)}, state, params)
         assert params["w"].tolist() == [-2.0, -3.0]
 
+    @pytest.mark.slow
     def test_extra_arguments_reach_the_optimizer_inside(self, way):
         inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
         tx = jmp.optim.loss_scaled(optax.MultiSteps(inner, 2), jmp.DynamicLossScale())
@@ -52,6 +54,7 @@ class TestMultiSteps:
 
 
 class TestExtraArguments:
+    @pytest.mark.sample(1)
     def test_a_skipped_step_is_no_plateau(self, way):
         inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
         tx = jmp.optim.loss_scaled(inner, jmp.DynamicLossScale())
@@ -62,6 +65,7 @@ class TestExtraArguments:
         plateau = state.inner_state[-1]
         assert (float(plateau.scale), int(plateau.plateau_count)) == (1.0, 0)
 
+    @pytest.mark.slow
     def test_functions_may_be_extra_arguments(self, way):
         """A line search evaluates the loss at other parameters: no branch takes a function as an operand."""
         inner = optax.lbfgs(memory_size=2)
@@ -123,6 +127,7 @@ class TestPlacement:
 
 
 class TestTrees:
+    @pytest.mark.sample(1)
     def test_gradients_of_integers_are_float0_and_leave_their_parameters_alone(self, way):
         """Weight decay would turn the 5 into a 4."""
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2, weight_decay=0.1), jmp.DynamicLossScale())
@@ -149,6 +154,7 @@ class TestTrees:
         params, _ = jmp.optim.step(optax.sgd(1.0), grads, optax.sgd(1.0).init(params), params)
         assert (params["w"].tolist(), params["n"].tolist()) == ([0.0], [0, 1])
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("params", [{}, {"none": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
     def test_trees_without_numbers_are_finite(self, way, params):
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale())
@@ -159,6 +165,7 @@ class TestTrees:
 
 
 class TestSkipNonfinite:
+    @pytest.mark.sample(1)
     def test_one_infinity_would_poison_the_moments_for_good(self, way):
         inner = optax.adam(1e-2)
         history = [grads_of(seed, np.inf if seed == 1 else None, jnp.bfloat16) for seed in range(6)]
@@ -169,6 +176,7 @@ class TestSkipNonfinite:
             trained, _ = train((params_of(), tx.init(params_of())), history)
             assert bool(jmp.all_finite(trained)) == lives
 
+    @pytest.mark.sample(1)
     def test_it_is_loss_scaled_without_a_scale(self, way):
         tx = jmp.optim.skip_nonfinite(optax.adam(1e-2))
         step = jax.jit(functools.partial(way, tx))
@@ -202,6 +210,7 @@ class TestEager:
             params, state = way(tx, grads_of(seed, bad), state, params)
         assert calls == []
 
+    @pytest.mark.sample(1)
     def test_jit_traces_the_optimizer_once(self, way, counted):
         tx, calls = counted
         step = jax.jit(functools.partial(way, tx))
@@ -210,6 +219,7 @@ class TestEager:
             params, state = step(grads_of(seed, bad), state, params)
         assert calls == [1]
 
+    @pytest.mark.sample(1)
     def test_python_never_waits_for_the_decision(self, way, monkeypatch):
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
         grads, state, params = grads_of(0, np.nan), tx.init(params_of()), params_of()
@@ -229,6 +239,7 @@ class TestDevices:
         params = {"w": jnp.arange(8.0) - 3.0, "b": jnp.array(-0.0)}
         return params, {"w": jnp.ones(8).at[5].set(jnp.inf), "b": jnp.array(1.0)}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_all_devices_skip_what_one_of_them_must(self, way, check_vma):
         """Parameters, moments and gradients in shards; only one device sees the infinity."""
@@ -264,6 +275,7 @@ class TestDevices:
         assert bits(skipped) == bits(params)
         assert int(state.skipped_steps) == 1
 
+    @pytest.mark.slow
     def test_an_axis_name_works_under_vmap(self, way):
         tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(), axis_name=("i", "j"))
         params = {"w": jnp.ones((2, 2))}
@@ -274,6 +286,7 @@ class TestDevices:
         assert skipped["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
         assert state.skipped_steps.tolist() == [[1, 1], [1, 1]]
 
+    @pytest.mark.sample(1)
     def test_fresh_states_may_be_donated_one_after_the_other(self, way):
         """Each array of a state is its own, also that of the loss scale the user holds on to."""
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
@@ -282,6 +295,7 @@ class TestDevices:
             _, state = step(grads_of(0), tx.init(params_of()), params_of())
         assert int(state.loss_scale.counter) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
     def test_jit_over_a_mesh_keeps_the_sharding(self, way, axis_type):
         """Under explicit sharding the zeros of a skipped step must be sharded like the updates they stand for."""

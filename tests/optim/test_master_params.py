@@ -23,6 +23,7 @@ def _trained(method):
     return optim.step(tx, GRADS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_the_optimizer_works_on(method):
     params, state = _trained(method)

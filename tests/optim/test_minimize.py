@@ -65,6 +65,7 @@ def test_it_is_value_and_grad_and_step(inner, kind):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), ours, theirs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inner", INNER)
 def test_a_bad_step_keeps_every_bit(inner):
     tx = _wrap("scaled", INNER[inner]())
@@ -74,6 +75,7 @@ def test_a_bad_step_keeps_every_bit(inner):
     assert float(new_state.loss_scale.loss_scale) == 2.0**5
 
 
+@pytest.mark.slow
 def test_keyword_arguments_reach_the_loss():
     tx = _wrap("scaled", optax.sgd(0.1))
     step = jmp.optim.minimize(lambda params, x, power: loss_fn(params, x, power)[0], tx)
@@ -81,6 +83,7 @@ def test_keyword_arguments_reach_the_loss():
     np.testing.assert_allclose(loss, loss_fn(PARAMS, X, 4)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_optimizer_sees_true_gradients_in_the_dtypes_of_parameters():
     seen = []
 
@@ -98,6 +101,7 @@ def test_the_optimizer_sees_true_gradients_in_the_dtypes_of_parameters():
     assert seen == [{"float32"}] * len(seen)
 
 
+@pytest.mark.slow
 def test_half_parameters_are_minimized_too():
     tx = _wrap("skip", jmp.optim.kahan(optax.adamw(1e-2)))
     params = jmp.cast_floating(PARAMS, "bfloat16")

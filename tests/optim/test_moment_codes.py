@@ -88,6 +88,7 @@ def test_entries_that_pytorch_has_computed():
     assert {at: float(DYNAMIC.values[at]) for at in signed} == {at: float.fromhex(each) for at, each in signed.items()}
 
 
+@pytest.mark.slow
 @every_code
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_decoding_gives_the_entries_in_every_bit(code, compiled):
@@ -97,6 +98,7 @@ def test_decoding_gives_the_entries_in_every_bit(code, compiled):
     np.testing.assert_array_equal(np.asarray(decoded).view(np.int32), code.values.view(np.int32))
 
 
+@pytest.mark.slow
 @every_code
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_encoding_is_a_search_among_midpoints(code, compiled):
@@ -106,6 +108,7 @@ def test_encoding_is_a_search_among_midpoints(code, compiled):
     np.testing.assert_array_equal(codes, np.searchsorted(midpoints(code), x.astype(np.float64)))
 
 
+@pytest.mark.sample(1)
 @every_code
 def test_entries_come_back_as_their_codes(code):
     codes = np.arange(256, dtype=np.uint8)
@@ -114,6 +117,7 @@ def test_entries_come_back_as_their_codes(code):
         np.testing.assert_array_equal(encode(code, decode(code, codes), jnp.full(codes.shape, noise)), codes)
 
 
+@pytest.mark.slow
 @every_code
 def test_a_loop_over_pieces_gives_the_same_bits(code):
     x = jnp.asarray(numbers(code)[: 2**16].reshape(16, -1))
@@ -136,6 +140,7 @@ def test_what_is_beyond_the_entries_is_clipped(code):
     assert max(encode(code, jnp.float32([np.nan, -np.nan])).tolist()) < 256
 
 
+@pytest.mark.sample(1)
 @every_code
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16])
 def test_rounding_at_random_is_right_on_average(code, dtype):
@@ -152,6 +157,7 @@ def test_rounding_at_random_is_right_on_average(code, dtype):
         assert abs(rounded.mean() - number) <= (b - a) * 0.5**bits * 0.51 + abs(number) * 2.0**-24
 
 
+@pytest.mark.sample(1)
 @every_code
 def test_a_block_divided_by_its_largest_number_with_its_sign_stays_as_it_is(code):
     def write(block):
@@ -178,6 +184,7 @@ def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
     assert (encode(DYNAMIC, x) == 127).all()
 
 
+@pytest.mark.slow
 @every_code
 def test_a_decay_shorter_than_a_step_survives_rounding_at_random_alone(code):
     def decay(round_one):
@@ -192,6 +199,7 @@ def test_a_decay_shorter_than_a_step_survives_rounding_at_random_alone(code):
     assert abs(float(decayed.mean()) / (0.5 * 0.999**700) - 1) < 0.03
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("code", "encode", "decode"),
     [(DYNAMIC, 110, 45), (UNSIGNED_FLOAT, 25, 12)],

@@ -54,6 +54,7 @@ def test_optax_can_replace_the_scale():
     assert float(jmp.metrics(replaced)["loss_scale"]) == 64.0
 
 
+@pytest.mark.sample(2)
 def test_flax_bytes_bring_it_back(trained):
     fresh, state = trained
     _assert_same(flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)), state)
@@ -107,6 +108,7 @@ def test_training_goes_on_with_another_kind_of_loss_scale():
         assert bits((got_params, getattr(state, "inner_state", state))) == bits(expected), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["flax.serialization", "jmp_policy"])
 def test_flax_may_be_loaded_before_or_after(first):
     program = f"""
@@ -123,6 +125,7 @@ print(float(restored.loss_scale.loss_scale))
     assert (done.stdout.strip(), done.returncode) == ("8.0", 0), done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # those of orbax
 def test_orbax_brings_it_back(trained, tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
@@ -169,6 +172,7 @@ def test_flax_meets_a_loss_scale_that_comes_out_of_a_step(forget):
     assert flax.serialization.to_state_dict(adjust(scale)).keys() == {"loss_scale", "counter"}
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_in_a_process_that_loads_flax_after_it_was_unpickled(tmp_path):
     state = jmp.optim.loss_scaled(optax.sgd(0.1), SCALES["dynamic"]).init({"w": jnp.ones(2)})
     (tmp_path / "state").write_bytes(pickle.dumps(state))

@@ -57,6 +57,7 @@ def test_without_provenance_a_state_has_the_structure_that_it_always_had():
     assert isinstance(CARRYING.init(params_of()), LossScaledState)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_last_skipped_step_is_known_and_a_good_one_changes_nothing_of_it(way):
     _, state = take_steps(CARRYING, STEPS, WAYS[way])
@@ -66,6 +67,7 @@ def test_the_last_skipped_step_is_known_and_a_good_one_changes_nothing_of_it(way
     assert type(state) is ProvenanceState
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_and_all_else_of_the_state_have_the_bits_of_a_run_without(way):
     params, state = take_steps(CARRYING, STEPS, WAYS[way])
@@ -87,6 +89,7 @@ def test_a_step_costs_a_select_and_not_one_more_pass_over_the_parameters():
     assert carried < 2048
 
 
+@pytest.mark.slow
 def test_a_state_goes_through_scan_vmap_and_donation():
     params, found = {"w": jnp.ones(2)}, provenance_of("block")
     batches = {"w": jnp.array([[1.0, 1.0], [INF, 1.0], [1.0, 1.0]])}
@@ -120,6 +123,7 @@ def test_the_second_step_compiles_nothing_again():
     assert types(state) == types(CARRYING.init(params_of()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("bad_device", [0, 2])
 def test_of_several_devices_the_one_that_found_an_origin_decides(bad_device, averaged):
@@ -165,6 +169,7 @@ def head_loss(params, x):
 INJECTED = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), SCALE, provenance=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [CARRYING, INJECTED(0.1)], ids=["outermost", "injected"])
 def test_minimize_finds_the_provenance_itself_and_looks_at_gradients_alone(tx):
     params = {"w": jnp.ones(2)}
@@ -180,6 +185,7 @@ def test_minimize_finds_the_provenance_itself_and_looks_at_gradients_alone(tx):
 LINE = head_loss.__code__.co_firstlineno + 3
 
 
+@pytest.mark.slow
 def test_first_nonfinite_looks_at_the_results_that_it_is_told_to():
     grad_fn = jax.value_and_grad(head_loss, has_aux=True)
     params, x = {"w": jnp.ones(2)}, jnp.float16([1.0, 2.0])
@@ -195,6 +201,7 @@ SAVERS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_saved_state_comes_back(saver):
     _, state = take_steps(CARRYING, STEPS)
@@ -249,6 +256,7 @@ def test_an_origin_that_is_not_in_the_gradient_is_sought_behind_it():
     assert jmp.optim.last_skip(state).describe() == f"Step 1 was skipped: {why}."
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("found", "scale", "is_search"),
     [

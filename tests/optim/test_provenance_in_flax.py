@@ -70,6 +70,7 @@ def trained_optimizer():
     return optimizer
 
 
+@pytest.mark.slow
 def test_a_train_state_names_the_step_and_its_origin(trained_state):
     skip = jmp.optim.last_skip(trained_state)
     assert (skip.step, skip.provenance.path, skip.provenance.primitive) == (2, "head", "div")
@@ -90,6 +91,7 @@ class Linen(nn.Module):
         return jnp.sum(nn.Dense(2, use_bias=False, name="head")(x) ** 2)
 
 
+@pytest.mark.slow
 def test_minimize_names_modules_by_the_paths_that_a_map_has():
     model = Linen()
     params = model.init(jax.random.key(0), GOOD)

@@ -35,6 +35,7 @@ def trained(name, elementwise=True):
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_ten_steps_store_what_a_model_in_numpy_stores(name):
     params = make_params()
@@ -50,6 +51,7 @@ def test_ten_steps_store_what_a_model_in_numpy_stores(name):
                 np.testing.assert_allclose(scales, stored[1], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ELEMENTWISE]
 )
@@ -81,6 +83,7 @@ def _lion(param, grad, mu, nu, step):
     return -1e-3 * (np.sign(0.9 * mu + 0.1 * grad) + 0.1 * param), 0.99 * mu + 0.01 * grad, nu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "model"), [(optax.adamw(1e-2, weight_decay=0.1), _adamw), (optax.lion(1e-3, weight_decay=0.1), _lion)]
 )

@@ -33,6 +33,7 @@ NAMED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_elementwise_is_refused_and_named(name):
     tx = optim.quantize_state(REFUSED[name](), min_size=500)
@@ -44,6 +45,7 @@ def test_what_is_not_elementwise_is_refused_and_named(name):
     assert said.endswith("quantize_state(tx, elementwise=False).")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lamb", "clip_by_global_norm"])
 def test_what_is_not_elementwise_runs_on_whole_moments_if_asked(name):
     tx = optim.quantize_state(REFUSED[name](), min_size=500, elementwise=False)

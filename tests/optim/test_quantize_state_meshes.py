@@ -60,6 +60,7 @@ def gathered(text):
     return [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_automatic_axes_give_the_state_of_one_device_and_gather_nothing(name):
     mesh = make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -76,6 +77,7 @@ def test_automatic_axes_give_the_state_of_one_device_and_gather_nothing(name):
     assert_close((params, state), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "stochastic"])
 def test_explicit_axes_give_the_state_of_one_device(name):
     mesh = make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -95,6 +97,7 @@ def test_explicit_axes_give_the_state_of_one_device(name):
     assert_close((params, state), expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "scaled"])
 def test_shard_map_gives_the_state_of_one_device(name, check_vma):
@@ -120,6 +123,7 @@ def test_shard_map_gives_the_state_of_one_device(name, check_vma):
     assert_close((params, state), expected(name))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_noise_in_shard_map_is_another_on_each_device_if_types_say_what_is_split(check_vma):
     mesh = make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))

@@ -105,6 +105,7 @@ def _replayed(scale, finite):
     return map(np.array, zip(*rows, strict=True))
 
 
+@pytest.mark.slow
 def test_scale_and_counters_are_those_of_a_model_in_numpy(scale_and_history):
     scale, seen = scale_and_history
     loss_scale, counter, credits = _replayed(scale, _finite_steps())

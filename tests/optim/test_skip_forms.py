@@ -57,6 +57,7 @@ SGD = functools.partial(optax.sgd, 0.1, momentum=0.9)
 class TestASkippedStepKeepsEveryBit:
     """Of parameters and of state that may hold any."""
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("inner", [SGD, lambda: optax.MultiSteps(SGD(), 2)], ids=["sgd", "MultiSteps"])
     @pytest.mark.parametrize("donated", [(), (1, 2)], ids=["kept", "donated"])
     def test_under_jit(self, form, inner, donated):
@@ -67,12 +68,14 @@ class TestASkippedStepKeepsEveryBit:
         new_params, new_state = _skip(tx, donate_argnums=donated)(_bad(params), state, device_params)
         assert bits((new_params, new_state.inner_state)) == before
 
+    @pytest.mark.sample(1)
     def test_eagerly(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         state = _state_of_any_bits(tx, params)
         new_params, new_state = jmp.optim.step(tx, _bad(params, np.inf), state, jax.tree.map(jnp.asarray, params))
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
 
+    @pytest.mark.sample(1)
     def test_by_update_and_apply_but_for_subnormals_and_nans(self, form):
         """Updates are added, which makes a nan quiet."""
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
@@ -82,6 +85,7 @@ class TestASkippedStepKeepsEveryBit:
         new_params, new_state = _skip(tx, "update")(_bad(params), state, params)
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
 
+    @pytest.mark.sample(1)
     def test_under_scan(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         state = _state_of_any_bits(tx, params)
@@ -96,6 +100,7 @@ class TestASkippedStepKeepsEveryBit:
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
         assert int(new_state.skipped_steps) == 3
 
+    @pytest.mark.sample(1)
     def test_under_vmap_each_example_decides_for_itself(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         if form == "branch":
@@ -114,6 +119,7 @@ class TestASkippedStepKeepsEveryBit:
         assert bits(second) != bits((params, state.inner_state))
         assert new_state.skipped_steps.tolist() == [1, 0]
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("kind", ["sharded", "shard_map"])
     def test_on_two_devices(self, form, kind):
         """Only one device sees the number that is not finite."""
@@ -168,6 +174,7 @@ def _history(name, form):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_select_and_branch_take_the_same_two_hundred_steps(name):
     branch, select = (_history(name, form) for form in FORMS)
@@ -193,6 +200,7 @@ class TestEachPlatformGetsItsForm:
         forms = self._forms(jmp.optim.skip_nonfinite(ADAMW()), PARAMS, PARAMS)
         assert forms == {"cpu": "branch", "cuda": "select", "rocm": "select", "tpu": "select"}
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("name", METHODS)
     def test_of_half_precision_parameters(self, name):
         half = jmp.cast_floating(PARAMS, jnp.bfloat16)
@@ -225,6 +233,7 @@ class TestEachPlatformGetsItsForm:
         assert bits(exported.call(*args)) == bits(jax.jit(step)(*args))
 
 
+@pytest.mark.slow
 def test_a_step_that_may_be_skipped_has_derivatives():
     """All forms are traced, whatever the platform."""
     tx = jmp.optim.skip_nonfinite(SGD())

@@ -26,6 +26,7 @@ def _train(step, tx, params, badness):
     return params, state
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["adamw", "clip_schedule"])  # all of them: test_skipped_step_keeps_every_bit.py
 def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, way):
@@ -41,6 +42,7 @@ def test_skipped_steps_leave_every_bit_where_training_without_them_does(name, wa
     assert float(state.loss_scale.loss_scale) == 2.0 ** (15 - 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adamw", "clip_schedule", "sgd"])
 def test_finite_steps_are_those_of_the_optimizer_alone(name):
     inner = OPTIMIZERS[name]()
@@ -103,6 +105,7 @@ def test_a_step_that_grows_the_scale_takes_true_gradients():
     assert (w.tolist(), float(state.loss_scale.loss_scale)) == ([-1.0, -2.0], 2.0**11)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "params_dtype", "grads_dtype"),
@@ -131,6 +134,7 @@ def test_state_keeps_its_dtypes_under_scan(name, params_dtype, grads_dtype, way)
     assert bool(jmp.all_finite((new_params, new_state)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_complex_parameters_keep_both_parts(way):
     """flax's DynamicScale drops the imaginary part of complex gradients."""
@@ -144,6 +148,7 @@ def test_complex_parameters_keep_both_parts(way):
     assert bool(state.grads_finite)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_integer_leaves_pass_through(way):
     tx = jmp.optim.loss_scaled(optax.masked(optax.sgd(1.0), {"w": True, "i": False}), jmp.DynamicLossScale())
@@ -155,6 +160,7 @@ def test_integer_leaves_pass_through(way):
     assert (taken["w"].tolist(), taken["i"].tolist()) == ([0.0, 0.0], [0, 1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_under_vmap_each_model_skips_for_itself(way):
     tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())

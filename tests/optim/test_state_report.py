@@ -34,6 +34,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", WRAPPED)
 def test_bytes_are_those_of_the_state(name):
     state = jax.eval_shape(WRAPPED[name].init, PARAMS)

@@ -38,6 +38,7 @@ def _cost(kind):
     return [figure / PARAM_BYTES for figure in figures]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.cpu("the figures are those of XLA:CPU")
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_a_step_reads_the_gradients_once_more_and_no_more(kind):

@@ -21,6 +21,7 @@ def _step(key, state=None):
     return optim.step(tx, GRADS, tx.init(ONES) if state is None else state, ONES)
 
 
+@pytest.mark.slow
 def test_a_key_decides_and_every_parameter_and_step_draws_its_own_bits():
     first, state = _step(jax.random.key(0))
     again, _ = _step(jax.random.key(0))
@@ -72,6 +73,7 @@ assert len({np.asarray(shard.data).tobytes() for shard in shards.addressable_sha
 """
 
 
+@pytest.mark.slow
 def test_replicas_are_rounded_alike_and_shards_each_for_itself():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", _ON_FOUR_DEVICES], env=environment, capture_output=True, text=True)

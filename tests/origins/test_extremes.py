@@ -24,6 +24,7 @@ from jmp_policy.origins._extremes import (
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
@@ -36,6 +37,7 @@ def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     np.testing.assert_array_equal(back, numbers.astype(np.float32))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
 def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
     bits = np.uint16 if np.dtype(dtype).itemsize == 2 else np.uint32
@@ -47,6 +49,7 @@ def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
     assert encode_keys(jnp.array([np.inf, -np.inf], dtype)).tolist() == [INFINITY, ~INFINITY]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, ml_dtypes.float8_e5m2, np.complex64])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (64, 129)])
 def test_extremes_are_those_of_numpy(dtype, shape):
@@ -86,6 +89,7 @@ def record(fun, *args):
     return {line.step.name: (extremes, i) for i, line in enumerate(recorded.lines)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_long_scan_has_the_first_turn_in_the_order_in_which_it_runs(reverse):
     fun = lambda x: lax.scan(
@@ -114,6 +118,7 @@ def test_a_while_inside_of_a_while_has_both_turns():
 NUMBERS = np.array([0, 1e-45, 1, 65504, 3.4028235e38, np.inf, np.nan], np.float32)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "fun",
     [

@@ -52,6 +52,7 @@ def promotion(name):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [mark(name) for name in FAULTS])
 def test_the_origin_is_named(name):
     fault = FAULTS[name]
@@ -59,6 +60,7 @@ def test_the_origin_is_named(name):
     assert_fault_is_found(found, fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_the_origin_is_named_without_jit(name):
     fault = FAULTS[name]
@@ -67,6 +69,7 @@ def test_the_origin_is_named_without_jit(name):
     assert_fault_is_found(found, fault)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [mark(name) if is_of_model(name) else name for name in FAULTS])
 def test_what_comments_say_is_so_number_by_number(name):
     fault = FAULTS[name]

@@ -13,6 +13,7 @@ def describe(fun, x):
     return origin.describe()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("power", [2, 2.5])
 def test_a_power_of_large_numbers_in_float16_is_to_be_kept_in_float32(power):
     with jax.numpy_dtype_promotion("standard"):
@@ -21,12 +22,14 @@ def test_a_power_of_large_numbers_in_float16_is_to_be_kept_in_float32(power):
     assert "away from zero" not in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("power", [2, 2.5])
 def test_a_power_of_numbers_too_large_for_float32_says_so(power):
     text = describe(lambda x: x**power, jnp.float32([0.0, 1e30]))
     assert "too large for float32" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("power", [-1, -0.5])
 def test_a_negative_power_of_zero_is_to_be_kept_away_from_it(power, dtype):
@@ -35,6 +38,7 @@ def test_a_negative_power_of_zero_is_to_be_kept_away_from_it(power, dtype):
     assert "Keep the base away from zero" in text
 
 
+@pytest.mark.slow
 def test_the_square_of_a_scaled_gradient_is_part_of_the_search_for_a_scale():
     """The gradient of this function is a square of what comes in, times the loss scale."""
 

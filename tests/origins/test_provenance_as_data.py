@@ -30,6 +30,7 @@ def shapes(provenance):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), tuple(provenance))
 
 
+@pytest.mark.slow
 def test_every_program_has_the_shapes_of_nothing_found():
     other = first_nonfinite(lambda x: jnp.log(jnp.sum(x)))(-jnp.ones(2))[1]
     assert shapes(FOUND) == shapes(other) == shapes(Provenance.empty())
@@ -40,6 +41,7 @@ def test_it_holds_integers_alone_which_no_policy_casts():
     assert not any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in FOUND)
 
 
+@pytest.mark.slow
 def test_the_last_one_found_goes_around_a_scan_of_steps():
     def step(last, y):
         _, now = first_nonfinite(divide)(jnp.ones(3), y)
@@ -62,6 +64,7 @@ def test_flax_saves_it():
     assert str(serialization.from_bytes(Provenance.empty(), state)) == str(FOUND)
 
 
+@pytest.mark.slow
 def test_under_vmap_the_first_that_was_found_speaks():
     ys = jnp.ones((4, 3)).at[2, 1].set(0.0)
     _, found = jax.vmap(first_nonfinite(divide), in_axes=(None, 0))(jnp.ones(3), ys)
@@ -90,6 +93,7 @@ def test_words_of_other_alphabets_are_cut_between_letters():
     assert set(back.path) == {"模", "…"}
 
 
+@pytest.mark.slow
 def test_good_steps_keep_their_bits_and_their_donation():
     rng = np.random.default_rng()
 
@@ -110,6 +114,7 @@ def test_good_steps_keep_their_bits_and_their_donation():
     assert compiled.memory_analysis().alias_size_in_bytes >= w.nbytes
 
 
+@pytest.mark.slow
 def test_gradients_go_through():
     fun = first_nonfinite(lambda x: jnp.sum(jnp.sqrt(x)))
     grad, origin = jax.grad(fun, has_aux=True)(jnp.array([4.0, 1.0]))
@@ -140,6 +145,7 @@ def test_references_are_refused():
         first_nonfinite(fun)(jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_debug_callbacks_are_heard_once():
     heard = []
 
@@ -171,6 +177,7 @@ def test_a_second_run_that_is_finite_says_so():
     assert jmp.numerics.Provenance is Provenance
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map_devices_search_together():
     mesh = make_mesh((2,), ("data",))
 
@@ -189,6 +196,7 @@ def test_inside_of_a_shard_map_devices_search_together():
     assert not sharded(jnp.abs(x))[1].found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_shard_map_on_any_kind_of_mesh_is_searched(kind):
     fun = jax.shard_map(lambda x: lax.psum(jnp.log(x), "data"), in_specs=P("data"), out_specs=P())
@@ -199,6 +207,7 @@ def test_a_shard_map_on_any_kind_of_mesh_is_searched(kind):
     assert (origin.kind, origin.primitive, origin.operands) == ("nan", "log", ((-3.0, 4.0),))
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_epsilon():
     _, origin = jax.jit(first_nonfinite(lambda x: jnp.log(0.25 - 0.5 * x)))(jnp.array([-1.5, 2.5]))
     assert (origin.primitive, origin.operands) == ("log", ((-1.0, 1.0),))
@@ -207,6 +216,7 @@ def test_ranges_are_those_of_the_operand_itself_behind_a_sign_a_factor_and_an_ep
     assert "Its operand ranges from -0.5 to 0.5." in origin.describe()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fun", [lambda n: n + 1, lambda n: 3, lambda n: (n, jnp.zeros(0))])
 def test_a_program_without_numbers_that_could_be_infinite_finds_nothing(fun):
     out, origin = jax.jit(first_nonfinite(fun))(jnp.arange(3))
@@ -219,6 +229,7 @@ def test_a_result_that_is_a_number_in_the_program_is_a_constant():
     assert (origin.argument, origin.kind) == ("a constant", "nan")
 
 
+@pytest.mark.slow
 def test_parameters_of_nnx_are_spelled_as_python_does():
     class Model(nnx.Module):
         def __init__(self):
@@ -237,6 +248,7 @@ def test_parameters_of_nnx_are_spelled_as_python_does():
     assert origin.argument == "more[1]['y']"
 
 
+@pytest.mark.slow
 def test_infinities_of_a_batch_that_get_into_no_result_are_not_blamed_beside_objects_of_nnx():
     def loss(model, mask):
         return jnp.sum(nnx.softmax(model.weight[...] + mask))

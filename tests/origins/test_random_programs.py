@@ -13,6 +13,7 @@ QUICK, SLOW, ALL, CLEAN = range(12), range(12, 80), range(80, 200), (3,)
 """Seeds: what each run has, what a slow one and an exhaustive one add, and programs that also run without faults."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", QUICK)
 def test_the_planted_fault_is_found(seed, tmp_path):
     check_program(seed, tmp_path)
@@ -30,6 +31,7 @@ def test_the_planted_fault_is_found_in_all(seed, tmp_path):
     check_program(seed, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", CLEAN)
 def test_nothing_is_found_without_the_fault_and_bits_are_the_same(seed, tmp_path):
     program = make_program(seed)
@@ -42,6 +44,7 @@ def test_nothing_is_found_without_the_fault_and_bits_are_the_same(seed, tmp_path
         np.testing.assert_array_equal(np.asarray(leaf).view(np.uint32), np.asarray(other).view(np.uint32))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", QUICK)
 def test_what_was_planted_is_there_number_by_number(seed, tmp_path):
     program = make_program(seed)

@@ -36,6 +36,7 @@ def assert_knows_why(state):
     assert str(jmp.optim.last_skip(state)) == "step 1 skipped: inf in argument `batch`"
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_comes_back(tmp_path):
     def make():
         model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

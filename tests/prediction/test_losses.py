@@ -62,6 +62,7 @@ def test_a_span_is_where_casting_loses_little(size):
     assert cast_error(x, np.float16, int(least) - 2) > MOST_ERROR
 
 
+@pytest.mark.slow
 def test_a_tensor_whose_range_is_too_wide_has_no_span():
     row = measure([1e-9] * 1000 + [1.0])
     assert find_span(row, "float16")[0] < 0  # the small numbers do not matter: they are a billionth of it
@@ -104,6 +105,7 @@ def test_without_histogram_extremes_tell_where_they_can():
         estimate_error(measure([1e-9, 2.0], histogram=False), known, 0)
 
 
+@pytest.mark.slow
 def test_a_quantized_format_loses_what_a_few_outliers_leave_no_room_for():
     normal = np.random.default_rng(0).normal(size=(4, 128)).astype(np.float32)
     outlier = normal.copy()

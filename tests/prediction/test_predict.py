@@ -28,6 +28,7 @@ def mark(seed):
     return pytest.param(seed, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [mark(seed) for seed in range(100)])
 def test_planted_scopes_are_named_and_no_others_and_what_is_predicted_happens(seed):
     outcome = try_model(make_model(seed))
@@ -76,6 +77,7 @@ def fine():
     return observe(jax.value_and_grad(make_loss()), W, X)
 
 
+@pytest.mark.slow
 def test_a_reason_is_a_sentence_with_the_line_the_number_and_the_cure(stats):
     forward, *others = predict(stats, HALF).reasons
     assert (forward.path, forward.direction, forward.what, forward.cure) == ("up", "forward", "overflow", "float32")
@@ -112,6 +114,7 @@ def test_a_prediction_is_a_table_a_page_a_picture_and_json(stats, monkeypatch):
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(prediction.ranking)
 
 
+@pytest.mark.slow
 def test_a_policy_that_loses_nothing_is_said_to(fine):
     prediction = predict(fine, HALF)
     assert (prediction.reasons, prediction.culprits) == ((), ())
@@ -143,6 +146,7 @@ def test_no_loss_scale_is_told_without_a_backward_pass():
         predict(stats, HALF, 8.0)
 
 
+@pytest.mark.slow
 def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
     def loss(w, x):
         with jax.named_scope("tiny"):
@@ -156,6 +160,7 @@ def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
     assert "No loss scale saves all gradients: the smallest that matter, in tiny, and the largest, in huge" in said
 
 
+@pytest.mark.slow
 def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     def loss(w, x):
         with jax.named_scope("large"):
@@ -172,6 +177,7 @@ def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     assert not np.isfinite(grad(HALF)["up"]).all()
 
 
+@pytest.mark.slow
 def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     def loss(w, x):
         h = (x @ w["up"]) * 3e4 / 3e4
@@ -184,6 +190,7 @@ def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     assert np.isfinite(jax.grad(jmp.autocast(loss, prediction.policy_map))(W, X)["up"]).all()
 
 
+@pytest.mark.slow
 def test_a_mask_is_not_blamed():
     def loss(w, x):
         with jax.named_scope("attention"):
@@ -196,6 +203,7 @@ def test_a_mask_is_not_blamed():
     assert np.isfinite(jax.grad(jmp.autocast(loss, HALF))(W, X)["up"]).all()
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_nothing_but_rounding_is_not_blamed():
     def loss(w, x):
         scores = (x @ w["up"]) @ x.T
@@ -224,6 +232,7 @@ def test_some_of_the_rows_and_merged_steps_are_predicted_too(stats):
     assert predict(pickle.loads(pickle.dumps(stats)), HALF).culprits == ("up",)  # in this process
 
 
+@pytest.mark.slow
 def test_matmuls_alone_are_said_not_to_be_all():
     few = observe(jax.value_and_grad(make_loss(3e4)), W, X, where="matmuls")
     prediction = predict(few, HALF)
@@ -240,6 +249,7 @@ class Net(nn.Module):
         return nn.Dense(1, name="head")(x)
 
 
+@pytest.mark.slow
 def test_with_policy_is_predicted_as_it_runs():
     with jax.numpy_dtype_promotion("standard"):
         params = Net().init(jax.random.key(0), X)
@@ -254,6 +264,7 @@ def test_with_policy_is_predicted_as_it_runs():
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad(prediction.policy_map)))
 
 
+@pytest.mark.slow
 def test_quantized_policies_are_predicted_for_layers():
     with jax.numpy_dtype_promotion("standard"):
         model = nn.Sequential([nn.Dense(64), nn.Dense(64)])
@@ -311,6 +322,7 @@ def test_bad_input_is_refused_with_what_works(stats, fine):
         predict(history.merge(), HALF)
 
 
+@pytest.mark.slow
 def test_nan_without_the_policy_is_said():
     stats = observe(lambda x: jnp.log(x @ x), -jnp.eye(4) * 2)
     assert "rows have nan without the policy" not in str(predict(stats, HALF))
@@ -318,6 +330,7 @@ def test_nan_without_the_policy_is_said():
     assert "2 rows have nan without the policy, the first in no scope." in str(predict(broken, HALF))
 
 
+@pytest.mark.slow
 def test_the_program_that_is_remembered_keeps_no_array_and_no_class():
     class Small(nn.Module):
         @nn.compact

@@ -96,6 +96,7 @@ IGNORED = ("convert_element_type", "custom_jvp_call")
 """Casts are what a policy adds; a function with a derivative of its own is what is inside of it."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fun", [square, loop, twice, checkpointed], ids=lambda fun: fun.__name__)
 def test_autocast_writes_what_is_predicted(fun, policy):
@@ -147,6 +148,7 @@ def nnx_loss(policy=None):
     return nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), model, X
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [HALF, jmp.PolicyMap({"block_0|up": "float32"}, HALF)], ids=["half", "map"])
 @pytest.mark.parametrize("make", [linen_loss, nnx_loss], ids=["linen", "nnx"])
 def test_with_policy_has_in_half_what_is_predicted(make, policy):
@@ -170,6 +172,7 @@ def test_with_policy_has_in_half_what_is_predicted(make, policy):
 COMPARED = ("dot_general", "tanh", "rsqrt", "custom_jvp_call", "select_n")
 
 
+@pytest.mark.slow
 def test_a_program_in_half_already_tells_what_another_half_policy_has():
     with jax.numpy_dtype_promotion("standard"):
         observed = observe(*linen_loss("mixed_bfloat16"))

@@ -75,6 +75,7 @@ def compile_gradients(make, format, mesh_name):
     return gradients.lower(*given).compile(), given, gradients(params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "mesh_name"), [*((make_linen, name) for name in MESHES), (make_nnx, "data and fsdp")])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_loss_and_gradients_are_those_of_one_device(make, format, mesh_name):
@@ -93,6 +94,7 @@ def count_maxima(compiled):
     return sum(len(re.findall(r"u32\[", call)) for call in calls)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh_name", "maxima"), [("data", {MXFP8: 0, NVFP4: 6}), ("tensor", {MXFP8: 0, NVFP4: 6})])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_only_the_scale_of_a_tensor_is_one_of_all_devices(format, mesh_name, maxima):
@@ -116,6 +118,7 @@ def gradients(fun, x, w):
     return out, *grads
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns", "out"),
@@ -143,6 +146,7 @@ def test_gradients_lie_as_their_operands_where_shardings_are_part_of_types(rows,
         assert np.abs(there - here).max() <= 2.0**-14 * np.abs(here).max()
 
 
+@pytest.mark.slow
 def test_a_sum_over_devices_needs_a_sharding_of_the_result_as_without_blocks():
     with jax.set_mesh(make_mesh((4,), ("t",), axis_types=(AxisType.Explicit,))):
         x, w = (jax.device_put(*pair) for pair in zip(make_operands(), (P(None, "t"), P("t")), strict=True))
@@ -150,6 +154,7 @@ def test_a_sum_over_devices_needs_a_sharding_of_the_result_as_without_blocks():
             jax.jit(functools.partial(product, format=MXFP8))(x, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_each_device_multiplies_its_own_rows_in_shard_map(format, is_checked):
@@ -169,6 +174,7 @@ def test_each_device_multiplies_its_own_rows_in_shard_map(format, is_checked):
     np.testing.assert_allclose(found[2], of_w + of_w2, rtol=2.0**-20, atol=2.0**-18)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("spec", [P("t"), P(None, "t")], ids=str)
 def test_a_stored_weight_in_parts_multiplies_as_the_whole(format, spec):

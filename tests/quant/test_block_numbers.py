@@ -96,6 +96,7 @@ def test_the_model_rounds_as_ml_dtypes_does(name):
     assert largest == float(jnp.finfo(dtype).max)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_powers_of_two_and_values_are_right_in_every_bit(name, rounding):
@@ -104,6 +105,7 @@ def test_powers_of_two_and_values_are_right_in_every_bit(name, rounding):
     assert_same(compiled_mx(x, FORMATS[name], 1, rounding=rounding), block_model.mx(x, FORMATS[name], 1, 32, rounding))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_every_number_of_16_bits_may_be_the_largest_of_a_block(dtype, rounding):
@@ -124,6 +126,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "axis", "block_size", "dtype"), CASES, ids=str)
 def test_blocks_may_lie_along_any_axis_and_have_any_size(shape, axis, block_size, dtype):
     x = normal(*shape, dtype=dtype)
@@ -133,6 +136,7 @@ def test_blocks_may_lie_along_any_axis_and_have_any_size(shape, axis, block_size
     assert_same(compiled_nv(x, axis, block_size), block_model.nv(x, axis, block_size))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_that_are_rounded_up_clip_nothing_and_are_the_least_that_do(name):
     x, largest = np.exp(normal(512, 32) * 9), float(jnp.finfo(FORMATS[name]).max)
@@ -142,6 +146,7 @@ def test_scales_that_are_rounded_up_clip_nothing_and_are_the_least_that_do(name)
     assert (amax > largest * scale / 2).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", [*FORMATS, "nv"])
 def test_what_is_not_finite_makes_a_block_nan_and_no_other_one(name, bad):
@@ -155,6 +160,7 @@ def test_what_is_not_finite_makes_a_block_nan_and_no_other_one(name, bad):
     np.testing.assert_array_equal(np.isnan(blocks.scale.astype(jnp.float32)), np.isnan(by_hand[:, ::32]))
 
 
+@pytest.mark.slow
 def test_eager_calls_and_vmap_return_the_bits_of_compiled_ones():
     x = normal(4, 8, 32)
     for format in FORMATS.values():
@@ -170,6 +176,7 @@ def test_eager_calls_and_vmap_return_the_bits_of_compiled_ones():
     assert_same(one_by_one, compiled_nv(x, 2, square_axis=1, tensor_axes=(1, 2)))
 
 
+@pytest.mark.slow
 def test_float64_is_rounded_to_float32_first():
     x = normal(8, 32)
     with jax.enable_x64(True):
@@ -201,6 +208,7 @@ NV_CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", NV_CASES)
 def test_two_levels_of_scales_are_right_in_every_bit(case):
     shape, options = NV_CASES[case]
@@ -213,6 +221,7 @@ def test_two_levels_of_scales_are_right_in_every_bit(case):
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("size", [1e-44, 1e-40, 1e-38, 1e-36, 1e-34, 1e-30, 1.0, 1e30, HUGE])
 def test_tensors_of_any_size_keep_their_numbers_and_overflow_nowhere(size):
     x = np.random.default_rng().uniform(-1, 1, (64, 64))
@@ -228,6 +237,7 @@ def test_tensors_of_any_size_keep_their_numbers_and_overflow_nowhere(size):
         assert abs(numbers[0, 0] / size - 1) < 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amax", [0.0, 1e-40, 1e-38, 0.1, 4.0, 1e10, 3e38, np.inf, np.nan])
 def test_an_amax_that_is_given_stands_for_the_measured_one(amax):
     x = normal(8, 64)
@@ -244,6 +254,7 @@ def test_an_amax_that_is_given_stands_for_the_measured_one(amax):
     assert_same(compiled_nv(x[:3], 1, amax=each, tensor_axes=(1,)), compiled_nv(x[:3], 1, tensor_axes=(1,)))
 
 
+@pytest.mark.slow
 def test_blocks_of_any_bits_have_the_scales_of_the_rule():
     x = borders()
     for amax in (None, 1.0):
@@ -251,6 +262,7 @@ def test_blocks_of_any_bits_have_the_scales_of_the_rule():
     assert_same(compiled_nv(x, 1, 32, tensor_axes=(1,)), block_model.nv(x, 1, 32, tensor_axes=(1,)))
 
 
+@pytest.mark.slow
 def test_numbers_at_ties_fall_as_the_rule_rounds_to_float32_on_the_way():
     random, shape = np.random.default_rng(), (1000, 64)
 
@@ -270,6 +282,7 @@ def test_numbers_at_ties_fall_as_the_rule_rounds_to_float32_on_the_way():
     assert_same(quantize_nv(x, 1, tensor_axes=(1,)), by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 64), (5, 48)])
 def test_random_rounding_takes_the_noise_of_its_key(shape):
     x, key = normal(*shape) * 5, jax.random.key(7)
@@ -314,6 +327,7 @@ def test_random_rounding_is_right_on_average_and_moves_no_further_than_a_neighbo
     assert (np.abs(np.abs(values).mean(0) - np.abs(x)) <= (high - low) * (6 * sigma + 2.0**-9 + 4 / len(keys))).all()
 
 
+@pytest.mark.slow
 def test_bits_are_the_same_however_an_array_is_sharded():
     mesh, key = make_mesh((2, 2), ("a", "b")), jax.random.key(2)
     x = normal(64, 128)
@@ -329,6 +343,7 @@ def test_bits_are_the_same_however_an_array_is_sharded():
             assert_same([ours], [np.asarray(by_hand)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_with_a_scale_are_exact_where_they_are_normal(name):
     dtype = np.dtype(FORMATS[name])
@@ -344,6 +359,7 @@ def test_products_with_a_scale_are_exact_where_they_are_normal(name):
     assert (np.abs(ours[~normal]) <= TINY).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounded_numbers_are_not_rounded_again(name, rounding):
@@ -358,6 +374,7 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
         np.testing.assert_array_equal(again.scale.astype(jnp.float32), blocks.scale.astype(jnp.float32))
 
 
+@pytest.mark.slow
 @examples(30)
 @given(strategies.data())
 def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
@@ -373,6 +390,7 @@ def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
     np.testing.assert_array_equal(np.asarray(back).view(np.uint8), codes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*FORMATS, "nv"])
 def test_scaled_dot_multiplies_these_numbers(name):
     x, w = normal(24, 128), normal(128, 16)
@@ -399,6 +417,7 @@ def test_scaled_dot_multiplies_these_numbers(name):
     assert (np.abs(product(x, w) - left @ right) <= bound).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "width"), [(jnp.float32, 4), (jnp.bfloat16, 2)], ids=["float32", "bfloat16"])
 def test_an_array_is_read_twice_and_never_written_wide(dtype, width):
     x = jnp.ones((1024, 1024), dtype)

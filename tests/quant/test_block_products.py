@@ -116,6 +116,7 @@ def check(equation, format, dtype, lengths):
         assert (error <= (count + 4) * UNIT["float32"] * magnitude + UNIT[wanted] * np.abs(exact)).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("case", "format", "dtype"),
     [
@@ -134,6 +135,7 @@ FIVE = ("mxfp8/8", "mxfp4/8(activations=true)", "nvfp4/8", "mxfp8/8(activations=
 """With and without rounded inputs."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.float16])
 @pytest.mark.parametrize("format", FIVE)
 def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operands(format, preferred):
@@ -144,6 +146,7 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
     assert (out.dtype, of_x.dtype, of_w.dtype) == (preferred or jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FIVE)
 def test_arrays_without_rows_outputs_or_inputs_have_products_and_gradients(format):
     x, w = jnp.ones((3, 16)), jnp.ones((16, 5))
@@ -154,6 +157,7 @@ def test_arrays_without_rows_outputs_or_inputs_have_products_and_gradients(forma
         assert not any(gradient.any() for gradient in backward(jnp.ones_like(out)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FIVE)
 def test_an_equation_that_repeats_an_operand_or_sums_it_alone_is_computed_with_the_rounded_weight(format):
     x, w, summed = random_array(3, 1), random_array(16, 5), random_array(3, 16)
@@ -163,6 +167,7 @@ def test_an_equation_that_repeats_an_operand_or_sums_it_alone_is_computed_with_t
         np.testing.assert_allclose(ours, jnp.einsum(equation, left, rounded), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FIVE)
 def test_a_convolution_computes_with_the_rounded_filter_in_the_dtype_of_its_input(format):
     options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -179,6 +184,7 @@ def test_a_convolution_computes_with_the_rounded_filter_in_the_dtype_of_its_inpu
         np.testing.assert_allclose(np.float32(ours), np.float32(plain), rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FIVE)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
@@ -194,6 +200,7 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one(format, dtype):
     np.testing.assert_array_equal(gradient(stored, None), gradient(again, format))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("format", FIVE)
 def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_it_is_part_of(format, bad):
@@ -212,6 +219,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_
         assert np.isfinite(spoilt_weight[:, :5]).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_large_arrays_are_rounded_as_small_ones(format):
     x, w = random_array(4, 512), random_array(512, 256)
@@ -225,6 +233,7 @@ def test_large_arrays_are_rounded_as_small_ones(format):
 FORMATS_OF = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -254,6 +263,7 @@ def test_what_cannot_be_multiplied_in_blocks_is_an_error(make, error, text):
         make(random_array(5, 16), w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8/8", "nvfp4/8"])
 def test_a_transposed_result_of_a_batch_finds_a_kernel(format):
     """XLA on CPUs had none for a product of bfloat16 that it had made one with a transpose."""

@@ -36,6 +36,7 @@ def make_step(format):
     return loss_fn, (params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_step_exports_with_three_products_of_narrow_numbers_for_each_layer(format, platform):
@@ -51,6 +52,7 @@ def test_a_step_exports_with_three_products_of_narrow_numbers_for_each_layer(for
         assert scales[0] == ("f8E8M0FNU" if format.startswith("mx") else "f8E4M3FN")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_audit_counts_the_products_and_finds_nothing(format):
     loss_fn, args = make_step(format)
@@ -63,6 +65,7 @@ def test_an_audit_counts_the_products_and_finds_nothing(format):
     assert not report.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_records_measure_the_products(format):
     loss_fn, args = make_step(format)
@@ -72,6 +75,7 @@ def test_records_measure_the_products(format):
     np.testing.assert_allclose(loss, jax.jit(loss_fn)(*args), rtol=2.0**-20)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["mxfp8(min_size=0)", "mxfp4(activations=true,min_size=0)", "nvfp4(min_size=0)"])
 def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
     """Four bits have no nan: it is in the scale, which is made of the bits of the largest magnitude."""
@@ -80,6 +84,7 @@ def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
     assert "argument `x`" in str(origin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_are_followed_to_the_products_that_sum_them(format):
     loss_fn, args = make_step(format)
@@ -90,6 +95,7 @@ def test_gradients_are_followed_to_the_products_that_sum_them(format):
         np.testing.assert_array_equal(reduced[1][layer]["kernel"], plain[1][layer]["kernel"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_autocast_leaves_the_products_alone(format):
     loss_fn, args = make_step(format)
@@ -99,6 +105,7 @@ def test_autocast_leaves_the_products_alone(format):
     assert dtypes(jmp.autocast(loss_fn, "bfloat16")) == dtypes(loss_fn)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "computed"),
     [

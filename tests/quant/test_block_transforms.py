@@ -34,6 +34,7 @@ def assert_close(found, expected, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_jit_remat_and_eager_calls_give_the_same(format):
     x, w, t = arrays((5, 16), (16, 6), (5, 6))
@@ -44,6 +45,7 @@ def test_jit_remat_and_eager_calls_give_the_same(format):
     assert_close(jitted, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_vmap_over_examples_and_over_ensembles_is_the_loop(format):
     x, w, t = arrays((3, 5, 16), (3, 16, 6), (3, 5, 6))
@@ -63,6 +65,7 @@ def roundings(program, shape):
     return sum(aval.size == np.prod(shape) and str(aval.dtype) in narrow for aval in made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["mxfp8/8", "mxfp4/8(activations=true)", "nvfp4/8"])
 def test_a_weight_that_examples_share_is_rounded_once_for_all_of_them(format):
     x, w, t = arrays((3, 5, 16), (16, 40), (3, 5, 40))
@@ -73,6 +76,7 @@ def test_a_weight_that_examples_share_is_rounded_once_for_all_of_them(format):
     assert roundings(mapped, (3, *w.shape)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
     x, stack = arrays((5, 16), (3, 16, 16))
@@ -92,6 +96,7 @@ def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
     assert_close(found, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_branch_and_a_loop_compute():
     x, w = arrays((5, 16), (16, 16))
     product = functools.partial(dot_general, dimension_numbers=ROWS, quantization="mxfp8/8")
@@ -108,6 +113,7 @@ def test_a_branch_and_a_loop_compute():
     assert not run(x, w, False)[0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
 def test_devices_compute_what_one_does(format, is_checked):
@@ -125,6 +131,7 @@ def test_devices_compute_what_one_does(format, is_checked):
     assert_close(sharded, jax.jit(lambda *args: loss_and_gradients(*args, format))(x, w, t))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_gradients_that_are_accumulated_are_those_of_the_whole_batch(format):
     x, w, t = arrays((4, 8, 16), (16, 6), (4, 8, 6))
@@ -155,6 +162,7 @@ def test_a_loss_scale_of_a_power_of_two_changes_no_bit_of_a_gradient():
     assert_close(scaled(w, 2.0**-25) * 2.0**25, scaled(w, 1.0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_step_with_a_number_that_is_not_finite_is_skipped(format, bad):
@@ -200,6 +208,7 @@ def test_rounded_weights_have_derivatives_of_any_order():
     assert_close(found, curved(lambda w: x @ w)(rounded), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8/8", "nvfp4/8"])
 def test_experts_are_computed_each_by_itself(format):
     """A batch of weights is one product; nothing of one expert shows in another."""

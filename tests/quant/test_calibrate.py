@@ -60,6 +60,7 @@ def linen_model():
     return model, jax.jit(model.init)(jax.random.key(0), batches()[0])
 
 
+@pytest.mark.slow
 def test_layers_of_linen_are_told_by_path_and_those_of_a_scan_share_a_magnitude(linen_model):
     model, variables = linen_model
     clips = quant.calibrate(model, batches(), variables=variables, clip="absmax")
@@ -71,6 +72,7 @@ def test_layers_of_linen_are_told_by_path_and_those_of_a_scan_share_a_magnitude(
     assert np.isclose(clips["blocks/dense"], entering.max(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_calibrated_is_what_quantized_products_clip_to(linen_model):
     model, variables = linen_model
     clips = quant.calibrate(model.bind(variables), batches(), clip=90)
@@ -97,6 +99,7 @@ def test_layers_without_numbers_are_left_out_and_named():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
     model = NnxModel(nnx.Rngs(0))
     policied = jmp.with_policy(model, POLICY)
@@ -142,6 +145,7 @@ def test_the_best_clip_has_the_least_square_error_of_all_that_were_tried():
     assert error(best) <= 1.001 * min(error(2.0 ** (power / 8)) for power in range(0, 41))
 
 
+@pytest.mark.slow
 def test_a_clip_is_chosen_among_those_that_were_tried_on_every_batch():
     statistics = InputStatistics("layer")
     statistics.add(jnp.ones((1, 65536)).at[0, 0].set(30.0), (1,))  # by itself best clipped below 30
@@ -161,6 +165,7 @@ def test_what_a_module_multiplies_after_its_parts_is_its_own():
     assert {path: layer.clip("absmax") for path, layer in calibration.layers.items()} == {"whole/part": 1, "whole": 2}
 
 
+@pytest.mark.slow
 def test_clipping_an_outlier_of_no_weight_brings_the_output_nearer_to_float64():
     rng = np.random.default_rng(2)
     x, w = rng.normal(size=(64, 8)), rng.normal(size=(8, 8))
@@ -185,6 +190,7 @@ def test_a_layer_whose_inputs_are_all_zero_has_no_clip():
         assert quant.calibrate(model, [jnp.zeros((4, 8))], clip=clip) == {}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_calibrated_is_refused(linen_model):
     model, variables = linen_model
     policied = jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), POLICY)
@@ -208,6 +214,7 @@ def test_what_cannot_be_calibrated_is_refused(linen_model):
         quant.calibrate(variables, [x])
 
 
+@pytest.mark.slow
 def test_layers_in_blocks_have_no_clip_and_leave_the_one_they_are_given():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
     rules = jmp.PolicyMap({"layers/1": "mxfp8/8(min_size=0)_from_float32"}, POLICY)
@@ -227,6 +234,7 @@ class TiedHead(nn.Module):
         return self.head.apply({"params": {"kernel": self.table.variables["params"]["embedding"].T}}, x)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_tied_to_a_table_has_no_clip_that_quantize_would_refuse():
     policy = jmp.PolicyMap({"table": "float32"}, POLICY)
     model, ids = jmp.with_policy(TiedHead(), policy), jnp.arange(8)[None]

@@ -41,6 +41,7 @@ def searched(weight, format):
     return np.min(errors, axis=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["int8", "int4/16"])
 def test_mse_is_the_best_fraction_of_a_search_in_float64_and_never_worse_than_absmax(format):
     weight = heavy_tailed()
@@ -50,6 +51,7 @@ def test_mse_is_the_best_fraction_of_a_search_in_float64_and_never_worse_than_ab
     assert format == "int8" or (best < 0.99 * whole).any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("percentile", [100, 99.5, 90])
 def test_a_percentile_is_that_of_the_magnitudes(percentile):
     weight = heavy_tailed()
@@ -77,6 +79,7 @@ def test_the_whole_percentile_is_absmax_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, quantized(weight, "int8", clip=100), quantized(weight, "int8"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", ["mse", 90.0])
 def test_a_number_that_is_not_finite_is_not_clipped_away(clip):
     weight = heavy_tailed()

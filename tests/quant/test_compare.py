@@ -59,6 +59,7 @@ def linen_comparison():
     return comparison, variables["params"], quantized["params"]
 
 
+@pytest.mark.slow
 def test_rows_of_linen_have_formats_bytes_and_errors(linen_comparison):
     comparison, params, quantized = linen_comparison
     rows = {row.path: row for row in comparison.rows}
@@ -121,6 +122,7 @@ def test_layers_of_nnx_say_why_they_were_left():
     assert math.isclose(comparison["up"].sqnr, -20 * math.log10(comparison["up"].weight_error))
 
 
+@pytest.mark.slow
 def test_formats_of_blocks_are_compared_and_drawn_as_others_are():
     model = nnx.Sequential(*(nnx.Linear(32, 32, use_bias=False, rngs=nnx.Rngs(n)) for n in range(5)))
     formats = ["int8", "mxfp8", "mxfp4", "nvfp4"]
@@ -135,6 +137,7 @@ def test_formats_of_blocks_are_compared_and_drawn_as_others_are():
     assert [text.get_text() for text in comparison.plot().legends[0].texts][-5:] == [*formats, "left as it was"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_yet_to_be_quantized_is_compared_by_its_outputs():
     model = NnxModel(nnx.Rngs(0))
     trained = quant.compare(model, jmp.with_policy(model, INT8), X)

@@ -13,6 +13,7 @@ def product(x, w, quantization, state=None):
     return dot_general(x, w, ROWS, quantization=quantization, state=state)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

@@ -105,6 +105,7 @@ def check(case, format, dtype):
 ALL_DTYPES = ("row", "row, but for the weight", "delayed")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("case", "format", "dtype"),
     [

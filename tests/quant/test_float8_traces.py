@@ -48,6 +48,7 @@ def flax_trace(name, length, arrays):
         return trace(product, float8_state(Float8(amax_history_length=length)), arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_states_and_results_are_those_of_flax_bit_for_bit(length):
     arrays = sequence()
@@ -60,6 +61,7 @@ def test_states_and_results_are_those_of_flax_bit_for_bit(length):
     jax.tree.map(close, grads, of_grads)  # one of theirs is the transpose of a product
 
 
+@pytest.mark.slow
 def test_states_are_those_of_flax_where_it_multiplies_rounded_wide_numbers():
     arrays = sequence()
     product = lambda x, w, state: TWO_AXES(x, w, quantization=Float8(amax_history_length=3), state=state)

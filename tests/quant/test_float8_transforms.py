@@ -40,6 +40,7 @@ def check_state(state, before, **seen):
         np.testing.assert_array_equal(state[f"{name}_scale"], scale_from(history.max(), name))
 
 
+@pytest.mark.slow
 def test_jit_computes_what_eager_calls_compute():
     x, w, grad, state = arrays(16, 16), arrays(16, 16), arrays(16, 16), fresh_state(3)
     out, backward = jax.vjp(lambda x, w, s: product(x, w, state=s), x, w, state)
@@ -49,6 +50,7 @@ def test_jit_computes_what_eager_calls_compute():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), eager, jitted)
 
 
+@pytest.mark.slow
 def test_a_scan_combines_a_shared_state_by_max_and_keeps_stacked_ones_apart():
     x, w, t, state = arrays(4, 16, 16), arrays(16, 16), arrays(4, 16, 16), fresh_state(3)
 
@@ -140,6 +142,7 @@ CONVOLUTION = functools.partial(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("product", "shapes", "is_checked"),
     [
@@ -187,6 +190,7 @@ def test_second_derivatives_are_refused(second, format):
         jax.eval_shape(second(penalty), w)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns", "out"),

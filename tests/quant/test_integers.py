@@ -36,6 +36,7 @@ def in_blocks(weight):
     return np.asarray(weight, np.float64).reshape(-1, BLOCK, weight.shape[-1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype):
     weight = columns(dtype)
@@ -49,6 +50,7 @@ def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype)
     assert not np.asarray(array.values)[np.asarray(weight, np.float64) == 0].any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     weight = columns(dtype)
@@ -80,6 +82,7 @@ def test_what_is_dequantized_is_half_a_step_away_and_rounded_once(format, dtype)
     assert (np.abs(numbers - wide) <= np.abs(wide) * half_ulp + subnormal).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "dtype"), [("int8", "bfloat16"), (f"int4/{BLOCK}", "float32")])
 def test_eager_equals_jit_bit_for_bit(format, dtype):
     weight = columns(dtype)
@@ -100,6 +103,7 @@ def test_a_number_that_is_not_finite_spoils_what_shares_its_scale_and_nothing_el
     np.testing.assert_array_equal(numbers, array.dequantize())
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_even_integer_and_nothing_passes_127():
     x = jnp.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 200, -np.inf])
     values, scale, zero_point = quantize_symmetric(x, jnp.array([127.0]))
@@ -120,6 +124,7 @@ def test_a_block_of_one_sign_is_decoded_with_its_sign(sign):
     assert np.abs(array.dequantize() - weight).max() <= 6 / 15 * HALF
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dtype):
     for format, steps in (("int8", 127), ("int4", 15 / 2)):
@@ -129,6 +134,7 @@ def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dt
         assert np.abs(error).max() <= largest / steps * (HALF + 2.0**-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "axis"), [((1,), 0), ((1, 1), -1), ((7, 3), 0), ((2, 7, 3), -2), ((8, 3), 0)])
 def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
     values = np.random.default_rng().integers(0, 16, shape).astype(np.uint8)
@@ -142,6 +148,7 @@ def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
     np.testing.assert_array_equal(np.moveaxis(np.asarray(bytes), axis, 0), low + 16 * high)
 
 
+@pytest.mark.slow
 def test_range_and_peak_are_float32_and_keep_their_axes():
     x = jnp.array([[1, -3], [2, -4]], jnp.float16)
     assert measure_amax(x, (0,)).tolist() == [[2, 4]]
@@ -149,6 +156,7 @@ def test_range_and_peak_are_float32_and_keep_their_axes():
     assert {array.dtype for array in (measure_amax(x, (1,)), *measure_bounds(x, (1,)))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_one_element_and_one_of_each_channel_are_their_own_scale():
     for format in ("int8", "int4"):
         np.testing.assert_allclose(quantized(jnp.array([-0.3]), format).dequantize(), [-0.3], rtol=2**-21)

@@ -29,6 +29,7 @@ def _product(name):
     return jax.jit(lambda x, w: quant.dot_general(x, w, DIMENSIONS, quantization=name, state=state))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("axes", [None, (0,), (1,), (0, 1)])
 def test_amax_is_infinite_where_a_number_is_not_finite(axes, dtype):
@@ -51,6 +52,7 @@ def test_bounds_are_infinite_where_a_number_is_not_finite(bad):
     assert not_finite.tolist() == [row == 3 for row in range(ROWS)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_bad_input_is_not_made_finite(name):
     product = _product(name)
@@ -60,6 +62,7 @@ def test_a_bad_input_is_not_made_finite(name):
         assert not np.isfinite(product(_with(bad, x, 3, 5000), w)[3]).any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_bad_weight_is_not_made_finite(name):
     product = _product(name)

@@ -80,6 +80,7 @@ def dots(draw):
     return f"{''.join(labels[0])},{''.join(labels[1])}->{''.join(out)}", numbers, shapes
 
 
+@pytest.mark.slow
 @given(dots())
 @examples(8)
 def test_any_dot_general_is_that_of_the_integers(case):
@@ -89,6 +90,7 @@ def test_any_dot_general_is_that_of_the_integers(case):
     check(result, equation, np.asarray(x), np.asarray(w))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("equation", "written"),
     [
@@ -115,6 +117,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_is_that_of_the_integers(name):
     options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -137,6 +140,7 @@ def test_a_convolution_that_joins_the_batch_rounds_the_weight_alone():
     np.testing.assert_array_equal(result, lax.conv_general_dilated(x, rounded, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_stored_weight_gives_the_bits_of_the_floating_one_and_the_dtype_that_was_asked_for(format, dtype):
@@ -178,6 +182,7 @@ def test_an_input_clip_is_what_becomes_127():
     np.testing.assert_array_equal(ours, multiplied(clipped, quantize_array(w, "int8")))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_spoils_its_own_row_and_no_other(bad):
     x, w = array(5, 16), array(16, 6)
@@ -195,6 +200,7 @@ def test_scales_whose_product_is_too_small_or_too_large_lose_nothing():
     assert multiplied(row, column, "int8").tolist() == [[0]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_zeros_no_rows_and_sums_of_nothing(format):
     w = array(16, 6)
@@ -211,6 +217,7 @@ def test_without_a_quantization_it_is_the_operation_of_jax():
     np.testing.assert_array_equal(einsum("ab,bc->ac", x, w), jnp.einsum("ab,bc->ac", x, w))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_take_gives_the_rows_of_the_dequantized_table(format):
     table = array(7, 16)
@@ -229,6 +236,7 @@ def test_take_gives_the_rows_of_the_dequantized_table(format):
     assert jax.eval_shape(take, stored, indices).dtype == jnp.float32
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32"])
 def test_a_matmul_precision_is_for_floats_and_integers_ignore_it(precision):
     x, w = array(5, 16), array(16, 6)

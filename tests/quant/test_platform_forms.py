@@ -17,6 +17,7 @@ ROWS = (((1,), (0,)), ((), ()))
 X, W = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (64, 32)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)])
 def test_magnitudes_compared_by_bits_are_those_compared_as_numbers(dtype, axes):
@@ -61,6 +62,7 @@ def barriers(text):
     return re.findall(r"stablehlo\.optimization_barrier .*: (tensor<\S+>)", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [W, quantize_array(W, "int8")], ids=["floating", "stored"])
 def test_an_exported_program_has_the_form_of_its_platform(weight):
     cuda, tpu = exported(weight, "cuda"), exported(weight, "tpu")
@@ -79,6 +81,7 @@ def test_sums_stay_wide_for_results_in_other_dtypes(dtype):
     assert barriers(text) == []
 
 
+@pytest.mark.slow
 def test_the_largest_sums_of_float16_do_not_overflow():
     x, w = jnp.full((1, 2048), 2.0**-7, jnp.float16), jnp.full((2048, 1), 2.0)
     product = dot_general(x, quantize_array(w, "int8"), ROWS)

@@ -38,6 +38,7 @@ def by_hand(x, w, format):
     return x @ straight_through(w, quantize_array(w, format).dequantize())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_derivatives_are_those_of_the_fake_quantized_program(format):
     (x, dx), (w, dw), cotangent = [array(5, 16) for _ in "ab"], [array(16, 6) for _ in "ab"], array(5, 6)
@@ -65,6 +66,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(format, dtype):
     assert (dx.dtype, dw.dtype) == (dtype, jnp.float32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stored_weight_gets_no_gradient_and_the_input_gets_its_own(format):
     x, w, cotangent = array(5, 16), array(16, 6), array(5, 6)
@@ -88,6 +90,7 @@ def loss_and_gradients(x, w, format):
     return out, *backward(jnp.cos(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_maps_and_meshes_give_what_the_plain_call_gives(format):
     x, w = array(8, 16), array(16, 6)
@@ -121,6 +124,7 @@ def test_maps_and_meshes_give_what_the_plain_call_gives(format):
         np.testing.assert_array_equal(np.sign(plain[0]), np.sign(other[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS[::2])
 def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
     x, stack = array(5, 16), array(3, 16, 16) / 16

@@ -76,6 +76,7 @@ def test_a_map_chooses_by_path():
 BLOCKS = ("mxfp8", "mxfp8(activations=false)", "mxfp4", "mxfp4/16(activations=true)", "nvfp4", "nvfp4/32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", BLOCKS)
 def test_blocks_are_stored_in_kernels_and_tables_stay(format):
     before = variables()
@@ -88,6 +89,7 @@ def test_blocks_are_stored_in_kernels_and_tables_stay(format):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 
 
+@pytest.mark.slow
 def test_a_map_mixes_integers_blocks_and_floats_and_both_apis_compute_the_same():
     int8 = "int8(min_size=0)_from_mixed_bfloat16"
     rules = jmp.PolicyMap({"embed": "mixed_bfloat16", "up": "mxfp4_from_mixed_bfloat16"}, int8)
@@ -116,6 +118,7 @@ def test_a_map_mixes_integers_blocks_and_floats_and_both_apis_compute_the_same()
     assert (out == jmp.with_policy(model, rules)(tokens)).all()
 
 
+@pytest.mark.slow
 def test_integers_of_a_map_are_clipped_before_its_blocks_are_quantized():
     with pytest.raises(ValueError, match=r"^clip='mse' is for integers, and 'mxfp4' .* weight 'mlp/up/kernel' by"):
         quant.quantize(variables(), jmp.PolicyMap({"mlp": "mxfp4_from_float32"}, "int8_from_float32"), clip="mse")
@@ -131,6 +134,7 @@ def test_what_a_map_left_can_be_quantized_later():
     assert is_quantized(both) == ["params/embed/embedding", "params/mlp/up/kernel"]
 
 
+@pytest.mark.slow
 def test_quantizing_inside_of_jit_gives_the_same_integers():
     eager = quant.quantize(variables(), "int8_from_float32", clip="mse")
     jitted = jax.jit(lambda v: quant.quantize(v, "int8_from_float32", clip="mse"))(variables())
@@ -157,6 +161,7 @@ def test_an_abstract_nnx_model_is_quantized_abstractly():
     assert weight.values.dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_patterns_of_stacks_cover_what_is_inside_and_add_an_axis_each():
     params = {"blocks": {"dense": {"kernel": jnp.ones((2, 3, 64, 64))}}}
 
@@ -176,12 +181,14 @@ def test_the_clip_of_inputs_has_a_number_for_each_layer_of_a_stack():
     assert new["head"]["kernel"].input_clip.tolist() == 3.0
 
 
+@pytest.mark.slow
 def test_formats_that_leave_inputs_alone_keep_no_clip_of_them():
     for spec in ("int4_from_float32", "int8(activations=false)_from_float32"):
         new = quant.quantize(variables(), spec, input_clips={"mlp/up": 2.0})
         assert new["params"]["mlp"]["up"]["kernel"].input_clip is None
 
 
+@pytest.mark.slow
 def test_a_clip_of_inputs_below_their_peak_is_what_they_saturate_at():
     rows = jnp.array([[1.0, 0.5, 100.0, -0.25]])
     weight = quant.quantize_array(jnp.eye(4), "int8(min_size=0)", input_clip=1.0)
@@ -189,6 +196,7 @@ def test_a_clip_of_inputs_below_their_peak_is_what_they_saturate_at():
     assert jnp.allclose(out, jnp.array([[1.0, 0.5, 1.0, -0.25]]), atol=1 / 127)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_quantized_as_a_copy():
     model = Model(nnx.Rngs(0))
     kernel = model.up.kernel.get_raw_value()
@@ -296,6 +304,7 @@ def test_stacks_are_of_variables_alone():
 TABLES_IN_4 = "int4/64(table_bits=4)_from_f32"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("policy", "format"), [
     ("int4_from_f32", "int8(activations=false)"),
     (TABLES_IN_4, "int4/64(table_bits=4)"),

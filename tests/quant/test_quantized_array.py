@@ -63,6 +63,7 @@ def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take(
     assert (int8, int4) == (0.25 + 1 / 512, 0.125 + 5 / 4 / 128)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "bits", "error"),
     [
@@ -85,6 +86,7 @@ def test_bits_and_errors_of_normal_weights_are_those_of_the_table(format, bits, 
     np.testing.assert_allclose(np.linalg.norm(lost) / np.linalg.norm(weight), error, rtol=0.03)
 
 
+@pytest.mark.slow
 def test_repr_names_format_shape_and_dtype_whatever_the_leaves():
     array = weights()[2]
     assert repr(array) == "QuantizedArray(int4/8, shape=(16, 6), dtype=float32)"
@@ -104,6 +106,7 @@ def test_trees_rebuild_it_with_any_leaves():
         assert lowered.in_avals[0][0].format == array.format
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
 def test_copies_and_pickles_are_equal(round_trip):
     for array in weights("bfloat16"):
@@ -129,6 +132,7 @@ def test_paths_of_its_arrays_are_their_names():
     assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].tensor_scale"]
 
 
+@pytest.mark.sample(23)
 def test_no_policy_casts_it(any_policy):
     for array in weights():
         tree = {"kernel": array, "count": 3}
@@ -138,6 +142,7 @@ def test_no_policy_casts_it(any_policy):
     assert jmp.cast_floating({"kernel": array, "bias": jnp.zeros(2)}, "float16")["bias"].dtype == jnp.float16
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
     stack = jnp.asarray(fresh(3, 16, 6), jnp.float32)
@@ -155,6 +160,7 @@ def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
     jax.tree.map(np.testing.assert_array_equal, layers, whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("format", "layout", "spec", "placed"),
     [
@@ -190,6 +196,7 @@ def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quan
     assert quantize_array(jnp.ones((4, 2)), "int8", input_clip=2).input_clip == 2
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

@@ -47,6 +47,7 @@ def place(mesh, kernels, batch):
     return {"params": params}, put(X, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("kernels", ["data", "fsdp"])
 def test_gradients_on_a_mesh_are_those_of_one_device(kernels, kind):
@@ -87,6 +88,7 @@ def test_gradients_that_are_summed_in_float32_are_reduced_in_it():
     assert_near(grads, jax.grad(loss_fn)(VARIABLES, X))
 
 
+@pytest.mark.slow
 def test_reports_read_programs_with_unrounded_sums():
     step = jax.value_and_grad(loss_fn)
     audit = jmp.numerics.audit(step)(VARIABLES, X)

@@ -74,6 +74,7 @@ def exported_products(fun, platform, *args):
     return [tuple(re.sub(r".*x|>", "", kind) for kind in kinds) for kinds in found]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_results_and_gradients_are_sums_in_float32(name, compute):
@@ -87,6 +88,7 @@ def test_results_and_gradients_are_sums_in_float32(name, compute):
     assert error(right_grad, true[2]) < 1e-6
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     left, right, grad = (x.astype(jnp.bfloat16) for x in operands(name, "bfloat16"))
@@ -101,6 +103,7 @@ def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_operands_are_half_in_every_product_and_sums_are_not(name, platform):
@@ -125,6 +128,7 @@ def test_jax_itself_rounds_the_gradient_of_a_float32_weight():
     assert error(right_grad, exact("dense", left, right, grad)[2]) > 1e-3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulate", ["bfloat16", "float32", "float64"])
 def test_the_result_has_the_accumulate_dtype_that_jax_has(accumulate):
     left, right, _ = operands("dense", "bfloat16")
@@ -159,6 +163,7 @@ def test_gradients_have_the_precision_of_the_product(given, no_default_precision
     assert found == [(lax.Precision.HIGHEST,) * 2] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_vmap_over_either_operand_is_a_loop(name):
     arrays = [

@@ -33,6 +33,7 @@ def all_losses(params, batch):
     return sum(losses)
 
 
+@pytest.mark.slow
 def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
     params, batch = [make_arguments(loss)[0] for loss in LOSSES], make_arguments(dense)[1]
     found = list_backward(jmp.value_and_grad(all_losses, loss_scale=PLAIN, reduce_dtype="float32"), params, batch)
@@ -41,6 +42,7 @@ def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
         assert {r.dtype for r in own} == {"f32"}, (loss.__name__, own)
 
 
+@pytest.mark.slow
 def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards_is_ignored():
     """The negative control: if one of these is ever reduced in float32, the library may do with less."""
 
@@ -63,6 +65,7 @@ def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards
         assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [PLAIN, jmp.StaticLossScale(8.0)], ids=lambda scale: type(scale).__name__)
 def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(scale):
     params, batch = make_arguments(stored_in_half)

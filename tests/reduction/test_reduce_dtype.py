@@ -26,6 +26,7 @@ def any_loss(request):
     return request.param
 
 
+@pytest.mark.sample(6)
 def test_nothing_is_changed_but_the_sums_of_gradients(any_loss):
     params, x = make_arguments(any_loss)
     plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
@@ -34,6 +35,7 @@ def test_nothing_is_changed_but_the_sums_of_gradients(any_loss):
     assert str(widened) != str(plain)
 
 
+@pytest.mark.sample(7)
 def test_without_it_the_program_is_that_of_jax(any_loss):
     params, x = make_arguments(any_loss)
     plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
@@ -70,6 +72,7 @@ def test_sums_are_those_of_float32():
         assert error.max() < np.abs(np.asarray(narrow[name], np.float64) - exact[name]).max()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -90,6 +93,7 @@ def test_it_is_a_function_like_any_other(transform):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0.05, atol=0.05), found, expected)
 
 
+@pytest.mark.slow
 def test_auxiliary_data_and_positions_come_through():
     def loss(batch, scale, params, *, name):
         return dense(params, batch) * scale, {"name": name, "batch": batch, "count": jnp.int32(3), "none": None}
@@ -132,6 +136,7 @@ def test_a_sum_that_is_summed_once_more_is_widened_too():
     assert count_widened_products(widen(summed_of_a_matmul), *make_arguments(summed_of_a_matmul)) == 1
 
 
+@pytest.mark.slow
 def test_layers_of_linen_are_followed_under_a_policy_and_autocast():
     model = nn.Sequential([nn.Embed(8, 4), nn.LayerNorm(), nn.Dense(4), nn.relu, nn.Dense(3)])
     tokens = jnp.arange(6).reshape(2, 3)
@@ -162,6 +167,7 @@ class Net(nnx.Module):
             return self.dropout(self.norm(self.dense(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [PLAIN, jmp.DynamicLossScale(2.0**8)], ids=lambda scale: type(scale).__name__)
 def test_modules_of_nnx_keep_what_they_write(scale):
     x = jax.random.normal(jax.random.key(1), (8, 4))
@@ -201,6 +207,7 @@ def test_nnx_gradients_are_followed_to_their_sums():
     assert count_widened_products(compute, state, jnp.ones((8, 4))) == 1
 
 
+@pytest.mark.slow
 def test_float8_state_is_left_alone():
     model = jmp.with_policy(nn.Dense(16), "float8(min_size=0)_from_mixed_bfloat16")
     x = jax.random.normal(jax.random.key(1), (16, 16))

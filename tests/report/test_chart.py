@@ -65,6 +65,7 @@ def read_texts(figure):
     return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
 
 
+@pytest.mark.sample(1)
 def test_no_two_texts_collide(figure):
     boxes = read_texts(figure)
     assert [(one, other) for (one, a), (other, b) in itertools.combinations(boxes, 2) if a.overlaps(b)] == []

@@ -46,12 +46,14 @@ def read_stream(shown):
     return "".join(output.text for output in shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_kernel_shows_nothing_but_what_is_asked_for(name, outputs):
     for key in ("choose", "str", "format", "repr"):
         assert outputs[name, key] == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_text_in_a_kernel_is_that_of_a_terminal_of_its_width(name, outputs, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
@@ -61,6 +63,7 @@ def test_a_text_in_a_kernel_is_that_of_a_terminal_of_its_width(name, outputs, mo
     assert read_stream(outputs[name, "print"]) == f"{text}\n"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_kernel_displays_the_page(name, outputs):
     [shown] = outputs[name, "display"]

@@ -43,6 +43,7 @@ def place(tree, specs):
     return jax.tree.map(jax.device_put, tree, specs)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_device():
     params, x = make_params(), jax.random.normal(jax.random.key(1), (8, 8))
     with jax.set_mesh(make_explicit("d")):
@@ -56,6 +57,7 @@ def test_gradients_are_those_of_one_device():
         assert np.abs(grad - right).max() <= GRADIENT_BOUND * np.abs(right).max()
 
 
+@pytest.mark.slow
 def test_what_is_gathered_is_in_compute_dtype_and_what_is_reduced_in_reduce_dtype():
     with jax.set_mesh(make_explicit("d")):
         given = place((make_params(), IDS, jnp.ones((8, 8))), (SPECS, P("d"), P("d", None)))

@@ -68,6 +68,7 @@ def assert_close(found, expected, bound=LOSS_BOUND):
 FSDP, BOTH = {"fsdp": 4}, {"data": 2, "fsdp": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "check_vma"),
     [("linen", FSDP, True), ("linen", BOTH, False), ("nnx", FSDP, False), ("nnx", BOTH, True)],
@@ -79,6 +80,7 @@ def test_losses_and_gradients_are_those_of_one_device(name, sizes, check_vma):
     assert_close(fun(place(mesh, params, specs), BATCH), of_one_device(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tensor_axis_is_left_to_xla(name):
     params, loss = make(name)
@@ -93,6 +95,7 @@ WHOLE = {"linen": 2, "nnx": 2}
 SPLIT = {"linen": 5, "nnx": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_dtype(name):
     """The table is tied: two uses, one gather, one reduction. All are summed over data, and the loss."""
@@ -107,6 +110,7 @@ def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("reduce", "shown"), [("bfloat16", "bf16"), ("float16", "f16"), ("none", "f32")])
 def test_the_policy_alone_says_what_a_gradient_is_reduced_in(reduce, shown):
     params, loss = make("linen")
@@ -117,6 +121,7 @@ def test_the_policy_alone_says_what_a_gradient_is_reduced_in(reduce, shown):
     assert moved["all_reduce", shown] == WHOLE["linen"] + (reduce == "none")
 
 
+@pytest.mark.slow
 def test_norms_are_gathered_as_they_are_and_without_fun_nothing_is():
     params, loss = make("linen")
     mesh, specs = make_auto_mesh(fsdp=4), jax.tree.map(lambda p: P(*[None] * (p.ndim - 1), "fsdp"), make("linen")[0])
@@ -129,6 +134,7 @@ def test_norms_are_gathered_as_they_are_and_without_fun_nothing_is():
     assert count(policy="float32") == {"f32": SPLIT["linen"] + WHOLE["linen"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_a_scan_over_layers_the_body_gathers_one_layer(check_vma):
     layers, x = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3, jax.random.normal(jax.random.key(1), (8, 8))

@@ -31,6 +31,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SPECS)
 def test_one_infinity_in_one_part_is_one_decision(layout):
     """Against one device, bit for bit: gradients without sums, so that nothing is rounded in another order."""
@@ -52,6 +53,7 @@ def test_one_infinity_in_one_part_is_one_decision(layout):
     assert float(alone[1].loss_scale.loss_scale) == 2.0**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SPECS)
 def test_noise_is_that_of_one_device_whatever_the_mesh(layout):
     sizes, specs = SPECS[layout]
@@ -66,6 +68,7 @@ def test_noise_is_that_of_one_device_whatever_the_mesh(layout):
     assert all(0.02 < share < 0.98 for share in jax.tree.leaves(moved))  # some are rounded up, and some down
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("layout", SPECS)
 def test_noise_in_shard_map_is_that_of_one_device_by_specs(layout, check_vma):
@@ -98,6 +101,7 @@ def test_specs_of_noise_that_fit_nothing_are_refused():
             jmp.optim.step(tx, params, tx.init(params), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_float8_magnitudes_are_those_of_one_device(axis_type):
     quantization, dims = "float8(min_size=0)", (((1,), (0,)), ((), ()))

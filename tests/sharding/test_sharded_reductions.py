@@ -33,6 +33,7 @@ def moved(fun, *args):
     return [(kind, dtype) for kind, dtype, _ in list_moved(fun, *args)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", REDUCING)
 def test_half_precision_is_summed_in_float32(name, check_vma):
@@ -63,6 +64,7 @@ def test_without_a_reduce_dtype_the_program_is_jax_s_own(name):
     assert ours.lower(x).as_text() == plain.lower(x).as_text()
 
 
+@pytest.mark.slow
 def test_a_gather_moves_the_compute_dtype_and_its_gradients_the_reduce_dtype():
     weights, batch = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (8, 8))
 

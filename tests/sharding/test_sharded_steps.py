@@ -117,6 +117,7 @@ def run(name, mesh_name):
 CASES = [*((name, "data x fsdp") for name in INNER), ("float32", "fsdp x tensor"), ("split", "fsdp x tensor")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_one_device_that_overflows_has_all_skip(name, mesh_name):
     first, second, third = (kept for kept, _, _ in run(name, mesh_name))
@@ -134,6 +135,7 @@ def test_copies_of_one_array_are_the_same_on_all_devices(name, mesh_name):
     assert [versions for _, _, versions in run(name, mesh_name)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_the_losses_are_those_of_one_device(name, mesh_name):
     tx, params, batch = make_problem(name)
@@ -159,6 +161,7 @@ def test_everything_is_donated_and_nothing_that_is_as_large_as_a_parameter_is_on
     assert memory.argument_size_in_bytes - batch == sum(x.nbytes for x in small) + sum(x.nbytes // 2 for x in large)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_decision_is_one_scalar_and_gradients_move_in_the_dtypes_of_the_policy(check_vma):
     step, args = make_step("float32", make_auto_mesh(data=2, fsdp=2), ("data", "fsdp"), check_vma=check_vma)
@@ -176,6 +179,7 @@ def test_the_decision_is_one_scalar_and_gradients_move_in_the_dtypes_of_the_poli
     )
 
 
+@pytest.mark.slow
 def test_float8_state_is_the_same_as_on_one_device():
     """The largest magnitudes of all rows, bit for bit; weights are quantized from float32, and gathered in it."""
     quantization, names = "float8(min_size=0)", ("data", "fsdp")
@@ -219,6 +223,7 @@ def test_float8_state_is_the_same_as_on_one_device():
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), kept, right)
 
 
+@pytest.mark.slow
 def test_one_device_says_for_all_why_a_step_was_skipped():
     """The gradients are of parts along one axis and the same along the other, the origin is in one row of the batch."""
     names, params, specs = ("data", "fsdp"), {"w": jnp.ones((8, 4))}, {"w": P("fsdp")}

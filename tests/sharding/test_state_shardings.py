@@ -65,6 +65,7 @@ def test_arrays_of_the_state_lie_where_their_parameters_do(name):
     assert any(spec != P() for spec in jax.tree.leaves(specs))
 
 
+@pytest.mark.slow
 def test_a_state_is_made_in_place_and_stays_there():
     place = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), SPECS)
     params = jax.tree.map(lambda p, s: jax.device_put(jnp.ones(p.shape, p.dtype), s), HALF, place)

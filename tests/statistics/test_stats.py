@@ -112,6 +112,7 @@ def test_a_row_that_was_never_measured_is_empty():
     assert all(shares.lost == shares.error == 0 for shares in row.formats.values())
 
 
+@pytest.mark.slow
 def test_leading_axes_are_merged_where_rows_are_read():
     many = [make_stats(draw_tensors(seed, spread=4 + 9 * seed)) for seed in range(3)]
     merged = many[0].merge(many[1]).merge(many[2])
@@ -163,6 +164,7 @@ def test_a_second_call_does_not_trace_again():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_layout_is_freed_with_its_stats():
     import gc
     import weakref

@@ -73,6 +73,7 @@ def list_texts(figure):
     return [(text.get_text(), text.get_window_extent()) for text in shown]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FIGURES)
 def test_texts_do_not_collide_and_are_not_cut(name):
     figure = draw(FIGURES[name]())

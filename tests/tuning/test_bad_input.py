@@ -56,6 +56,7 @@ def test_a_function_that_is_not_finite_in_float32():
     check(ValueError, "log returns nan or infinity in float32, and nothing can be", jnp.log, (-jnp.ones(3),), HALF)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_nan_in_float32():
     check(
         ValueError,

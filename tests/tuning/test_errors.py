@@ -13,6 +13,7 @@ def relative(got, wanted, least=0.0):
     return difference / max(np.linalg.norm(np.float64(wanted).ravel()), least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_the_error_is_that_of_the_worst_leaf(size):
     rng = np.random.default_rng(0)

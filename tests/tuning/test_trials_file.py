@@ -31,6 +31,7 @@ def tune(metric, **options):
     return jmp.tune(net, ARGS, HALF, tolerance=0.02, metric=metric, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 3, 5])
 def test_interrupted_and_resumed_is_as_never_interrupted(stop, tmp_path, monkeypatch):
     file = tmp_path / "trials.jsonl"
@@ -73,6 +74,7 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path):
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -101,6 +103,7 @@ def test_a_file_of_something_else_is_refused_and_left(text, tmp_path):
     assert file.read_text(encoding="utf-8") == text
 
 
+@pytest.mark.slow
 def test_keys_are_part_of_the_arguments(tmp_path):
     def draw(key, x):
         with jax.named_scope("a"):

@@ -54,6 +54,7 @@ def relative_error(fun, reference, *args):
     return max(errors)
 
 
+@pytest.mark.slow
 def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.scopes == ("c",)
     assert tuning.policy_map == jmp.PolicyMap({"c": HALF.replace("float16", "float32")}, HALF)
@@ -65,6 +66,7 @@ def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.candidates[0] == "c"
 
 
+@pytest.mark.slow
 def test_the_map_does_what_its_error_says(tuning):
     args = make_weights(), BATCH
     error = relative_error(jmp.autocast(PLANTED, tuning.policy_map), PLANTED, *args)
@@ -109,6 +111,7 @@ def test_plain_data_is_json(tuning):
     assert plain["scopes"] == ["c"]
 
 
+@pytest.mark.slow
 def test_a_finite_function_needs_nothing():
     tuning = jmp.tune(make_loss({}), (make_weights("ab"), BATCH), "mixed_float16", tolerance=0.05)
     assert tuning.scopes == ()
@@ -117,6 +120,7 @@ def test_a_finite_function_needs_nothing():
     assert "All 3 scopes of" in str(tuning)
 
 
+@pytest.mark.slow
 def test_culprits_whose_numbers_all_fit_are_found():
     """Two products cancel: what float16 rounds away of both is most of what is left."""
 
@@ -134,6 +138,7 @@ def test_culprits_whose_numbers_all_fit_are_found():
     assert math.isfinite(tuning.low_error)
 
 
+@pytest.mark.slow
 def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     """Only so many kinds of operations are measured, and the search goes on without."""
     monkeypatch.setattr(_ranking, "MOST_ROWS", 0)
@@ -151,6 +156,7 @@ def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     assert tuning.scopes == ("rounds",)
 
 
+@pytest.mark.slow
 def test_trials_leave_no_arrays_behind():
     """Whatever the number of trials, there are the arguments, the reference, and one trial."""
     alive = []
@@ -167,6 +173,7 @@ def test_trials_leave_no_arrays_behind():
     assert max(alive[2:]) <= alive[2] + 1
 
 
+@pytest.mark.slow
 def test_a_function_of_arrays_is_tuned_on_what_it_returns():
     def net(x, weights):
         with jax.named_scope("big"):
@@ -193,6 +200,7 @@ def make_big(params):
     return jax.tree.map_with_path(lambda path, leaf: leaf * scaled[path[1].key], params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_modules_are_tuned_as_with_policy_runs_them(api):
     if api == "linen":
@@ -228,6 +236,7 @@ def test_an_nnx_model_is_as_it_was_after_a_metric_that_trains_it():
     assert (model.kernel[...] == before).all()
 
 
+@pytest.mark.slow
 def test_layers_that_must_stay_unquantized_are_found():
     """A weight with one huge number: int8 has nothing left for the others of its column."""
     model = Net()
@@ -245,6 +254,7 @@ def test_layers_that_must_stay_unquantized_are_found():
     assert "stay unquantized" in str(tuning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "low", "bound"), [("mxfp8", "mxfp8", 0.06), ("mxfp4/16", "mxfp4/16", 0.3)])
 def test_formats_of_blocks_are_tried_with_gradients_where_they_train(format, low, bound):
     model, x = nnx.Linear(32, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (16, 32))
@@ -255,6 +265,7 @@ def test_formats_of_blocks_are_tried_with_gradients_where_they_train(format, low
     assert _make_subject(model, (x,), policy, None, False, 0).differentiates == (format == "mxfp8")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_float8_is_tried_without_a_history_and_given_with_one(api):
     x = jnp.ones((16, 16))
@@ -269,6 +280,7 @@ def test_float8_is_tried_without_a_history_and_given_with_one(api):
     assert tuning.low == "float8_e4m3fn"
 
 
+@pytest.mark.slow
 def test_a_metric_of_training_decides():
     def loss_fn(weights, x):
         with jax.named_scope("big"):
@@ -287,6 +299,7 @@ def test_a_metric_of_training_decides():
     assert tuning.scopes == ("big",)
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_says_the_best_so_far():
     args = make_weights(), BATCH
     tuning = jmp.tune(make_loss({"a": 1e6, "d": 1e6}), args, HALF, tolerance=0.02, budget=2)

@@ -68,6 +68,7 @@ def test_pyright_says_of_each_line_what_is_expected(tmp_path):
         assert shorten(told[name], expected) == expected
 
 
+@pytest.mark.slow
 def test_the_user_code_runs():
     """A type that is revealed of code that fails would be worth nothing."""
     runpy.run_path(str(HERE / "user_code.py"))
