@@ -347,26 +347,28 @@ def hold_folder(path: Path) -> Iterator[None]:
       UserError: another process has the folder, a file of it is a link, or something cannot be written.
     """
     try:
-        _refuse_links(path)
+        if os.path.lexists(path / LOCK):
+            _refuse_link(path / LOCK, path)
         with (path / LOCK).open("ab") as lock:
             try:
                 _lock_file(lock.fileno())
             except (BlockingIOError, PermissionError) as error:  # the latter on Windows
                 raise UserError(f"{path} is in use by another process: wait for it, or choose another --out") from error
+            for file in path.rglob("*"):  # once no other process renames checkpoints
+                _refuse_link(file, path)
             yield
     except OSError as error:
         raise _cannot_write(path, error) from error
 
 
-def _refuse_links(path: Path) -> None:
-    """Raises a UserError if a file of the folder is linked from or to elsewhere, or is a pipe or a device."""
-    for file in path.rglob("*"):
-        status = file.lstat()
-        if not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_nlink > 1):
-            raise UserError(
-                f"{file} is a link or a special file, and training would write beyond {path}: resume a copy without "
-                f"links, for example one made by: cp -rL {path} copy"
-            )
+def _refuse_link(file: Path, folder: Path) -> None:
+    """Raises a UserError if a file is a link, symbolic or hard, or a pipe or a device."""
+    status = file.lstat()
+    if not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_nlink > 1):
+        raise UserError(
+            f"{file} is a link or a special file, and training would write beyond {folder}: resume a copy without "
+            f"links, for example one made by: cp -rL {folder} copy"
+        )
 
 
 def _next_free(prefix: str) -> Path:
