@@ -24,7 +24,10 @@ class Checkpoints:
     def __init__(self, folder: Path):
         options = ocp.CheckpointManagerOptions(max_to_keep=KEEP)
         handler = ocp.StandardCheckpointHandler()  # named here, so that `item_metadata` knows how to read
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
+        try:
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handler)
+        except ValueError as error:  # of a damaged file
+            raise UserError(f"cannot read {folder}: {_first_line(error)}") from error
 
     @property
     def latest_step(self) -> int | None:
@@ -51,9 +54,8 @@ class Checkpoints:
             self._check_same(step, expected)
             target = jax.tree.map(ocp.utils.to_shape_dtype_struct, expected)
             arrays = self._manager.restore(step, args=ocp.args.StandardRestore(target))
-        except (ValueError, KeyError, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"cannot restore step {step} of {self._manager.directory}: {reason}") from error
+        except Exception as error:  # Orbax raises a bare one where a file of an array is gone
+            raise UserError(f"cannot restore step {step} of {self._manager.directory}: {_first_line(error)}") from error
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in expected])
 
     def _check_same(self, step: int, expected: dict[str, jax.Array]) -> None:
@@ -80,6 +82,10 @@ class Checkpoints:
 def _flatten(state: PyTree) -> dict[str, jax.Array]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _spell(array: tuple[tuple[int, ...], np.dtype] | None) -> str:

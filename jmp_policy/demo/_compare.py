@@ -24,7 +24,7 @@ from ._display import TrainDisplay
 from ._gpt import GPTConfig, TrainerConfig
 from ._gpt_nnx import NnxTrainer
 from ._plot import plot_comparison
-from ._run_folder import json_value, new_folder
+from ._run_folder import hold_folder, json_value, new_folder
 from ._trainer import NATS_PER_BIT, read_scaling_figures
 from ._underflow import measure_zeroed, measure_zeroed_at_logits
 from ._verdict import VariantResult
@@ -97,6 +97,11 @@ def compare(options: CompareOptions, console: Console) -> tuple[Path, list[Varia
     corpus = load_corpus(options.data)
     check_size(corpus, options.model.context)
     folder = new_folder(options.out, prefix="compare-")
+    with hold_folder(folder):
+        return folder, _compare(options, corpus, folder, console)
+
+
+def _compare(options: CompareOptions, corpus: Corpus, folder: Path, console: Console) -> list[VariantResult]:
     _describe(options, corpus, console)
     runs = {variant.name: _train(variant, options, corpus, console) for variant in VARIANTS}
     rows = _make_rows(runs, _draw_windows(options, corpus, options.steps))
@@ -105,7 +110,7 @@ def compare(options: CompareOptions, console: Console) -> tuple[Path, list[Varia
     plot_comparison(folder / "loss.png", losses, styles, bytes_per_step=options.tokens)
     table = [{key: json_value(value) for key, value in dataclasses.asdict(row).items()} for row in rows]
     (folder / "table.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    return folder, rows
+    return rows
 
 
 def _describe(options: CompareOptions, corpus: Corpus, console: Console) -> None:

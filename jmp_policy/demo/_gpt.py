@@ -37,6 +37,10 @@ class GPTConfig:
     context: int = 64
     vocabulary: int = VOCABULARY
 
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(f"heads: {self.heads} does not divide the width {self.width}, for example: heads=1")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig:

@@ -98,5 +98,5 @@ AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
 
 def _check_divides(axes: str, size: int, count: int, what: str) -> None:
     if count % size:
-        fitting = max(number for number in range(1, size) if count % number == 0)
+        fitting = max(number for number in range(1, min(size, count + 1)) if count % number == 0)
         raise UserError(f"--mesh: {axes} = {size} does not divide the {count} {what}; {fitting} would")

@@ -4,6 +4,7 @@ Another compiled function measures them, which the host calls before the step an
 run trains bit for bit as it does without, on the steps that are measured, too. Such a step takes the time of two.
 """
 
+from ..cli._command import UserError
 from ..numerics import StatsHistory
 from ..report import draw_document
 from ._run_folder import RunConfig, RunFolder
@@ -20,12 +21,23 @@ def is_measured(step: int, every: int | None) -> bool:
     return every is not None and (step == 1 or step % every == 0)
 
 
+def read_history(folder: RunFolder) -> StatsHistory:
+    """Reads all that a run measured.
+
+    Raises:
+      UserError: a line is damaged.
+    """
+    try:
+        return StatsHistory.from_json_lines(folder.numerics.read_lines())
+    except ValueError as error:
+        raise UserError(f"{folder.numerics.path}: {error}") from error
+
+
 def write_numerics(folder: RunFolder) -> None:
     """Writes the report and the plots of all that a run measured, if it measured anything."""
-    lines = folder.numerics.read_lines()
-    if not lines:
+    history = read_history(folder)
+    if not history.steps:
         return
-    history = StatsHistory.from_json_lines(lines)
     stats = history.merge()
     note = _describe(folder.read_config(), history)
     (folder.path / TEXT).write_text(f"{note}\n\n{stats}\n", encoding="utf-8")

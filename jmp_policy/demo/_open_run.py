@@ -1,7 +1,10 @@
 """Opening a run: from the user's wishes to a folder, a configuration and data, of a new run or one to resume."""
 
+import contextlib
 import dataclasses
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from ._data import Corpus, check_size, load_corpus
 from ._gpt import GPTConfig, TrainerConfig
 from ._mesh import MeshShape
 from ._processes import agree, is_first, share
-from ._run_folder import RunConfig, RunFolder
+from ._run_folder import RunConfig, RunFolder, hold_folder
 
 DEFAULT_STEPS = 1500
 # The library's 2,000, as in jmp and PyTorch, is for runs of many thousand steps: this one would end before the scale
@@ -64,17 +67,23 @@ class TrainOptions:
 Opened = tuple[RunFolder, RunConfig, Corpus]
 
 
-def open_run(options: TrainOptions, console: Console) -> Opened:
-    """Begins a run, or finds the one to resume. Of several processes the first does, and the others do as it says.
+@contextlib.contextmanager
+def open_run(options: TrainOptions, console: Console) -> Iterator[Opened]:
+    """Begins a run, or finds the one to resume, and keeps other processes out of its folder.
+
+    Of several processes of a run the first does, and the others do as it says.
 
     Raises:
       UserError: the options do not fit together, or with the data, the device or the folder.
     """
-    if jax.process_count() == 1:
-        return _resume(options) if options.resume else _begin(options, console)
-    opened = agree(lambda: (_resume(options) if options.resume else _begin(options, console)) if is_first() else None)
-    told = share("" if opened is None else json.dumps([str(opened[0].path), opened[1].to_json()]))
-    return agree(lambda: opened or _join(*json.loads(told)))
+    with contextlib.ExitStack() as stack:
+        begin = functools.partial(_resume if options.resume else _begin, options, console, stack)
+        if jax.process_count() == 1:
+            yield begin()
+            return
+        opened = agree(lambda: begin() if is_first() else None)
+        told = share("" if opened is None else json.dumps([str(opened[0].path), opened[1].to_json()]))
+        yield agree(lambda: opened or _join(*json.loads(told)))
 
 
 def _join(path: str, config: dict[str, Any]) -> Opened:
@@ -83,7 +92,7 @@ def _join(path: str, config: dict[str, Any]) -> Opened:
     return folder, run, _load_same(folder, run.data, run)
 
 
-def _begin(options: TrainOptions, console: Console) -> Opened:
+def _begin(options: TrainOptions, console: Console, stack: contextlib.ExitStack) -> Opened:
     policy = None if options.policy is None or options.policy == AUTO else _parse_policy(options.policy)
     model = options.model or GPTConfig()
     corpus = load_corpus(options.data)
@@ -106,15 +115,18 @@ def _begin(options: TrainOptions, console: Console) -> Opened:
         numerics=options.numerics,
         mesh=mesh,
     )
-    folder = RunFolder.create(options.out, config)
+    folder = RunFolder.create(options.out)
+    stack.enter_context(hold_folder(folder.path))
+    folder.write_config(config)
     if options.policy == AUTO:
         config = decide_policy(config, corpus, console)
         folder.write_config(config)
     return folder, config, corpus
 
 
-def _resume(options: TrainOptions) -> Opened:
+def _resume(options: TrainOptions, console: Console, stack: contextlib.ExitStack) -> Opened:
     folder = RunFolder.find(options.out)
+    stack.enter_context(hold_folder(folder.path))
     saved = folder.read_config()
     asked = {
         "api": options.api,
@@ -138,6 +150,7 @@ def _load_same(folder: RunFolder, data: tuple[str, ...], config: RunConfig) -> C
     corpus = load_corpus(data)
     if corpus.sha256 != config.data_sha256:
         raise UserError(f"{folder.path} was trained on other bytes than those of {corpus.source}: resume it with those")
+    check_size(corpus, config.model.context)
     return corpus
 
 

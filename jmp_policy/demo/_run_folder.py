@@ -1,21 +1,39 @@
 """The folder of a training run: its configuration, metrics, summary, plot and checkpoints."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jmp_policy as jmp
 
+from .._messages import quote
 from ..cli._command import UserError
 from ._gpt import GPTConfig
-from ._mesh import MeshShape
+from ._mesh import AXES, MeshShape
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock_file(number: int) -> None:
+        msvcrt.locking(number, msvcrt.LK_NBLCK, 1)
+else:
+    import fcntl
+
+    def _lock_file(number: int) -> None:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
 
 RUNS = Path("runs")
+LOCK = ".lock"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +87,80 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "RunConfig":
-        """Reads what `to_json` wrote."""
-        policy = jmp.Policy.from_config(config["policy"])
-        model, saved_map = GPTConfig(**config["model"]), config.get("policy_map")
-        policy_map = None if saved_map is None else jmp.PolicyMap.from_config(saved_map)
-        mesh = None if config.get("mesh") is None else MeshShape(**config["mesh"])
-        read = {"policy": policy, "policy_map": policy_map, "model": model, "data": tuple(config["data"]), "mesh": mesh}
-        return cls(**config | read)
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError, TypeError: names the field that is missing, unknown or damaged.
+        """
+        return cls(**_read_fields(config, _CONFIG, required=_CONFIG))
+
+
+_Parser = Callable[[Any], Any]
+
+
+def _must_be(words: str, is_valid: Callable[[Any], bool]) -> _Parser:
+    def check(value: object) -> object:
+        if not is_valid(value):
+            raise ValueError(f"must be {words}, got {quote(value)}")
+        return value
+
+    return check
+
+
+def _or_none(parse: _Parser) -> _Parser:
+    return lambda value: None if value is None else parse(value)
+
+
+def _read_fields(saved: object, parsers: Mapping[str, _Parser], *, required: Iterable[str]) -> dict[str, Any]:
+    """Parses the fields of a JSON object; a required one that is missing counts as None."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"must be a JSON object, got {quote(saved)}")
+    read = dict.fromkeys(required) | saved
+    for name in filter(read.__contains__, parsers):
+        try:
+            read[name] = parsers[name](read[name])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{name}: {error}") from error
+    return read
+
+
+_COUNT = _must_be(f"an integer from 1 to {2**32 - 1}", lambda value: type(value) is int and 1 <= value < 2**32)
+_NUMBER = _must_be("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+_POSITIVE = _must_be(
+    "a positive finite number", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max
+)
+_TEXTS = _must_be(
+    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
+_SIZES = dict.fromkeys((field.name for field in dataclasses.fields(GPTConfig)), _COUNT)
+_MESH = dict.fromkeys(AXES, _COUNT)
+
+_CONFIG: dict[str, _Parser] = {
+    "api": _must_be("'nnx' or 'linen'", lambda value: value in ("nnx", "linen")),
+    "policy": jmp.Policy.from_config,
+    "seed": _must_be(f"an integer from 0 to {2**32 - 1}", lambda value: type(value) is int and 0 <= value < 2**32),
+    "data": lambda value: tuple(_TEXTS(value)),
+    "data_sha256": _must_be("a string", lambda value: isinstance(value, str)),
+    "model": lambda value: GPTConfig(**_read_fields(value, _SIZES, required=_SIZES)),
+    "batch_size": _COUNT,
+    "learning_rate": _POSITIVE,
+    "steps": _COUNT,
+    "growth_period": _or_none(_COUNT),
+    "numerics": _or_none(_COUNT),
+    "policy_map": _or_none(jmp.PolicyMap.from_config),
+    "first_scale": _or_none(_POSITIVE),
+    "mesh": _or_none(lambda value: MeshShape(**_read_fields(value, _MESH, required=_MESH))),
+}
+"""How each field of `config.json` is read."""
+
+_METRICS: dict[str, _Parser] = {
+    "step": _COUNT,
+    "loss": _or_none(_NUMBER),
+    "validation_loss": _or_none(_NUMBER),
+    "loss_scale": _POSITIVE,
+    "skipped_steps": _NUMBER,
+}
+"""How the fields of a line of metrics are read that the program computes with."""
 
 
 @functools.cache
@@ -104,15 +189,13 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def create(cls, path: Path | None, config: RunConfig) -> "RunFolder":
-        """Begins a run in a folder that is new or empty, by default in the next free one of `runs/`.
+    def create(cls, path: Path | None) -> "RunFolder":
+        """Takes a folder that is new or empty, by default the next free one of `runs/`.
 
         Raises:
           UserError: the folder holds something, or cannot be written.
         """
-        folder = cls(new_folder(path, hint="continue a run with --resume, or choose another --out"))
-        folder.write_config(config)
-        return folder
+        return cls(new_folder(path, hint="continue a run with --resume, or choose another --out"))
 
     @classmethod
     def find(cls, path: Path | None) -> "RunFolder":
@@ -122,10 +205,11 @@ class RunFolder:
           UserError: no run is found.
         """
         if path is None:
-            configs = sorted(RUNS.glob("[0-9]*/config.json"), key=lambda file: int(file.parent.name))
-            if not configs:
+            # Only numbers: a copy beside a run, such as "001 copy", is resumed by its name.
+            runs = [file.parent for file in RUNS.glob("*/config.json") if file.parent.name.isdecimal()]
+            if not runs:
                 raise UserError(f"no run to resume in {RUNS}/: name its folder with --out")
-            return cls(configs[-1].parent)
+            return cls(max(runs, key=lambda folder: int(folder.name)))
         if not (path / "config.json").is_file():
             raise UserError(f"no run to resume in {path}: leave --resume out to begin one")
         return cls(path)
@@ -139,7 +223,7 @@ class RunFolder:
         file = self.path / "config.json"
         try:
             return RunConfig.from_json(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{file} is not the configuration of a run: {error}") from error
 
     def write_config(self, config: RunConfig) -> None:
@@ -187,14 +271,24 @@ class MetricsLog:
             file.write(json.dumps({key: json_value(value) for key, value in record.items()}) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All records, without a broken last line; an empty list without a file."""
-        return [json.loads(line) for line in self.read_lines()]
+        """All records, without a broken last line; an empty list without a file.
+
+        Raises:
+          UserError: a line is damaged.
+        """
+        return [self._parse(number, line) for number, line in enumerate(self.read_lines(), 1)]
+
+    def _parse(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            return _read_fields(json.loads(line), _METRICS, required=("step",))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.path}, line {number}: {error}. Remove the line to resume") from error
 
     def read_lines(self) -> list[str]:
         """The lines of all records."""
         if not self.path.exists():
             return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         return [line for line in lines if line.endswith("\n")]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
@@ -237,12 +331,44 @@ def new_folder(path: Path | None, *, prefix: str = "", hint: str = "choose anoth
         if path is None:
             return _next_free(prefix)
         path.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.iterdir())
+        occupied = any(file.name != LOCK for file in path.iterdir())
     except OSError as error:
         raise _cannot_write(path or RUNS, error) from error
     if occupied:
         raise UserError(f"{path} is not empty: {hint}")
     return path
+
+
+@contextlib.contextmanager
+def hold_folder(path: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder while this one writes to it; its end, by a kill too, lets them in.
+
+    Raises:
+      UserError: another process has the folder, a file of it is a link, or something cannot be written.
+    """
+    try:
+        if os.path.lexists(path / LOCK):
+            _refuse_link(path / LOCK, path)
+        with (path / LOCK).open("ab") as lock:
+            try:
+                _lock_file(lock.fileno())
+            except (BlockingIOError, PermissionError) as error:  # the latter on Windows
+                raise UserError(f"{path} is in use by another process: wait for it, or choose another --out") from error
+            for file in path.rglob("*"):  # once no other process renames checkpoints
+                _refuse_link(file, path)
+            yield
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _refuse_link(file: Path, folder: Path) -> None:
+    """Raises a UserError if a file is a link, symbolic or hard, or a pipe or a device."""
+    status = file.lstat()
+    if not stat.S_ISDIR(status.st_mode) and (not stat.S_ISREG(status.st_mode) or status.st_nlink > 1):
+        raise UserError(
+            f"{file} is a link or a special file, and training would write beyond {folder}: resume a copy without "
+            f"links, for example one made by: cp -rL {folder} copy"
+        )
 
 
 def _next_free(prefix: str) -> Path:
@@ -258,4 +384,4 @@ def _next_free(prefix: str) -> Path:
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write to {path}: {(error.strerror or str(error)).lower()}")
+    return UserError(f"cannot write to {error.filename or path}: {(error.strerror or str(error)).lower()}")

@@ -145,7 +145,7 @@ def follow_loss_scale(first: float, records: Iterable[Mapping[str, Any]]) -> Sca
     >>> history.growths, history.backoffs, history.skipped
     (1, 1, (1,))
     """
-    steps = [record for record in records if "loss_scale" in record]
+    steps = [record for record in records if "loss_scale" in record and "skipped_steps" in record]
     scales = [first, *(record["loss_scale"] for record in steps)]
     moves = [after / before for before, after in itertools.pairwise(scales)]
     return ScaleHistory(

@@ -18,7 +18,7 @@ from ._data import Corpus, bigram_bits_per_byte, sample_batch, sample_rows, unig
 from ._display import TrainDisplay
 from ._gpt import TrainerConfig
 from ._mesh_trainer import MeshTrainer
-from ._numerics import is_measured, write_numerics
+from ._numerics import is_measured, read_history, write_numerics
 from ._open_run import TrainOptions, open_run
 from ._origins import SkipInspector
 from ._plot import plot_run
@@ -72,8 +72,12 @@ def train(options: TrainOptions, console: Console) -> TrainResult:
       UserError: the options do not fit together, or with the data, the device or the folder.
       FloatingPointError: training is stuck, since every step overflows.
     """
-    folder, config, corpus = open_run(options, console)
-    run = TrainingRun(folder, config, corpus)
+    with open_run(options, console) as opened:
+        return _train(TrainingRun(*opened), console)
+
+
+def _train(run: "TrainingRun", console: Console) -> TrainResult:
+    folder, config = run.folder, run.config
     run.describe(console)
     with Checkpoints(folder.checkpoints) as checkpoints:
         step = agree(lambda: _restore(run, checkpoints))
@@ -90,7 +94,8 @@ def _conclude(run: "TrainingRun", step: int) -> dict[str, Any]:
     """Plots a run up to a step, and returns what is to be said of it."""
     run.plot()
     finished, folder = step == run.config.steps, run.folder
-    validation = folder.metrics.curve("validation_loss")[1][-1] if finished and folder.is_writer else math.nan
+    losses = folder.metrics.curve("validation_loss")[1] if finished and folder.is_writer else []
+    validation = losses[-1] if losses else math.nan  # a resumed run may have lost its metrics
     return {"validation": validation, **run.baselines, "summary": run.summarize(step), "files": _list_files(folder)}
 
 
@@ -153,6 +158,7 @@ class TrainingRun:
         self.folder.metrics.truncate(step or 0)
         self.folder.numerics.truncate(step or 0)
         self.folder.origins.truncate(step or 0)
+        read_history(self.folder)  # which would fail at the end
         return step or 0
 
     def loop(self, step: int, checkpoints: Checkpoints, console: Console) -> int:

@@ -23,7 +23,8 @@ class Tuning(Report):
       policy_map: the map, for `autocast` or `with_policy`, as `by` says.
       scopes: the paths that stay as they were, in float32 or unquantized; the root's is the empty string.
       candidates: all paths that could, the most suspicious first.
-      error: the largest relative error under the map.
+      error: the largest relative error under the map, of the function as one compiled program with `loss_scale`.
+        Compiled otherwise, such as op by op, XLA may round elsewhere, on some processors more than on others.
       tolerance: the largest that is accepted.
       trials: what was tried, in the order of the search.
       is_minimal: whether no scope of these can be left out; not so if the budget was spent before that was known.

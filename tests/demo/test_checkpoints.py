@@ -73,3 +73,24 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path):
     message = r"cannot restore step 1 of .*: it is damaged"
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(UserError, match=message):
         checkpoints.restore(1, state_of(1.0))
+
+
+def test_a_checkpoint_without_the_bytes_of_an_array_is_an_error(tmp_path):
+    state = {"table": jnp.arange(2.0**16).reshape(2**8, 2**8)}  # large enough for a file of its own
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    max((tmp_path / "1").rglob("*/d/*"), key=lambda file: file.stat().st_size).unlink()
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UserError, match=r"cannot restore step 1 of .*: \w+"):
+        checkpoints.restore(1, state)
+
+
+def test_a_damaged_description_of_a_checkpoint_is_an_error(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1.0))
+    (tmp_path / "1" / "default" / "_METADATA").write_text("[]")
+    message = r"cannot restore step 1 of .*: 'list' object has no attribute"
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UserError, match=message):
+        checkpoints.restore(1, state_of(1.0))
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text("[]")
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}: Metadata dict must be a dictionary"):
+        Checkpoints(tmp_path)

@@ -12,6 +12,7 @@ import jmp_policy as jmp
 from jmp_policy.demo import CompareOptions, GPTConfig, UserError, _compare, compare
 from jmp_policy.demo._compare import VARIANTS
 from jmp_policy.demo._gpt import TrainerConfig, make_optimizer
+from jmp_policy.demo._run_folder import hold_folder, new_folder
 from jmp_policy.demo._underflow import LARGEST_FLUSHED, measure_zeroed, measure_zeroed_at_logits
 from jmp_policy.demo._verdict import SAME, judge
 
@@ -107,3 +108,10 @@ def test_equal_configurations_share_an_optimizer_and_few_are_kept():
 def test_an_occupied_folder_is_refused(folder):
     with pytest.raises(UserError, match="is not empty: choose another --out"):
         compare(CompareOptions((str(folder / "text.txt"),), out=folder), tiny.silent_console())
+
+
+def test_two_comparisons_at_once_do_not_share_a_folder(folder):
+    out = folder / "compared"
+    with hold_folder(new_folder(out)), pytest.raises(UserError, match="compared is in use by another process"):
+        compare(CompareOptions((str(folder / "text.txt"),), out=out), tiny.silent_console())
+    assert new_folder(out) == out  # which one that was interrupted left empty

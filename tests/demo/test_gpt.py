@@ -37,6 +37,12 @@ def test_linen_and_nnx_compute_the_same_from_the_same_parameters():
     np.testing.assert_allclose(nnx_model(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [0, 3])
+def test_heads_divide_the_width(heads):
+    with pytest.raises(ValueError, match=f"heads: {heads} does not divide the width 16, for example: heads=1"):
+        GPTConfig(width=16, heads=heads)
+
+
 def test_no_byte_sees_a_later_one():
     model = _gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0))
     logits = model(TOKENS)

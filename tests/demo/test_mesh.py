@@ -46,6 +46,7 @@ def test_a_mesh_that_is_none_is_an_error(text, message):
     [
         (MeshShape(data=3), "--mesh: data [*] fsdp = 3 does not divide the 16 windows of a batch; 2 would"),
         (MeshShape(data=4, fsdp=8), "--mesh: data [*] fsdp = 32 does not divide the 16 windows of a batch; 16 would"),
+        (MeshShape(data=10**15), r"data [*] fsdp = 1000000000000000 does not divide .*; 16 would"),  # and that at once
         (MeshShape(tensor=3), "--mesh: tensor = 3 does not divide the 4 heads of the model; 2 would"),
     ],
     ids=str,

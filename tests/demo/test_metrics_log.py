@@ -2,7 +2,11 @@
 
 import json
 import math
+import re
 
+import pytest
+
+from jmp_policy.demo import UserError
 from jmp_policy.demo._run_folder import MetricsLog
 
 
@@ -38,3 +42,24 @@ def test_truncating_drops_later_steps_only(tmp_path):
         log.append({"step": step})
     log.truncate(3)
     assert [record["step"] for record in log.read()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[]", "must be a JSON object, got []"),
+        ("{}", "step: must be an integer from 1 to 4294967295, got None"),
+        ('{"step": ', "Expecting value"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ('{"step": 1, "loss": "low"}', "loss: must be a finite number, got 'low'"),
+        ('{"step": 1, "validation_loss": [1]}', "validation_loss: must be a finite number, got [1]"),
+        ('{"step": 1, "loss_scale": 0}', "loss_scale: must be a positive finite number, got 0"),
+        ('{"step": 1, "skipped_steps": Infinity}', "skipped_steps: must be a finite number, got inf"),
+    ],
+    ids=range(8),
+)
+def test_a_damaged_line_is_an_error_that_names_file_and_line(tmp_path, line, message):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.path.write_text(f'{{"step": 1, "loss": 1.5}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2: {re.escape(message)}.*Remove the line to resume"):
+        log.read()

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import tiny
 
-from jmp_policy import StaticLossScale
+from jmp_policy import StaticLossScale, get_policy
 from jmp_policy.demo import (
     GPTConfig,
     Recommendation,
@@ -20,7 +23,7 @@ from jmp_policy.demo import (
     train,
 )
 from jmp_policy.demo._mesh import MeshShape
-from jmp_policy.demo._run_folder import RunConfig, RunFolder
+from jmp_policy.demo._run_folder import LOCK, RunConfig, RunFolder, hold_folder
 from jmp_policy.demo._trainer import make_trainer
 from jmp_policy.doctor import Speedup, StepTime
 
@@ -223,11 +226,164 @@ def test_a_folder_that_cannot_be_written_is_an_error(folder, monkeypatch):
         tiny.run(folder)
 
 
-def test_a_broken_configuration_is_an_error(folder):
+COUNT = "must be an integer from 1 to 4294967295, got"
+CONFIG = RunConfig("nnx", get_policy("float32"), 0, ("text.txt",), "00ff", tiny.MODEL, 2, 1e-3, 6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("steps", "abc", f"steps: {COUNT} 'abc'"),
+        ("steps", math.inf, f"steps: {COUNT} inf"),
+        ("steps", 10**30, f"steps: {COUNT} 1000"),
+        ("steps", True, f"steps: {COUNT} True"),
+        ("api", "os", "api: must be 'nnx' or 'linen', got 'os'"),
+        ("seed", -1, "seed: must be an integer from 0 to 4294967295, got -1"),
+        ("data", [["text.txt"]], "data: must be a list of strings, got [['text.txt']]"),
+        ("data", "text.txt", "data: must be a list of strings, got 'text.txt'"),
+        ("data_sha256", 3, "data_sha256: must be a string, got 3"),
+        ("batch_size", 1.5, f"batch_size: {COUNT} 1.5"),
+        ("learning_rate", math.nan, "learning_rate: must be a positive finite number, got nan"),
+        ("growth_period", 0, f"growth_period: {COUNT} 0"),
+        ("numerics", "often", f"numerics: {COUNT} 'often'"),
+        ("first_scale", -1.0, "first_scale: must be a positive finite number, got -1.0"),
+        ("mesh", {"data": "two", "fsdp": 1, "tensor": 1}, f"mesh: data: {COUNT} 'two'"),
+        ("mesh", "data=2", "mesh: must be a JSON object, got 'data=2'"),
+        ("model", {**dataclasses.asdict(tiny.MODEL), "heads": 0}, f"model: heads: {COUNT} 0"),
+        ("model", {**dataclasses.asdict(tiny.MODEL), "heads": 3}, "model: heads: 3 does not divide the width 16"),
+        ("model", {"heads": 2}, f"model: width: {COUNT} None"),
+        ("policy", {}, "policy: A policy's config has the keys"),
+        ("policy_map", {"rules": 3, "default": None}, "policy_map: "),
+        ("colour", "red", "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_damaged_configuration_is_an_error_that_names_file_and_field(tmp_path, field, value, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_json() | {field: value}))
+    with pytest.raises(UserError, match=r"config\.json is not the configuration of a run: .*" + re.escape(message)):
+        RunFolder(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\xff"])
+def test_a_configuration_that_is_no_json_object_is_an_error(tmp_path, text):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"config\.json is not the configuration of a run: "):
+        RunFolder(tmp_path).read_config()
+
+
+def test_a_model_that_the_data_of_a_run_is_too_short_for_is_refused(folder):
+    corpus = open_module.load_corpus([folder / "text.txt"])
+    config = dataclasses.replace(CONFIG, data_sha256=corpus.sha256, model=GPTConfig(context=10**6))
+    with pytest.raises(UserError, match=r"text\.txt holds only \d+ bytes: training needs at least"):
+        open_module._load_same(RunFolder(folder), (str(folder / "text.txt"),), config)
+
+
+@pytest.mark.usefixtures("table")
+def test_damaged_logs_are_refused_before_a_run_goes_on(folder):
+    tiny.run(folder, steps=1, numerics=1)
+    damages = {
+        "numerics.jsonl": ('{"step": 1, "rows": 3}', "Line 2 holds no statistics of a step"),
+        "metrics.jsonl": ('{"step": 1, "loss": []}', "line 3: loss: must be a finite number"),
+    }
+    for file, (line, message) in damages.items():
+        with (folder / "run" / file).open("a") as log:
+            log.write(f"{line}\n")
+        with pytest.raises(UserError, match=rf"{file}.*{message}"):
+            tiny.run(folder, steps=2, resume=True)
+    assert RunFolder(folder / "run").read_config().steps == 1
+
+
+@pytest.mark.usefixtures("table")
+def test_a_finished_run_without_its_metrics_has_no_validation_loss(folder):
+    tiny.run(folder, steps=1)
+    (folder / "run" / "metrics.jsonl").unlink()
+    result, _ = tiny.run(folder, steps=1, resume=True)
+    assert result.finished
+    assert math.isnan(result.validation)
+
+
+OWN_FILES = ("config.json", "summary.tmp", "loss.png", "metrics.jsonl", "numerics.html", ".lock", "checkpoints/1/x")
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_resuming_never_writes_through_a_link(folder, name):
+    (folder / "run" / "checkpoints" / "1").mkdir(parents=True)
+    RunFolder(folder / "run").write_config(CONFIG)
+    outside, file = folder / "outside", folder / "run" / name
+    text = (folder / "run" / "config.json").read_text(encoding="utf-8")
+    for make_link in (file.symlink_to, file.hardlink_to):
+        outside.write_text(text, encoding="utf-8")
+        file.unlink(missing_ok=True)
+        make_link(outside)
+        with pytest.raises(UserError, match=r"is a link or a special file, and .* would write beyond .*run: resume"):
+            tiny.run(folder, steps=2, resume=True)
+        assert outside.read_text(encoding="utf-8") == text
+
+
+def test_resuming_never_writes_where_a_link_leads_to_nothing(folder):
     (folder / "run").mkdir()
-    (folder / "run" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json is not the configuration of a run"):
-        tiny.run(folder, resume=True)
+    RunFolder(folder / "run").write_config(CONFIG)
+    (folder / "run" / "origins.tmp").symlink_to(folder / "nothing")
+    with pytest.raises(UserError, match=r"cp -rL .*run copy"):
+        tiny.run(folder, steps=2, resume=True)
+    assert not (folder / "nothing").exists()
+
+
+def test_resuming_never_writes_to_checkpoints_elsewhere(folder):
+    (folder / "run").mkdir()
+    RunFolder(folder / "run").write_config(CONFIG)
+    (folder / "elsewhere").mkdir()
+    (folder / "run" / "checkpoints").symlink_to(folder / "elsewhere")
+    with pytest.raises(UserError, match="checkpoints is a link or a special file, and training would write beyond"):
+        tiny.run(folder, steps=2, resume=True)
+    assert contents(folder / "elsewhere") == {}
+
+
+HOLDER = """
+import fcntl, sys
+lock = open(sys.argv[1], "ab")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock is of POSIX")
+def test_a_folder_that_another_process_holds_is_refused_until_that_one_is_killed(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        in_use = "is in use by another process: wait for it, or choose another --out"
+        with pytest.raises(UserError, match=in_use), hold_folder(tmp_path):
+            pass
+        holder.kill()
+    with hold_folder(tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("table")
+def test_a_run_is_held_while_it_trains_and_no_longer(folder, monkeypatch):
+    begin = train_module.make_trainer
+
+    def resume_meanwhile(api, config):
+        with pytest.raises(UserError, match="is in use by another process"), hold_folder(folder / "run"):
+            pass
+        return begin(api, config)
+
+    monkeypatch.setattr(train_module, "make_trainer", resume_meanwhile)
+    tiny.run(folder, steps=1)
+    tiny.run(folder, steps=2, resume=True)
+    with hold_folder(folder / "run"):
+        pass
+
+
+@pytest.mark.usefixtures("table")
+def test_a_file_that_cannot_be_written_while_training_is_one_line(folder):
+    tiny.run(folder, steps=1)
+    (folder / "run" / "loss.png").unlink()
+    (folder / "run" / "loss.png").mkdir()
+    with pytest.raises(UserError, match=r"cannot write to .*loss\.png: is a directory"):
+        tiny.run(folder, steps=2, resume=True)
 
 
 def test_a_configuration_survives_json(tmp_path):
@@ -246,6 +402,8 @@ def test_runs_without_out_are_numbered_and_the_last_one_is_resumed(folder, monke
     first, _ = tiny.run(folder, out=None, steps=1)
     second, _ = tiny.run(folder, out=None, steps=1, seed=1)
     assert [str(result.folder) for result in (first, second)] == ["runs/001", "runs/002"]
+    for copy in ("003 copy", "3.old", "copy"):  # beside it, as a file manager names them
+        shutil.copytree("runs/001", f"runs/{copy}")
     resumed, _ = tiny.run(folder, out=None, steps=2, resume=True)
     assert (str(resumed.folder), resumed.step) == ("runs/002", 2)
 
