@@ -27,6 +27,7 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: P
       devices: how many devices it runs on.
       places: what reads name stacks and source lines.
     """
+    module = _complete_names(module)
     reader = _Reader(module, meshes, devices, places)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
@@ -35,6 +36,34 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: P
         for computation, loop in site.loops:
             loops.setdefault(reader.find_line(computation, loop))
     return Found([row for row in rows if row.devices > 1], list(loops))
+
+
+def _complete_names(module: Module) -> Module:
+    """Puts the scopes around each `shard_map` before the names of its operations, which XLA writes without them."""
+    scopes = {module.entry: ""}
+    waiting = [module.entry]
+    for name in waiting:
+        for made in module.computations[name].instructions.values():
+            scope = _join_names(scopes[name], made.op_name) if made.opcode == "call" else scopes[name]
+            for body in _list_called(module, made, (*_CALLS, "condition", "body")):
+                if body.name not in scopes:
+                    scopes[body.name] = scope
+                    waiting.append(body.name)
+
+    def complete(computation: Computation) -> Computation:
+        scope = scopes.get(computation.name, "")
+        instructions = {
+            name: made._replace(op_name=_join_names(scope, made.op_name))
+            for name, made in computation.instructions.items()
+        }
+        return computation._replace(instructions=instructions)
+
+    return module._replace(computations={name: complete(body) for name, body in module.computations.items()})
+
+
+def _join_names(scope: str, name: str) -> str:
+    """A name that begins at the jitted function is complete; an instruction without one stays without."""
+    return f"{scope}/{name}" if scope and name and not name.startswith("jit(") else name
 
 
 class _Site(NamedTuple):

@@ -2,6 +2,12 @@
 
 from ._evaluate import Traced as Traced, call as call, evaluate as evaluate, run as run, trace as trace
 from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
+from ._primitives import (
+    ANNOTATIONS as ANNOTATIONS,
+    DEVICE_SUMS as DEVICE_SUMS,
+    MOVERS as MOVERS,
+    TRANSFERS as TRANSFERS,
+)
 from ._program import (
     Inside as Inside,
     bodies_of as bodies_of,
