@@ -62,8 +62,9 @@ def _complete_names(module: Module) -> Module:
 
 
 def _join_names(scope: str, name: str) -> str:
-    """A name that begins at the jitted function is complete; an instruction without one stays without."""
-    return f"{scope}/{name}" if scope and name and not name.startswith("jit(") else name
+    """A name that begins where the scope does is complete; an instruction without a name stays without."""
+    is_complete = not scope or not name or name.partition("/")[0] == scope.partition("/")[0]
+    return name if is_complete else f"{scope}/{name}"
 
 
 class _Site(NamedTuple):
@@ -256,9 +257,11 @@ def read_stack(op_name: str) -> str:
 
     >>> read_stack("jit(step)/jit(main)/transpose(jvp(Net))/while/body/closed_call/dense/dot_general")
     'transpose(jvp(Net))/dense'
+    >>> read_stack("jit(step)/transpose(jvp(jit(loss)))/shard_map/jit(relu)/max")
+    'transpose(jvp())'
     """
     names = op_name.partition(";")[0].split("/")[:-1]
-    stack = "/".join(name for name in names if not name.startswith("jit("))
+    stack = "/".join(re.sub(r"\bjit\([^()]*\)", "", name) for name in names)
     return re.sub(_STRUCTURE, "", f"/{stack}/").strip("/")
 
 
