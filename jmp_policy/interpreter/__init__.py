@@ -17,6 +17,7 @@ from ._program import (
     multiplies_only as multiplies_only,
     name_stack as name_stack,
     scan_parts as scan_parts,
+    without_mesh as without_mesh,
 )
 from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
