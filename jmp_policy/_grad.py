@@ -13,7 +13,7 @@ from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import describe, warn_once, warn_user
-from ._reduce_dtype import search_reduce_dtype
+from ._reduce_dtype import hold_given, search_reduce_dtype
 from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
 
@@ -204,7 +204,16 @@ def make_reducer(
         return functools.partial(_reduce_as_policies_say, list_parameters)
     from .reduction import reduce_gradients_in  # which rewrites programs: most users need none of that
 
-    return functools.partial(reduce_gradients_in, dtype, list_parameters=list_parameters, strict=strict)
+    def reduce(differentiated: Callable[..., tuple[Any, PyTree]]) -> Callable[..., tuple[Any, PyTree]]:
+        reduced = reduce_gradients_in(dtype, differentiated, list_parameters, strict=strict)
+
+        def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+            with hold_given():
+                return reduced(*args, **kwargs)
+
+        return compute
+
+    return reduce
 
 
 def _reduce_as_policies_say(

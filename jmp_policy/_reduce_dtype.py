@@ -5,6 +5,7 @@ the first boundary with a reduce dtype ends the trace, and the gradients are tak
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from ._policy import Policy
 
 T = TypeVar("T")
 
-_UNKNOWN = ""
-"""The value of the context before a policy with a reduce dtype was met; afterwards it is the name of the dtype."""
+_UNKNOWN, _GIVEN = "", "given"
+"""Values of the context: before a policy with a reduce dtype was met, and where the caller gave one. Otherwise it is
+the name of the dtype that was met, or `None` where nobody takes gradients but JAX."""
 
 
 class _Met(BaseException):
@@ -52,9 +54,19 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
     return made
 
 
+def is_searching() -> bool:
+    """True if the gradients of what runs here are taken by this package, and not by JAX alone."""
+    return REDUCING.value is not None
+
+
+def hold_given() -> AbstractContextManager:
+    """The context in which gradients are taken in a reduce dtype that the caller gave."""
+    return REDUCING(_GIVEN) if REDUCING.value is None else nullcontext()  # gradients around these may be searching
+
+
 def _hand_over(dtype: np.dtype) -> None:
     known = REDUCING.value
-    if known is not None and (known == _UNKNOWN or _measure(dtype) > _measure(np.dtype(known))):
+    if known not in (None, _GIVEN) and (known == _UNKNOWN or _measure(dtype) > _measure(np.dtype(known))):
         raise _Met(dtype)
 
 
