@@ -105,8 +105,9 @@ def value_and_grad(
         the operation that makes the partial sums, whatever is cast afterwards:
         so the matmuls, sums and scattered sums that make gradients give this
         dtype, and what follows them works in it. Forward pass, activations and
-        the dtypes of the gradients are those of the program without it. A
-        dtype narrower than the program's is refused.
+        the dtypes of the gradients are those of the program without it. CPUs
+        cast the operands of these matmuls first, so that XLA may gather them in
+        this dtype there. A dtype narrower than the program's is refused.
       strict: whether it is an error, and not a warning, where an operation that
         nothing is known of, such as a kernel, stands between a gradient and the
         sum that makes it. A `reduce_dtype` that comes from a policy only warns.
