@@ -19,8 +19,10 @@ from ._half_sums import HalfSum, find_half_sum
 from ._observation import read_path
 
 STRUCTURAL = (MOVERS - {"gather"}) | ANNOTATIONS | {"convert_element_type", "reduce_precision", "link", "carry"}
-"""Primitives that move or convert elements. A lookup of rows counts as computing: it is all that an Embed does. A `link` joins a value in a body to one around it, a
-`carry` a value around a loop to one in it."""
+"""Primitives that move or convert elements. A lookup of rows counts as computing: it is all that an Embed does.
+
+A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.
+"""
 
 
 class OperandInfo(NamedTuple):

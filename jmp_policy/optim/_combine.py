@@ -106,9 +106,9 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> o
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm!r}. For example: clip_by_global_norm(1.0).")
 
-    def update(grads: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
         del params, extra
-        rest, float8_state = split_state(grads)
+        rest, float8_state = split_state(updates)
         squares = [_share_square(_sum_of_squares(leaf), leaf, axis_name) for leaf in _list_inexact(rest)]
         total = _add_squares(squares)
         norm = jnp.sqrt(total if axis_name is None else lax.psum(vary(total, axis_name), axis_name))

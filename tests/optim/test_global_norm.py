@@ -99,12 +99,14 @@ def test_float8_state_is_not_clipped_and_half_gradients_do_not_overflow():
 
 
 def test_it_clips_inside_of_a_chain_that_skips_steps():
-    tx = jmp.optim.loss_scaled(optax.chain(jmp.optim.clip_by_global_norm(1.0), optax.sgd(1.0)), jmp.StaticLossScale(8.0))
+    clipping = optax.chain(jmp.optim.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = jmp.optim.loss_scaled(clipping, jmp.StaticLossScale(8.0))
     params = {"w": jnp.zeros(2)}
     after, _ = jmp.optim.step(tx, {"w": jnp.float32([3, 4])}, tx.init(params), params)
     np.testing.assert_allclose(after["w"], [-0.6, -0.8], rtol=2**-20)
 
 
 def test_a_norm_that_nothing_can_have_is_refused():
-    with pytest.raises(ValueError, match=r"^max_norm must be positive, got 0\. For example: clip_by_global_norm\(1\.0\)\.$"):
+    message = r"^max_norm must be positive, got 0\. For example: clip_by_global_norm\(1\.0\)\.$"
+    with pytest.raises(ValueError, match=message):
         jmp.optim.clip_by_global_norm(0)
