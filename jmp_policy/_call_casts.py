@@ -11,13 +11,14 @@ import jax
 from ._adapter import is_flax_object
 from ._messages import quote, shorten
 from ._policy import Policy
+from ._reduce_dtype import meet_policy
 from ._trees import Args, Kwargs, PyTree, cast_floating, floating_leaves, is_floating
 
 
 def cast_arguments(
     policy: Policy, fun: Callable[..., Any], keep: Collection[str], args: Args, kwargs: Kwargs
 ) -> tuple[Policy, Args, Kwargs]:
-    """Casts what enters a boundary to compute dtype.
+    """Casts what enters a boundary to compute dtype, and hands the reduce dtype to gradients that are being taken.
 
     Args:
       policy: the policy of the boundary; a missing compute dtype is taken from the arguments.
@@ -29,6 +30,7 @@ def cast_arguments(
     Returns:
       The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
     """
+    meet_policy(policy)  # before anything is traced, for it may end the trace
     # Without `keep` no name matters, and asking for the signature of a function is dear.
     kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in keep] if keep else []
     named = {name: x for name, x in kwargs.items() if name not in keep} if kwargs else {}

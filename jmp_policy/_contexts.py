@@ -21,6 +21,11 @@ OBSERVING = jax.make_user_context(None)
 
 A context, because a function that was traced before would not call its modules again, and none would be seen."""
 
+REDUCING = jax.make_user_context(None)
+"""The reduce dtype that the innermost function that takes gradients knows of, by name; `""` while it knows none.
+
+A context, because a jitted function that was traced before would not meet its policies again."""
+
 TRACING = jax.make_user_context(None)
 """The token of the register of the function that is being traced by its scopes.
 

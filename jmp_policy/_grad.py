@@ -6,12 +6,14 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._dtypes import DTypeLike
 from ._find_scale import get_loss_scale
 from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
-from ._messages import describe, warn_user
+from ._messages import describe, warn_once, warn_user
+from ._reduce_dtype import hold_given, search_reduce_dtype
 from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
 
@@ -97,16 +99,18 @@ def value_and_grad(
       allow_int: whether integer arguments may be differentiated, as in
         `jax.value_and_grad`.
       reduce_dtype: the dtype in which gradients are summed over the devices of
-        a mesh under `jax.jit`, such as a policy's; `None` leaves it to the
-        program, which sums them in compute dtype. XLA reduces in the dtype of
+        a mesh. By default it is the reduce dtype of the policies that `fun`
+        meets while it is traced, the widest of several; without one, the
+        program sums them in compute dtype. XLA reduces in the dtype of
         the operation that makes the partial sums, whatever is cast afterwards:
         so the matmuls, sums and scattered sums that make gradients give this
         dtype, and what follows them works in it. Forward pass, activations and
-        the dtypes of the gradients are those of the program without it. A
-        dtype narrower than the program's is refused.
+        the dtypes of the gradients are those of the program without it. CPUs
+        cast the operands of these matmuls first, so that XLA may gather them in
+        this dtype there. A dtype narrower than the program's is refused.
       strict: whether it is an error, and not a warning, where an operation that
         nothing is known of, such as a kernel, stands between a gradient and the
-        sum that makes it.
+        sum that makes it. A `reduce_dtype` that comes from a policy only warns.
 
     Returns:
       A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -188,20 +192,61 @@ def grad(
 
 def make_reducer(
     dtype: DTypeLike | None, strict: bool, find_parameters: Callable[[Args], PyTree]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Makes what has a function that differentiates reduce its gradients in a dtype; `None` for none.
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes what has a function that differentiates reduce its gradients in a dtype.
 
     Args:
-      dtype: the dtype, if there is one.
+      dtype: the dtype; `None` for that of the policies that the function meets while it is traced, if one has any.
       strict: whether it is an error where a gradient cannot be followed.
       find_parameters: the arrays that are differentiated, of the arguments.
     """
+    list_parameters = lambda args: jax.tree.leaves(find_parameters(args))
     if dtype is None:
-        return None
+        return functools.partial(_reduce_as_policies_say, list_parameters)
     from .reduction import reduce_gradients_in  # which rewrites programs: most users need none of that
 
-    list_parameters = lambda args: jax.tree.leaves(find_parameters(args))
-    return functools.partial(reduce_gradients_in, dtype, list_parameters=list_parameters, strict=strict)
+    def reduce(differentiated: Callable[..., tuple[Any, PyTree]]) -> Callable[..., tuple[Any, PyTree]]:
+        reduced = reduce_gradients_in(dtype, differentiated, list_parameters, strict=strict)
+
+        def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+            with hold_given():
+                return reduced(*args, **kwargs)
+
+        return compute
+
+    return reduce
+
+
+def _reduce_as_policies_say(
+    list_parameters: Callable[[Args], list[Any]], differentiated: Callable[..., tuple[Any, PyTree]]
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Has a function that differentiates reduce its gradients in the reduce dtype of a policy that it meets."""
+
+    @functools.wraps(differentiated)
+    def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        def compute_in(dtype: np.dtype | None) -> tuple[Any, PyTree]:
+            if dtype is None:
+                return differentiated(*args, **kwargs)
+            from .reduction import reduce_gradients_in
+
+            try:
+                return reduce_gradients_in(dtype, differentiated, list_parameters, strict=None)(*args, **kwargs)
+            except _NEEDS_VALUES:
+                warn_once(
+                    make_reducer,
+                    f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: that takes a trace, and the "
+                    "loss function decides in Python on the values of arrays. Use jax.lax.cond or jnp.where in it.",
+                )
+                return differentiated(*args, **kwargs)
+
+        return search_reduce_dtype(compute_in)
+
+    return compute
+
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
+)  # fmt: skip
 
 
 def read_scale_at_call(

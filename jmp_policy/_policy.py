@@ -42,8 +42,9 @@ class Policy:
         `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, or a string
         such as `"int4/64"`; `None` for no other than the dtypes say. It holds in modules; a plain function has no
         weights to quantize.
-      reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. No cast reads it:
-        hand it on, as in `value_and_grad(..., reduce_dtype=policy.reduce_dtype)`.
+      reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. `value_and_grad`,
+        `grad`, those of `jmp_policy.nnx` and `optim.minimize` take it from the policies that they meet while they
+        trace a function. `jax.grad` does not.
       accumulate_dtype: what the products of Flax layers, and those in `autocast`, hand their sums over in: the bias is
         added in it, and one cast makes the result one of the compute dtype inside of a model, and one of the output
         dtype where the module with the policy returns it. `"p=f32,c=bf16,o=f32,a=f32"` on a head gives logits that

@@ -34,6 +34,7 @@ FLOORS = {
     "_scaled_state": 2,
     "_find_scale": 2,
     "_grammar": 3,
+    "_reduce_dtype": 3,
     "_policy_map": 3,
     "_signatures": 4,
     "_get_policy": 4,

@@ -18,6 +18,7 @@ from .._messages import describe, warn_user
 from .._misuse import NoContext, refuse_device
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._reduce_dtype import meet_policy
 from .._signatures import PolicySpec
 from .._trees import Args, Kwargs, PyTree
 from ..interpreter import Kind, Rewriter, explain_tracing, float_dtype, open_partials, run, run_lifted, trace
@@ -98,6 +99,8 @@ class _Autocast:
 
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
+            for met in (root_policy(self._policy), *(rule.policy for rule in getattr(self._policy, "rules", ()))):
+                meet_policy(met)
             # What the function may write to has to be among its arguments.
             fun, args, kwargs = open_partials(self._fun, args, kwargs)
             policy = resolve_policy(root_policy(self._policy), (args, kwargs))

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..interpreter import Body, Kind
+from ..interpreter import ANNOTATIONS, MOVERS, Body, Kind
 from ..interpreter._program import Atom
 from ._scopes import Scope
 
@@ -69,11 +69,8 @@ def join_marks(kinds: Sequence[Kind]) -> Mark:
     return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
 
 
-_CHOOSING = frozenset(
-    ["broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "max", "min", "pad", "reduce_max"]
-    + ["reduce_min", "reshape", "rev", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose"]
-)
-"""Primitives whose results consist of numbers of their operands."""
+_CHOOSING = (MOVERS - {"gather"}) | ANNOTATIONS | {"max", "min", "reduce_max", "reduce_min", "select_n"}
+"""Primitives whose results consist of elements of their operands. `gather` may fill with nan, which is none of them."""
 
 _COMPUTING: dict[str, Callable[..., Any]] = {
     "abs": abs,

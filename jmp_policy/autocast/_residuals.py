@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ..interpreter import Body, Value
+from ..interpreter import Body, Value, without_mesh
 from ..interpreter._program import Atom, list_variables
 from ._place import EquationPlace
 
@@ -151,7 +151,8 @@ def make_softmax(source: np.dtype, dtype: np.dtype, eqns: Sequence[JaxprEqn]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _trace_softmax(shape: tuple[int, ...], source: np.dtype, dtype: np.dtype, axes: tuple[int, ...]) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: _softmax(x, axes, dtype))(jax.ShapeDtypeStruct(shape, source)).eqns[0]
+    with without_mesh():
+        return jax.make_jaxpr(lambda x: _softmax(x, axes, dtype))(jax.ShapeDtypeStruct(shape, source)).eqns[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

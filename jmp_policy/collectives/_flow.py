@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from ..interpreter import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS
 from ._collective import Direction
 
 Node = Hashable
@@ -20,11 +21,6 @@ class Operation(NamedTuple):
     name: str
     direction: Direction | None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether what it makes is what it reads, at most moved, cast, scaled, or added to others."""
-        return self.name in _KEEPING
-
 
 _CONTRACTING = frozenset({
     "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot", "reduce_sum",
@@ -33,18 +29,17 @@ _CONTRACTING = frozenset({
 })  # fmt: skip
 """Of jaxprs, and of HLO. A gradient of an activation gets into one of these, a gradient of a parameter into none."""
 
-_SCATTERING = frozenset({"scatter-add", "scatter_add", "scatter"})
+_SCATTERING = frozenset({"scatter-add", "scatter"})
 """These sum the gradients of what a table was read for, unless each row was read once: a table of positions."""
 
-_KEEPING = frozenset({
-    "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims", "select_n", "mul", "div", "sub", "neg",
-    "add_any", "dynamic_slice", "dynamic_update_slice", "psum", "psum_invariant", "pvary", "pbroadcast", "rev",
-    "all_gather", "reduce_scatter", "optimization_barrier", "max", "min", "clamp", "copy_p", "sharding_constraint",
-    "convert", "broadcast", "select", "multiply", "divide", "subtract", "negate", "dynamic-slice",
-    "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter", "optimization-barrier", "maximum", "minimum",
-    "add", "reshape", "transpose", "slice", "pad", "concatenate", "copy", "bitcast", "reverse",
-})  # fmt: skip
-"""Of jaxprs, and of HLO."""
+_KEEPING = MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS | _SCATTERING | {
+    "add", "add_any", "clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "reduce_precision",
+    "select_n", "sub",
+    "all-gather", "all-reduce", "all-to-all", "bitcast", "broadcast", "collective-permute", "convert", "divide",
+    "dynamic-slice", "dynamic-update-slice", "maximum", "minimum", "multiply", "negate", "optimization-barrier",
+    "reduce-precision", "reduce-scatter", "reverse", "select", "subtract",
+}  # fmt: skip
+"""Operations that move, cast, scale or add what they read: of jaxprs, and of HLO, where the name differs."""
 
 
 def make_operation(name: str, direction: Direction | None, read: int, made: int) -> Operation:
@@ -69,7 +64,9 @@ class Flow:
         read = list(operands)
         for result in results:
             self._makers[result] = operation
-            self._sources.setdefault(result, []).extend(read)
+            known = self._sources.setdefault(result, [])
+            if known != read:  # a body that is called twice is walked twice
+                known.extend(read)
 
     def join(self, result: Node, source: Node) -> None:
         """Notes that a value may be another one, which came through a loop, a call or a tuple."""
@@ -89,10 +86,15 @@ class Flow:
             maker = self._makers.get(node)
             if maker is not None and maker.direction == "backward":
                 return True
-            if node not in seen and (maker is None or maker.keeps):
+            if node not in seen and (maker is None or self._keeps(node, maker)):
                 waiting += self._sources.get(node, ())
             seen.add(node)
         return False
+
+    def _keeps(self, node: Node, maker: Operation) -> bool:
+        """True if an operation returns what it reads, moved or scaled. Rows that tokens choose are activations."""
+        is_lookup = maker.name == "gather" and not self._is_fixed(self._sources[node][-1])
+        return maker.name in _KEEPING and not is_lookup
 
     def _find_feeding(self) -> set[Node]:
         """The values that get into a sum of the backward pass, without leaving that pass.

@@ -27,6 +27,7 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: P
       devices: how many devices it runs on.
       places: what reads name stacks and source lines.
     """
+    module = _complete_names(module)
     reader = _Reader(module, meshes, devices, places)
     rows: list[Collective] = []
     loops: dict[str, None] = {}
@@ -35,6 +36,35 @@ def read_module(module: Module, meshes: Sequence[Shape], devices: int, places: P
         for computation, loop in site.loops:
             loops.setdefault(reader.find_line(computation, loop))
     return Found([row for row in rows if row.devices > 1], list(loops))
+
+
+def _complete_names(module: Module) -> Module:
+    """Puts the scopes around each `shard_map` before the names of its operations, which XLA writes without them."""
+    scopes = {module.entry: ""}
+    waiting = [module.entry]
+    for name in waiting:
+        for made in module.computations[name].instructions.values():
+            scope = _join_names(scopes[name], made.op_name) if made.opcode == "call" else scopes[name]
+            for body in _list_called(module, made, (*_CALLS, "condition", "body")):
+                if body.name not in scopes:
+                    scopes[body.name] = scope
+                    waiting.append(body.name)
+
+    def complete(computation: Computation) -> Computation:
+        scope = scopes.get(computation.name, "")
+        instructions = {
+            name: made._replace(op_name=_join_names(scope, made.op_name))
+            for name, made in computation.instructions.items()
+        }
+        return computation._replace(instructions=instructions)
+
+    return module._replace(computations={name: complete(body) for name, body in module.computations.items()})
+
+
+def _join_names(scope: str, name: str) -> str:
+    """A name that begins where the scope does is complete; an instruction without a name stays without."""
+    is_complete = not scope or not name or name.partition("/")[0] == scope.partition("/")[0]
+    return name if is_complete else f"{scope}/{name}"
 
 
 class _Site(NamedTuple):
@@ -227,9 +257,11 @@ def read_stack(op_name: str) -> str:
 
     >>> read_stack("jit(step)/jit(main)/transpose(jvp(Net))/while/body/closed_call/dense/dot_general")
     'transpose(jvp(Net))/dense'
+    >>> read_stack("jit(step)/transpose(jvp(jit(loss)))/shard_map/jit(relu)/max")
+    'transpose(jvp())'
     """
     names = op_name.partition(";")[0].split("/")[:-1]
-    stack = "/".join(name for name in names if not name.startswith("jit("))
+    stack = "/".join(re.sub(r"\bjit\([^()]*\)", "", name) for name in names)
     return re.sub(_STRUCTURE, "", f"/{stack}/").strip("/")
 
 

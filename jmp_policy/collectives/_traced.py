@@ -27,6 +27,7 @@ PRIMITIVES: dict[str, tuple[str, str]] = {
     "ragged_all_to_all": ("all-to-all", ""),
     "ppermute": ("collective-permute", ""),
     "pbroadcast": ("collective-broadcast", ""),
+    "pbroadcast_dynamic": ("collective-broadcast", ""),
 }
 """By primitive of JAX: what it is called in HLO, and how it combines numbers."""
 

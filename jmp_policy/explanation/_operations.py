@@ -13,18 +13,16 @@ from .._adapter import ModuleInfo
 from .._dtypes import is_floating_dtype
 from .._float8_format import ODD_ROWS, Float8
 from .._paths import list_paths_to
-from ..interpreter import walk
+from ..interpreter import ANNOTATIONS, MOVERS, walk
 from ..interpreter._module_paths import ROUNDING_SCOPE
 from ._half_sums import HalfSum, find_half_sum
 from ._observation import read_path
 
-STRUCTURAL = frozenset({
-    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "dynamic_slice",
-    "dynamic_update_slice", "expand_dims", "name", "optimization_barrier", "pad", "reduce_precision", "reshape",
-    "rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose", "link", "carry",
-})  # fmt: skip
-"""Primitives that move or convert numbers and compute nothing. A `link` joins a value in a body to one around it, a
-`carry` a value around a loop to one in it."""
+STRUCTURAL = (MOVERS - {"gather"}) | ANNOTATIONS | {"convert_element_type", "reduce_precision", "link", "carry"}
+"""Primitives that move or convert elements. A lookup of rows counts as computing: it is all that an Embed does.
+
+A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.
+"""
 
 
 class OperandInfo(NamedTuple):

@@ -2,6 +2,12 @@
 
 from ._evaluate import Traced as Traced, call as call, evaluate as evaluate, run as run, trace as trace
 from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
+from ._primitives import (
+    ANNOTATIONS as ANNOTATIONS,
+    DEVICE_SUMS as DEVICE_SUMS,
+    MOVERS as MOVERS,
+    TRANSFERS as TRANSFERS,
+)
 from ._program import (
     Inside as Inside,
     bodies_of as bodies_of,
@@ -11,6 +17,7 @@ from ._program import (
     multiplies_only as multiplies_only,
     name_stack as name_stack,
     scan_parts as scan_parts,
+    without_mesh as without_mesh,
 )
 from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program

@@ -226,6 +226,6 @@ _JIT = _trace_jit()
 
 def _read_context_mesh() -> dict[str, Any]:
     """What a jitted function knows of the mesh that `jax.set_mesh` set: its devices are where it runs."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return {}
+    if jax.sharding.get_abstract_mesh().empty and _JIT.params["ctx_mesh"].empty:
+        return {}  # `_JIT` has the mesh in use when this file was imported
     return {"ctx_mesh": _trace_jit().params["ctx_mesh"]}

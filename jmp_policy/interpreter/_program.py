@@ -3,6 +3,7 @@
 A body and its constants are two objects, or one from JAX 0.11 on: this file reads and writes both.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._dtypes import is_floating_dtype
 
@@ -40,6 +41,16 @@ def is_float(atom: Atom) -> bool:
     True
     """
     return float_dtype(atom) is not None
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Hides the mesh in use while an equation is traced that is kept: its types would name that mesh.
+
+    >>> with without_mesh():
+    ...     jax.sharding.get_abstract_mesh().empty
+    True
+    """
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def replace_variables(

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ._control_flow import CONTROL_FLOW
 from ._custom_rules import write_custom_jvp, write_custom_vjp
-from ._program import Atom, Program, body_of, float_dtype, replace_body
+from ._program import Atom, Program, body_of, float_dtype, replace_body, without_mesh
 from ._rule import Body, Context, Kind, Rewritten, Rule, Value
 
 WRITERS = {**CONTROL_FLOW, "custom_jvp_call": write_custom_jvp, "custom_vjp_call": write_custom_vjp}
@@ -117,7 +117,8 @@ class Rewriter:
         return self.rule.equation(eqn, values, body, context) if results is None else results
 
 
-_NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
+with without_mesh():  # a user may import this file in one
+    _NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
 """An equation in whose place casts of results are written where a program has none."""
 
 

@@ -79,7 +79,7 @@ def value_and_grad(
       has_aux: whether `fun` returns auxiliary data; it is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
-        `jmp_policy.value_and_grad`.
+        `jmp_policy.value_and_grad`: by default that of the policies that `fun` meets.
       strict: whether it is an error where a gradient cannot be followed to its sum, as in `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 

@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.typing import ArrayLike
 
 from ..explanation._half_sums import HALF_SUMS, find_half_sum
-from ..interpreter import Step, float_dtype
+from ..interpreter import DEVICE_SUMS, Step, float_dtype
 from ..interpreter._module_paths import AUTOCAST
 from ..interpreter._program import Atom, is_backward
 from ._cost import MATMULS, MOVING, count_products
@@ -223,15 +223,15 @@ CHECKS: dict[str, Check] = (
     dict.fromkeys(MATMULS, _check_matmul)
     | dict.fromkeys(HALF_SUMS, _check_reduction)
     | dict.fromkeys(("exp", "exp2", "expm1", "pow"), _check_exponential)
-    | dict.fromkeys(("log", "log1p"), _check_logarithm)
+    | dict.fromkeys(("log", "log2", "log1p"), _check_logarithm)
     | dict.fromkeys(("sqrt", "rsqrt"), _check_root)
-    | dict.fromkeys(("psum", "psum2", "psum_invariant", "psum_scatter", "reduce_scatter"), _check_all_reduce)
+    | dict.fromkeys(DEVICE_SUMS, _check_all_reduce)
     | {"add": _check_addition, "convert_element_type": _check_conversion}
 )
 """By primitive: what to look for."""
 
 _PROMOTING = MATMULS | {
     "add", "atan2", "clamp", "concatenate", "div", "dynamic_update_slice", "max", "min", "mul", "nextafter", "pow",
-    "rem", "scatter", "scatter-add", "scatter_add", "select_n", "sub",
+    "rem", "scatter", "scatter-add", "select_n", "stack", "sub",
 }  # fmt: skip
 """Operations whose operands JAX promotes to one dtype. Comparisons are left out: their result is a bool."""

@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..interpreter import is_float, walk
+from ..interpreter import ANNOTATIONS, MOVERS, TRANSFERS, is_float, walk
 from ..interpreter._program import Atom
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 
-MOVING = frozenset({
-    "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "concatenate", "copy", "copy_p",
-    "device_put", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "name", "optimization_barrier",
-    "pad", "pbroadcast", "pcast", "ppermute", "pvary", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
-    "slice", "split", "squeeze", "stop_gradient", "tile", "transpose", "link", "carry",
-})  # fmt: skip
+MOVING = MOVERS | ANNOTATIONS | TRANSFERS | {"select_n", "link", "carry"}
 """Primitives that only move or choose numbers."""
 
 _OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
@@ -122,6 +117,8 @@ _FLOPS = {
     "conv_general_dilated": _count_convolution,
     "ragged_dot": _count_ragged_dot,
     "ragged_dot_general": _count_ragged_dot,
+    "one_minus_square": lambda eqn: 2 * _size(eqn.outvars[0]),
+    "polynomial": lambda eqn: 2 * (len(eqn.invars) - 2) * _size(eqn.outvars[0]),  # all but one operand are coefficients
 }
 
 

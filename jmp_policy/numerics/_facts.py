@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal, Var
 
 from ..explanation._half_sums import HALF as HALF
-from ..interpreter import Step, float_dtype, is_float
+from ..interpreter import DEVICE_SUMS, Step, float_dtype, is_float
 from ..interpreter._program import Atom
 from ._cost import MOVING
 
@@ -72,7 +72,7 @@ def derive_facts(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[
     """What is known of each result of a step."""
     if step.name == "optimization_barrier":  # as many as there are operands
         return facts
-    if step.name in ("psum", "psum_invariant"):
+    if step.name in DEVICE_SUMS:
         return [Fact(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
     return [_derive_fact(step, facts, backward)] * len(step.results)
 

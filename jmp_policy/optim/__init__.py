@@ -10,7 +10,7 @@ Steps that overflow:
 
 Gradients:
 
-- `accumulate` sums microbatches, `pmean` averages over devices, `global_norm` measures.
+- `accumulate` sums microbatches, `pmean` averages over devices, `global_norm` measures, `clip_by_global_norm` clips.
 
 Half-precision parameters:
 
@@ -24,7 +24,12 @@ Half-precision parameters:
 from .._scaled_state import LossScaledState as LossScaledState
 from ._cast_state import cast_state as cast_state
 from ._check import SkippedStep as SkippedStep, check as check, last_skip as last_skip
-from ._combine import accumulate as accumulate, global_norm as global_norm, pmean as pmean
+from ._combine import (
+    accumulate as accumulate,
+    clip_by_global_norm as clip_by_global_norm,
+    global_norm as global_norm,
+    pmean as pmean,
+)
 from ._kahan import KahanState as KahanState, kahan as kahan
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._master_params import master_params as master_params, with_master_params as with_master_params

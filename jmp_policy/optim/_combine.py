@@ -1,14 +1,17 @@
 """Putting gradients together: true ones by sums and means, and float8 state, which is not a gradient, by max."""
 
+import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from .._dtypes import at_least_float32
 from .._float8_state import join_state, split_state
-from .._mapped_axes import vary
+from .._mapped_axes import AxisName, list_axes, vary
 from .._trees import PyTree
 
 T = TypeVar("T")
@@ -61,8 +64,7 @@ def global_norm(grads: PyTree) -> jax.Array:
     """The Euclidean norm of the gradients of parameters, to log it.
 
     As `optax.tree.norm`, but the state of float8 layers, which is not a gradient, does not count, and the squares of
-    half-precision gradients are summed in float32. To clip by it, chain `optax.clip_by_global_norm` before the
-    optimizer, which never sees state: state that is clipped is state lost.
+    half-precision gradients are summed in float32. To clip by it, chain `clip_by_global_norm` before the optimizer.
 
     Args:
       grads: gradients, as `jmp_policy.value_and_grad` returns them, for nnx models too; `float0` counts as zero.
@@ -76,9 +78,69 @@ def global_norm(grads: PyTree) -> jax.Array:
     500.0
     """
     rest, _ = split_state(grads)
-    squares = [_sum_of_squares(leaf) for leaf in jax.tree.leaves(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    widest = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize, default=jnp.float32)
-    return jnp.sqrt(sum((square.astype(widest) for square in squares), start=jnp.zeros((), widest)))
+    return jnp.sqrt(_add_squares(map(_sum_of_squares, _list_inexact(rest))))
+
+
+def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
+    """Clips gradients by their global norm, of which each device may have a part.
+
+    `optax.clip_by_global_norm`, but squares are summed and gradients are scaled in float32, the state of float8 layers
+    is left alone, and in `jax.shard_map` the norm is that of all devices: one `psum` of one number. There an array that
+    is the same on all devices along an axis counts once. With `check_vma=False`, and in `jax.vmap`, JAX does not tell
+    which arrays are: each counts as a part of its own.
+
+    Args:
+      max_norm: the largest norm that gradients keep.
+      axis_name: the mapped axes along which devices have parts; `None` where each has all of the gradients.
+
+    Raises:
+      ValueError: `max_norm` is not positive.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> clip = jmp.optim.clip_by_global_norm(1.0, axis_name="fsdp")
+    >>> parts = {"w": jnp.float32([3, 4])}  # one number of each of two devices
+    >>> clipped = jax.vmap(lambda grads: clip.update(grads, clip.init(grads))[0], axis_name="fsdp")(parts)
+    >>> [round(float(x), 3) for x in clipped["w"]]
+    [0.6, 0.8]
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm!r}. For example: clip_by_global_norm(1.0).")
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        del params, extra
+        rest, float8_state = split_state(updates)
+        squares = [_share_square(_sum_of_squares(leaf), leaf, axis_name) for leaf in _list_inexact(rest)]
+        total = _add_squares(squares)
+        norm = jnp.sqrt(total if axis_name is None else lax.psum(vary(total, axis_name), axis_name))
+        return join_state(jax.tree.map(lambda grad: _clip(grad, norm, max_norm), rest), float8_state), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _share_square(square: jax.Array, grad: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """What one device adds to a sum over devices: a part of the square of an array that several devices have."""
+    axes = () if axis_name is None else list_axes(axis_name)
+    known = [axis for axis in axes if axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying]
+    shared = [axis for axis in known if axis not in jax.typeof(grad).manual_axis_type.varying]
+    return square / math.prod(lax.axis_size(axis) for axis in shared)
+
+
+def _clip(grad: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:
+    if not jnp.issubdtype(grad.dtype, jnp.inexact):
+        return grad
+    wide = grad.astype(jnp.promote_types(grad.dtype, at_least_float32(grad.real.dtype)))
+    scaled = wide * (max_norm / norm).astype(wide.real.dtype)
+    return jnp.where(norm < max_norm, grad, scaled.astype(grad.dtype))
+
+
+def _list_inexact(grads: PyTree) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(grads) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _add_squares(squares: Iterable[jax.Array]) -> jax.Array:
+    listed = list(squares)
+    widest = max((square.dtype for square in listed), key=lambda dtype: dtype.itemsize, default=jnp.float32)
+    return sum((square.astype(widest) for square in listed), start=jnp.zeros((), widest))
 
 
 def _sum_of_squares(grad: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from .._find_scale import get_loss_scale
 from .._float8_state import explain_reuse, prepare_state
 from .._grad import scale_loss, value_and_grad, warn_of_half
 from .._loss_scale import NoOpLossScale
+from .._reduce_dtype import search_reduce_dtype
 from .._rounding import is_half
 from .._scaled_state import has_scaled_state
 from .._signatures import Aux, Loss, P
@@ -77,7 +78,8 @@ def minimize(
         float32.
       tx: an optax transformation; what is said of half precision is true of `loss_scaled` and `skip_nonfinite`.
       has_aux: whether `fun` returns auxiliary data; it is returned untouched.
-      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`.
+      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`: by
+        default that of the policies that `fun` meets.
       strict: whether it is an error where a gradient cannot be followed to its sum, as in `value_and_grad`.
 
     Returns:
@@ -104,13 +106,18 @@ def minimize(
         def call_on_params(params: PyTree) -> Any:
             return fun(params, *args, **kwargs)
 
+        def take_step(found_dtype: np.dtype | None) -> tuple[PyTree, PyTree, Any]:
+            if found_dtype is None:
+                return _scaled_step(call_on_params, tx, has_aux, params, opt_state)
+            return _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
+
+        reduction = {"reduce_dtype": reduce_dtype, "strict": strict}
         # Provenance reads the paths of modules while it traces them, which taking casts out has done before.
         if is_scaled and reduce_dtype is None and not has_provenance(opt_state):
-            params, opt_state, out = _scaled_step(call_on_params, tx, has_aux, params, opt_state)
+            new_params, new_state, out = search_reduce_dtype(take_step)
         else:
-            reduction = {"reduce_dtype": reduce_dtype, "strict": strict}
-            params, opt_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
-        return (params, opt_state, *out) if has_aux else (params, opt_state, out)
+            new_params, new_state, out = _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
+        return (new_params, new_state, *out) if has_aux else (new_params, new_state, out)
 
     _declare_signature(minimizing_step, fun)
     return minimizing_step

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..interpreter import Order, Recorder, is_float
+from ..interpreter import ANNOTATIONS, Order, Recorder, is_float
 
 MOST_LOOPS = 3
 """How many loops around a value, whose turns have no rows of their own, are told apart."""
@@ -221,10 +221,8 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
     return None
 
 
-_MOVES = frozenset((
-    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy", "copy_p", "name",
-    "optimization_barrier", "sharding_constraint", "stop_gradient", "device_put", "pvary", "pcast",
-))  # fmt: skip
+_MOVES = ANNOTATIONS | {"broadcast_in_dim", "copy", "reshape", "rev", "squeeze", "tile", "transpose"}
+"""Of the movers those that keep every element of an operand and add none: no slices, and nothing that joins arrays."""
 
 # The bits of float16 are put where infinity and nan have the keys that they have in float32.
 _HALF_SHIFT = 13

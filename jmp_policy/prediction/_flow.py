@@ -123,7 +123,9 @@ def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: f
     return masked
 
 
-_MASKING = frozenset(("select_n", "add", "sub", "max", "min", "clamp", "concatenate", "pad", "scatter"))
+_MASKING = frozenset(
+    ("select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter")
+)
 """How a mask gets among numbers."""
 
 

@@ -4,13 +4,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Var
 from jax.extend.source_info_util import new_name_stack
 
-from ..interpreter import Body, float_dtype
+from ..interpreter import Body, float_dtype, without_mesh
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> Var:
@@ -56,9 +55,10 @@ def make_scatter_params(eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
 
 @functools.cache
 def _trace_addition(dtype: np.dtype) -> dict[str, Any]:
-    x = jnp.zeros((1,), dtype)
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
-    program = jax.make_jaxpr(lambda x: lax.scatter_add(x, jnp.zeros((1, 1), jnp.int32), x, numbers))(x)
+    with without_mesh():
+        x = np.zeros((1,), dtype)
+        program = jax.make_jaxpr(lambda x: lax.scatter_add(x, np.zeros((1, 1), np.int32), x, numbers))(x)
     params = next(eqn.params for eqn in program.eqns if eqn.primitive.name == "scatter-add")
     return {name: params[name] for name in ("update_jaxpr", "update_consts")}
 
@@ -67,7 +67,8 @@ def _trace_addition(dtype: np.dtype) -> dict[str, Any]:
 def _trace_choice(platforms: tuple[str, ...]) -> tuple[JaxprEqn, JaxprEqn]:
     """The two equations of a choice between some platforms and all others."""
     branches = dict.fromkeys(platforms, lambda x: x + 1)
-    program = jax.make_jaxpr(lambda x: lax.platform_dependent(x, **branches, default=lambda x: x))(1.0)
+    with without_mesh():
+        program = jax.make_jaxpr(lambda x: lax.platform_dependent(x, **branches, default=lambda x: x))(1.0)
     index, choice = program.eqns
     return index, choice
 

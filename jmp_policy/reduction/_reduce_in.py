@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from .._dtypes import DTypeLike, parse_dtype
 from .._float8_state import name_state
-from .._messages import warn_user
+from .._messages import warn_once, warn_user
 from .._trees import Args, Kwargs, PyTree, is_array
 from ..interpreter import Kind, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
 from ._marks import Marks, Need, Place, find_marks
@@ -26,7 +26,7 @@ def reduce_gradients_in(
     differentiated: Callable[..., tuple[Any, PyTree]],
     list_parameters: Callable[[Args], list[Any]],
     *,
-    strict: bool,
+    strict: bool | None,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Makes a function that differentiates sum its gradients over devices in a dtype.
 
@@ -35,6 +35,7 @@ def reduce_gradients_in(
       differentiated: a function that returns a value and a tree of gradients.
       list_parameters: finds, among the arguments, the arrays that are differentiated.
       strict: whether it is an error, and no warning, where a gradient cannot be followed to the sum that makes it.
+        `None` for the dtype of a policy: then nothing is an error, and each warning is given once.
 
     Raises:
       ValueError: `dtype` names no floating dtype, or needs `jax_enable_x64`.
@@ -47,7 +48,17 @@ def reduce_gradients_in(
     >>> [float(grad(jnp.float32(1), x)[1]) for grad in (jax.value_and_grad(loss_fn), reduced)]
     [256.0, 258.0]
     """
-    return _Reduced(parse_reduce_dtype(dtype), differentiated, list_parameters, strict).call
+    try:
+        parsed = parse_reduce_dtype(dtype)
+    except ValueError as error:
+        if strict is not None:
+            raise
+        warn_once(_Reduced, f"{_OF_POLICY} {error}")
+        return differentiated
+    return _Reduced(parsed, differentiated, list_parameters, strict).call
+
+
+_OF_POLICY = "A policy has a reduce dtype that its gradients cannot have."
 
 
 class _Reduced:
@@ -58,7 +69,7 @@ class _Reduced:
         dtype: np.dtype,
         differentiated: Callable[..., tuple[Any, PyTree]],
         list_parameters: Callable[[Args], list[Any]],
-        strict: bool,
+        strict: bool | None,
     ):
         self._dtype, self._strict = dtype, strict
         self._differentiated, self._list_parameters = differentiated, list_parameters
@@ -78,8 +89,8 @@ class _Reduced:
         old, names = traced.program, results.list_names()
         origins = [Origin.PARAMETER if id(leaf) in parameters else Origin.DATA for leaf in traced.leaves]
         marks = self._find_marks(old.jaxpr, names, origins)
-        if marks.obstacles:
-            self._explain(old.jaxpr, names, origins)
+        if marks.obstacles and self._is_refused(old.jaxpr, names, origins):
+            return results.put_back(evaluate(old, *traced.leaves))
         # What enters and what leaves keeps its dtype: gradients have their parameter's.
         kinds, wanted = [[float_dtype(var) for var in atoms] for atoms in (old.jaxpr.invars, old.jaxpr.outvars)]
         place = Place(_list_needs(names), tuple(origins))
@@ -89,17 +100,25 @@ class _Reduced:
     def _find_marks(self, program: Jaxpr, names: Sequence[str | None], origins: Sequence[Origin]) -> Marks:
         return find_marks(program, _list_needs(names), origins, self._dtype)
 
-    def _explain(self, program: Jaxpr, names: Sequence[str | None], origins: Sequence[Origin]) -> None:
-        """Raises, or warns, for each gradient that cannot be followed: one walk for each tells which they are."""
+    def _is_refused(self, program: Jaxpr, names: Sequence[str | None], origins: Sequence[Origin]) -> bool:
+        """Raises, or warns, for each gradient that cannot be followed: one walk for each tells which they are.
+
+        Returns:
+          Whether nothing is rewritten, since a policy's reduce dtype is narrower than what the program sums in.
+        """
         found = {}
         for i, name in enumerate(names):
             if name is not None:
                 alone = [name if i == j else None for j in range(len(names))]
                 found[name] = self._find_marks(program, alone, origins).obstacles
         message, is_refused = explain_obstacles(found, self._dtype)
+        if self._strict is None:
+            warn_once(_Reduced, f"{_OF_POLICY} {message}")
+            return is_refused
         if self._strict or is_refused:
             raise ValueError(message)
         warn_user(message)
+        return False
 
 
 class _Results:

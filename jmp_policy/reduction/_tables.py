@@ -6,6 +6,8 @@ cotangent, and moves of numbers from place to place. Any other operation is opaq
 
 from jax.extend.core import JaxprEqn
 
+from ..interpreter import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS
+
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 """Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
 
@@ -18,14 +20,11 @@ SCATTERED_SUM = "scatter-add"
 MULTIPLICATIONS = frozenset({"div", "mul"})
 """One number of a result for one of each operand, and linear in either; only one of them is a cotangent."""
 
-MOVES = frozenset({
-    "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "broadcast_in_dim", "clamp", "concatenate",
-    "convert_element_type", "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather",
-    "layout_constraint", "max", "min", "name", "neg", "optimization_barrier", "pad", "pbroadcast", "ppermute", "psum",
-    "psum2", "psum_invariant", "pvary", "reduce_precision", "reduce_scatter", "reshape", "reshard", "rev", "select_n",
-    "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unstack",
-})  # fmt: skip
-"""What moves numbers, adds what stands in the same place, or bounds it; and the collectives of a `shard_map`.
+MOVES = MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS | {
+    "add", "add_any", "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
+    "sub",
+}  # fmt: skip
+"""Primitives that move elements, add those in the same place, or bound them; and the collectives of a `shard_map`.
 
 All of them work in the dtype of their operands.
 """

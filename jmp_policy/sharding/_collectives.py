@@ -11,10 +11,11 @@ from jax import lax
 from .._float8_state import name_state
 from .._mapped_axes import AxisName, list_axes, vary
 from .._messages import describe
+from .._reduce_dtype import is_searching, meet_policy
 from .._signatures import PolicySpec
 from .._trees import Uncast, is_floating
 from ._axes import check_axes, check_divides
-from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype
+from ._dtypes import cast_leaf, list_policies, read_compute_dtype, read_reduce_dtype
 from ._gather_leaf import Gathering, gather_leaf, take_maximum
 
 T = TypeVar("T")
@@ -124,10 +125,14 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
     axes = list_axes(axis_name)
     check_axes(axes, "axis_name")
     compute_dtype, reduce_dtype = read_compute_dtype(policy), read_reduce_dtype(policy)
+    for one in list_policies(policy):
+        meet_policy(one)
+    is_left_to_jax = not is_searching()
 
     def gather(x: Any) -> Any:
         _check_numbers(x, "all_gather")
-        return gather_leaf(jnp.asarray(x), Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled))
+        how = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, is_left_to_jax)
+        return gather_leaf(jnp.asarray(x), how)
 
     return _map_leaves(gather, lambda state: state, tree)
 

@@ -31,7 +31,7 @@ def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
 
 def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
     """The dtypes that modules of a model compute in under a policy or a map."""
-    return {one.compute_dtype for one in _list_policies(policy) if one.compute_dtype is not None}
+    return {one.compute_dtype for one in list_policies(policy) if one.compute_dtype is not None}
 
 
 def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
@@ -42,7 +42,7 @@ def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
 
 
 def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
-    found = {getattr(policy, field) for policy in _list_policies(spec)}
+    found = {getattr(policy, field) for policy in list_policies(spec)}
     if len(found) > 1:
         names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
         raise ValueError(
@@ -53,7 +53,8 @@ def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
     return next(iter(found))
 
 
-def _list_policies(spec: PolicySpec) -> list[Policy]:
+def list_policies(spec: PolicySpec) -> list[Policy]:
+    """The policies of a map, or the one that a spec is."""
     policy = get_policy(spec)
     if not isinstance(policy, PolicyMap):
         return [policy]

@@ -10,6 +10,7 @@ from jax import lax
 
 from .._float8_state import is_prepared, read_leaf, write_leaf
 from .._mapped_axes import AxisName, vary
+from .._messages import warn_once
 from ._dtypes import cast_leaf
 
 Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
@@ -25,6 +26,7 @@ class Gathering(NamedTuple):
       compute_dtype: what moves in the forward pass, if it is narrower than the array.
       reduce_dtype: what moves in the backward pass; `None` for the dtype of the array.
       tiled: whether parts are joined along a dimension that there is.
+      is_left_to_jax: whether JAX alone takes the gradients, so that products hand over sums in the compute dtype.
     """
 
     splits: Splits
@@ -32,6 +34,19 @@ class Gathering(NamedTuple):
     compute_dtype: np.dtype | None
     reduce_dtype: np.dtype | None
     tiled: bool = True
+    is_left_to_jax: bool = False
+
+    def warn_of_overflow(self, dtype: np.dtype) -> None:
+        """Warns where the cotangent of an array of a dtype may have overflowed before it gets the reduce dtype."""
+        is_float16 = np.float16 in (self.compute_dtype, dtype)
+        if self.is_left_to_jax and is_float16 and self.reduce_dtype not in (None, np.float16):
+            warn_once(
+                Gathering,
+                f"The products that make gradients of gathered parameters sum in float16, which ends at 65504, before "
+                f"these are reduced in {self.reduce_dtype}; take them by jmp_policy.value_and_grad, grad or "
+                "optim.minimize, under which the products hand over their sums in the reduce dtype: "
+                "jmp_policy.grad(loss_fn, loss_scale=scale).",
+            )
 
 
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
@@ -75,6 +90,7 @@ def _gather(x: jax.Array, how: Gathering) -> jax.Array:
 
 def _scatter(how: Gathering, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
+    how.warn_of_overflow(cotangent.dtype)
     part = cast_leaf(cotangent, how.reduce_dtype)
     for dimension, axes in reversed(how.splits):
         part = lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=how.tiled)

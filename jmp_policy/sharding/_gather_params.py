@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 
 from .._float8_state import name_state
 from .._mapped_axes import AxisName, list_axes
+from .._reduce_dtype import is_searching, meet_policy
 from .._signatures import PolicySpec
 from ._axes import check_axes, check_explicit, is_explicit
-from ._dtypes import list_compute_dtypes, read_compute_dtype, read_reduce_dtype
+from ._dtypes import list_compute_dtypes, list_policies, read_compute_dtype, read_reduce_dtype
 from ._gather_leaf import Gathering, Splits, gather_leaf, share_state
 from ._reads import find_reads
 from ._reshard_leaf import reshard_leaf
@@ -38,6 +39,9 @@ def gather_params(
     - forward, a part is cast to the compute dtype, gathered, and cast back, which is exact;
     - backward, the gradient is cast to the reduce dtype, summed over `reduce_axes`, and cast back; each device gets
       the sum for its part. A parameter that is used twice is gathered once, and its gradient reduced once.
+      `jmp_policy.value_and_grad`, `grad` and `optim.minimize` have the products that make it hand over their sums in
+      the reduce dtype. `jax.grad` leaves these in the compute dtype: in float16 they may overflow, and a warning says
+      so.
 
     Parameters that something reads as they are, as norms do, must not be cast. With `fun`, only those are cast that
     `fun` reads in the compute dtype alone: it computes what it would compute without a mesh. Without `fun`, all are
@@ -98,6 +102,9 @@ def gather_params(
     >>> jax.jit(grad)(params, jnp.ones((4, 2), jnp.bfloat16))["scale"].tolist()
     [8.0, 8.0]
     """
+    for one in list_policies(policy):
+        meet_policy(one)  # the products that make the gradients are then widened as well
+    is_left_to_jax = not is_searching()
     axes = list_axes(reduce_axes)
     structure = jax.tree.structure(params)
     parts = list(_list_parts(params, specs, axes))
@@ -105,7 +112,7 @@ def gather_params(
 
     def gather(dtypes: list[np.dtype | None], leaves: list[Any]) -> list[Any]:
         return [
-            _gather_part(x, part, Gathering(part.splits, axes, dtype, reduce_dtype))
+            _gather_part(x, part, Gathering(part.splits, axes, dtype, reduce_dtype, is_left_to_jax=is_left_to_jax))
             for x, part, dtype in zip(leaves, parts, dtypes, strict=True)
         ]
 

@@ -10,14 +10,10 @@ from jax.extend.core import Literal
 
 from .._dtypes import is_floating_dtype
 from .._trees import PyTree, is_floating
-from ..interpreter import Step, trace, walk
+from ..interpreter import ANNOTATIONS, MOVERS, TRANSFERS, Step, trace, walk
 
-MOVES = frozenset({
-    "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "layout_constraint",
-    "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape", "reshard", "rev", "sharding_constraint",
-    "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack",
-})  # fmt: skip
-"""Operations whose results have the numbers of their first operand, or of all that are floating, and no others."""
+MOVES = MOVERS | ANNOTATIONS | TRANSFERS
+"""Primitives through which a cast can be moved: casting their operands or their results gives the same."""
 
 _MARK = "jmp_policy parameter "
 """How the names begin by which parameters are found in a program."""

@@ -36,6 +36,7 @@ def _gather(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
 
 def _scatter(how: Gathering, spec: PartitionSpec, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
+    how.warn_of_overflow(cotangent.dtype)
     return (cast_leaf(reshard(cast_leaf(cotangent, how.reduce_dtype), spec), cotangent.dtype),)
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from sharded import BOTH_WAYS, DATA, GRID, array, grads_of_mlp, loss_of_mlp, summary
@@ -171,6 +172,93 @@ def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compile
     report = collectives(train, compiled=compiled)(array((4, 4), DATA), array((6, 8, 4), DATA, None, "data"))
     found = sorted((row.shape, row.direction, row.is_gradient, row.count) for row in report.rows)
     assert found == [((), "forward", False, 6)] * 2 + [((4, 4), "backward", True, 6)]
+
+
+MOVES = {
+    "joined by stack": lambda g: jnp.stack([g, g]),
+    "taken apart by unstack": lambda g: jnp.unstack(g)[0],
+    "split": lambda g: jnp.split(g, 2)[0],
+    "padded": lambda g: jnp.pad(g, 1),
+    "transposed": lambda g: g.T,
+    "tiled": lambda g: jnp.tile(g, (2, 1)),
+    "written into a buffer": lambda g: jnp.zeros((5, 8), g.dtype).at[jnp.array([0, 1, 2, 4])].set(g),
+    "in another order": lambda g: g[jnp.array([3, 1, 0, 2])],
+    "raveled": lambda g: jnp.concatenate([g.reshape(-1), g.reshape(-1)]),
+    "named": lambda g: checkpoint_name(g, "gradient"),
+    "rounded": lambda g: lax.reduce_precision(g, 8, 5),
+}
+
+
+@BOTH_WAYS
+def test_gradients_that_were_moved_before_they_are_summed_are_gradients(compiled):
+    def step(w, x):
+        grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w).astype(jnp.float32) ** 2))(w)
+        sums = {}
+        for name, move in MOVES.items():
+            with jax.named_scope(name):
+                sums[name] = lax.psum(move(grad), "data")
+        return sums
+
+    half = {"dtype": jnp.bfloat16}
+    step = jax.shard_map(step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    report = collectives(step, compiled=compiled)(array((4, 8), DATA, **half), array((8, 4), DATA, "data", **half))
+    assert {row.path for row in report.rows if row.is_gradient} == set(MOVES)
+    with pytest.raises(AssertionError, match=f"^{len(MOVES)} of {len(MOVES)} reductions of gradients are not in"):
+        report.assert_reduced_in("float32")
+
+
+@BOTH_WAYS
+def test_rows_that_tokens_choose_are_no_gradients_in_a_loop_over_steps(compiled):
+    """A table that is split by rows over devices: each looks up what it has, and the sum of that is an activation."""
+
+    def step(table, tokens):
+        def loss(table):
+            rows = jnp.where(tokens[:, None] < 2, table[tokens % 2], 0)
+            return jnp.mean(jnp.tanh(lax.psum(rows, "data")) ** 2)
+
+        return table - 0.1 * jax.grad(loss)(table), None
+
+    train = jax.shard_map(
+        lambda table, tokens: lax.scan(step, table, tokens)[0],
+        mesh=DATA, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False,
+    )  # fmt: skip
+    report = collectives(train, compiled=compiled)(array((8, 4), DATA, "data"), array((3, 6), DATA, dtype=jnp.int32))
+    assert [row.is_gradient for row in report.select(direction="forward").rows] == [False]
+
+
+def gathered_layer(w, x):
+    return jnp.tanh(x @ lax.all_gather(w.astype(jnp.bfloat16), "data", tiled=True))
+
+
+def mapped_layer(w, x, layer=gathered_layer):
+    with jax.named_scope("outside"):
+        return jax.shard_map(layer, mesh=DATA, in_specs=(P("data"), P("data")), out_specs=P("data"))(w, x)
+
+
+AROUND_A_SHARD_MAP = {
+    "plain": mapped_layer,
+    "jit": jax.jit(mapped_layer),
+    "jit inside": lambda w, x: mapped_layer(w, x, jax.jit(gathered_layer)),
+    "remat": jax.checkpoint(mapped_layer),
+    "remat inside": lambda w, x: mapped_layer(w, x, jax.checkpoint(gathered_layer)),
+    "scan": lambda w, x: lax.scan(lambda h, _: (mapped_layer(w, h), None), x, length=2)[0],
+    "vmap": lambda w, x: jax.vmap(mapped_layer, (None, 0))(w, x[None]),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_A_SHARD_MAP)
+def test_a_gradient_that_is_taken_outside_of_a_shard_map_is_reduced_in_the_dtype_that_was_asked_for(around):
+    """XLA names what is in a shard_map without what is around it, the backward pass too."""
+
+    def loss(w, x):
+        return jnp.mean(AROUND_A_SHARD_MAP[around](w, x).astype(jnp.float32) ** 2)
+
+    arguments = array((8, 8), DATA, "data"), array((8, 8), DATA, "data", dtype=jnp.bfloat16)
+    for reduce_dtype, compiled in ((None, True), ("float32", False)):
+        grad = jmp.grad(loss, loss_scale=jmp.NoOpLossScale(), reduce_dtype=reduce_dtype)
+        report = collectives(grad, compiled=compiled)(*arguments)
+        report.assert_reduced_in(reduce_dtype or "bfloat16")
+        assert {row.path for row in report.rows} == {"outside"}
 
 
 def test_axes_that_a_shard_map_leaves_to_xla_are_read_after_partitioning():

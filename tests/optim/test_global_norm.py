@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from float8_problem import STATE, variables_of
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 
 import jmp_policy as jmp
 
@@ -50,3 +53,62 @@ def test_integers_and_empty_trees_count_as_zero():
     grads = jax.grad(lambda p: p["w"] * 3.0, allow_int=True)({"w": 2.0, "n": jnp.arange(2)})
     assert float(jmp.optim.global_norm(grads)) == 3.0
     assert float(jmp.optim.global_norm({"n": jnp.arange(3), "none": None})) == 0.0
+
+
+AXES = ("data", "fsdp")
+SPLIT = {"split": P("fsdp"), "on both": P(AXES), "whole": P()}
+GRADS = {
+    "split": jnp.linspace(-3, 3, 8, dtype=jnp.float32),
+    "on both": jnp.linspace(1, 2, 8, dtype=jnp.bfloat16),
+    "whole": jnp.full(3, 2.0),
+}
+
+
+def clip_on_shards(grads, specs, clip, **options):
+    mesh = make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2)
+    update = lambda grads: clip.update(grads, clip.init(grads))[0]
+    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(specs,), out_specs=specs, **options))
+
+
+@pytest.mark.parametrize("max_norm", [2.0, 100.0])
+def test_parts_are_clipped_as_the_whole_is_with_one_psum(max_norm):
+    clip = clip_on_shards(GRADS, SPLIT, jmp.optim.clip_by_global_norm(max_norm, axis_name=AXES))
+    whole, _ = jmp.optim.clip_by_global_norm(max_norm).update(GRADS, ())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-7), *jax.device_get((clip(GRADS), whole)))
+    wide = jax.tree.map(lambda grad: np.asarray(grad, np.float64), GRADS)
+    norm = np.sqrt(sum((grad**2).sum() for grad in wide.values()))
+    np.testing.assert_allclose(clip(GRADS)["split"], wide["split"] * min(1, max_norm / norm), rtol=2**-20)
+    rows = jmp.numerics.collectives(clip, compiled=False)(GRADS).rows
+    assert [(row.kind, row.dtype, row.shape, row.axes, row.count) for row in rows] == [
+        ("all-reduce", "float32", (), AXES, 1)
+    ]
+
+
+def test_where_jax_does_not_tell_which_arrays_are_whole_each_is_a_part():
+    parts = {"a": jnp.full(4, 3.0)}
+    clip = clip_on_shards(parts, P(AXES), jmp.optim.clip_by_global_norm(1.0, AXES), check_vma=False)
+    np.testing.assert_allclose(clip(parts)["a"], 0.5, rtol=2**-20)
+
+
+def test_float8_state_is_not_clipped_and_half_gradients_do_not_overflow():
+    grads = {**VARIABLES, "half": jnp.full(3, 60000, jnp.float16), "n": jnp.arange(2)}
+    clipped, state = jmp.optim.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    assert state == optax.EmptyState()
+    jax.tree.map(np.testing.assert_array_equal, clipped[STATE], grads[STATE])
+    np.testing.assert_array_equal(clipped["n"], grads["n"])
+    np.testing.assert_allclose(clipped["half"].astype(np.float32), 3**-0.5, rtol=2**-9)
+    np.testing.assert_allclose(jmp.optim.global_norm(clipped), 1.0, rtol=2**-9)
+
+
+def test_it_clips_inside_of_a_chain_that_skips_steps():
+    clipping = optax.chain(jmp.optim.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = jmp.optim.loss_scaled(clipping, jmp.StaticLossScale(8.0))
+    params = {"w": jnp.zeros(2)}
+    after, _ = jmp.optim.step(tx, {"w": jnp.float32([3, 4])}, tx.init(params), params)
+    np.testing.assert_allclose(after["w"], [-0.6, -0.8], rtol=2**-20)
+
+
+def test_a_norm_that_nothing_can_have_is_refused():
+    message = r"^max_norm must be positive, got 0\. For example: clip_by_global_norm\(1\.0\)\.$"
+    with pytest.raises(ValueError, match=message):
+        jmp.optim.clip_by_global_norm(0)

@@ -1,6 +1,8 @@
 """Which dtype gradients are reduced in over devices, as XLA's partitioner writes it."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +122,38 @@ def list_psums(program):
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             found += list_psums(inner)
     return found
+
+
+ORDER = """
+import sys
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 4)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jmp_policy as jmp
+
+meshes = {name: jax.make_mesh((4,), ("data",), axis_types=(getattr(AxisType, name),)) for name in ("Explicit", "Auto")}
+shape = lambda mesh, sizes, dtype, *spec: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
+def loss(w, x):  # rows of a table, which a scatter-add sums, and a product
+    rows = w.astype(jnp.bfloat16)[jnp.arange(8) % 4]
+    return jnp.mean(jnp.square(((x + rows) @ w.astype(jnp.bfloat16)).astype(jnp.float32)))
+for name in sys.argv[1:]:
+    arguments = shape(meshes[name], (4, 4), jnp.float32), shape(meshes[name], (8, 4), jnp.bfloat16, "data")
+    with jax.set_mesh(meshes[name]):
+        grad = jmp.grad(loss, loss_scale=jmp.NoOpLossScale(), reduce_dtype="float32")
+        lowered = jax.jit(grad).lower(*arguments)
+arguments = shape(meshes["Auto"], (4, 4), jnp.float32), shape(meshes["Auto"], (8, 4), jnp.bfloat16, "data")
+print(jax.jit(grad).lower(*arguments).as_text())
+print(lowered.as_text())
+"""
+"""Prints a program on an Auto mesh, outside of `jax.set_mesh` and inside."""
+
+
+@pytest.mark.slow
+def test_what_ran_on_an_explicit_mesh_before_leaves_a_program_on_an_auto_mesh_as_it_is():
+    """Both in processes of their own: patterns of equations are traced once in each."""
+    command = [sys.executable, "-c", ORDER]
+    alone, after = [
+        subprocess.run([*command, *names], capture_output=True, text=True, check=True).stdout
+        for names in (["Auto"], ["Explicit", "Auto"])
+    ]
+    assert after == alone

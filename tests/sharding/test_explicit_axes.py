@@ -1,5 +1,7 @@
 """`gather_params` on explicit axes of a mesh, where arrays say themselves how they are sharded."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +45,18 @@ def place(tree, specs):
     return jax.tree.map(jax.device_put, tree, specs)
 
 
+<<<<<<< HEAD
 @pytest.mark.slow
 def test_gradients_are_those_of_one_device():
+=======
+@pytest.mark.parametrize("take", [jax.value_and_grad, jmp.value_and_grad], ids=["jax", "jmp"])
+def test_gradients_are_those_of_one_device(take):
+    value_and_grad = take if take is jax.value_and_grad else functools.partial(take, loss_scale=jmp.NoOpLossScale())
+>>>>>>> h-mesh
     params, x = make_params(), jax.random.normal(jax.random.key(1), (8, 8))
     with jax.set_mesh(make_explicit("d")):
         given = place((params, IDS, x), (SPECS, P("d"), P("d", None)))
-        loss, grads = jax.jit(jax.value_and_grad(loss_of_shards))(*given)
+        loss, grads = jax.jit(value_and_grad(loss_of_shards))(*given)
         assert {name: jax.typeof(grad).sharding.spec for name, grad in grads.items()} == SPECS
     with jax.set_mesh(make_mesh((1,), ("one",), axis_types=(AxisType.Explicit,))):
         expected_loss, expected = jax.jit(jax.value_and_grad(loss_fn))(params, IDS, x)
@@ -57,7 +65,20 @@ def test_gradients_are_those_of_one_device():
         assert np.abs(grad - right).max() <= GRADIENT_BOUND * np.abs(right).max()
 
 
+<<<<<<< HEAD
 @pytest.mark.slow
+=======
+def test_products_of_gathered_parameters_hand_over_their_sums_in_the_reduce_dtype():
+    """The policy is met by the function that takes gradients, whatever JAX knows of arrays that are not reduced yet."""
+    params, x = make_params(), jnp.ones((8, 8))
+    with jax.set_mesh(make_explicit("d")):
+        given = place((params, IDS, x), (SPECS, P("d"), P("d", None)))
+        grad = jmp.grad(loss_of_shards, loss_scale=jmp.NoOpLossScale())
+        program = str(jax.make_jaxpr(grad)(*given))
+    assert program.count("platform_index") == 3  # `w` is multiplied twice
+
+
+>>>>>>> h-mesh
 def test_what_is_gathered_is_in_compute_dtype_and_what_is_reduced_in_reduce_dtype():
     with jax.set_mesh(make_explicit("d")):
         given = place((make_params(), IDS, jnp.ones((8, 8))), (SPECS, P("d"), P("d", None)))

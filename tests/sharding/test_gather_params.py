@@ -216,3 +216,48 @@ def test_a_dimension_that_does_not_divide_is_refused_by_shard_map_itself():
     fun = jax.shard_map(local, mesh=make_auto_mesh(fsdp=4), in_specs=(specs,), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match=r"(?s)not evenly divisible by .*\['w'\] of shape float32\["):
         jax.jit(fun).trace({"w": jnp.ones((6, 4))})
+
+
+FLOAT16 = "params=float32,compute=float16,reduce=float32"
+
+
+def take_large_gradient(value_and_grad, layers=None):
+    """The gradient of a weight of which each of four devices has a quarter of the sum, 144,000."""
+
+    def apply(w, x):
+        if layers is not None:
+            return layers(lambda w, x: x @ w.astype(jnp.float16))(w, x)
+        return x @ w.astype(jnp.float16)
+
+    def loss(w, x):
+        fun = lambda w: apply(w, x)
+        whole = jmp.sharding.gather_params(w, FLOAT16, P("fsdp"), reduce_axes="fsdp", fun=fun)
+        return (fun(whole).astype(jnp.float32) * 24).sum()
+
+    mesh = make_auto_mesh(fsdp=4)
+    step = jax.shard_map(value_and_grad(loss), mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp")),
+                         check_vma=False)  # fmt: skip
+    return jax.jit(step)(jnp.ones((4, 4)), jnp.full((8000, 4), 3, jnp.float16))[1][0, 0]
+
+
+LAYERS = {
+    "plain": None,
+    "remat": jax.checkpoint,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[None])[0],
+    "scan": lambda f: lambda w, x: lax.scan(lambda _, part: (None, f(w, part)), None, x.reshape(2, -1, 4))[1],
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_products_of_a_gathered_weight_do_not_overflow_before_they_are_reduced(layers):
+    value_and_grad = functools.partial(jmp.value_and_grad, loss_scale=jmp.NoOpLossScale())
+    assert take_large_gradient(value_and_grad, LAYERS[layers]) == 576_000
+
+
+def test_where_jax_alone_takes_the_gradients_a_warning_says_so_once():
+    message = r"^The products that make gradients of gathered parameters sum in float16, which ends at 65504, before"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert jnp.isinf(take_large_gradient(jax.value_and_grad))
+    assert len(caught) == 1
+    take_large_gradient(jax.value_and_grad)  # warnings are errors here
