@@ -4,6 +4,7 @@ from ._evaluate import Traced as Traced, call as call, evaluate as evaluate, run
 from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
 from ._program import (
     Inside as Inside,
+    array_dtype as array_dtype,
     bodies_of as bodies_of,
     body_of as body_of,
     float_dtype as float_dtype,
