@@ -5,8 +5,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from ._trees import PyTree
-
 AxisName = Any
 """The name of a mapped axis, or a tuple of them, as in `jax.lax`."""
 
@@ -35,7 +33,7 @@ def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def vary_everywhere(tree: PyTree) -> PyTree:
+def vary_everywhere(tree: Any) -> Any:
     """Marks the arrays of a tree as varying along all axes of the `shard_map`s around them.
 
     >>> vary_everywhere({"a": jax.numpy.ones(2)})  # outside of shard_map there is nothing to say

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
 from .._dtypes import is_floating_dtype
@@ -32,8 +33,9 @@ def float_dtype(atom: Atom) -> Any:
 
 
 def array_dtype(atom: Atom) -> Any:
-    """The dtype of an array, else `None`: a ref is memory, and a token has none."""
-    return atom.aval.dtype if isinstance(atom.aval, jax.core.ShapedArray) else None
+    """Returns the dtype of an array, or None for anything else, such as a mutable reference to one."""
+    aval: Any = atom.aval
+    return aval.dtype if isinstance(aval, ShapedArray) else None
 
 
 def is_float(atom: Atom) -> bool:

@@ -269,10 +269,9 @@ class _Copy:
             self._equations.append(eqn)
             return
         made = body_of(inner.program).outvars[len(eqn.outvars) :]
+        record: list[Atom] = [Var(_add_axis(atom.aval, axis)) for atom in made]
         if devices is not None:
             record = self._calls.join_devices(made, devices)
-        else:
-            record = [Var(_add_axis(atom.aval, axis)) for atom in made]
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
         self._gather()
