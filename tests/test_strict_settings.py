@@ -24,7 +24,7 @@ SETTINGS = {
     "jax_debug_nans": functools.partial(jax.debug_nans, True),
 }
 
-FORMATS = ("float16", "int8", "mxfp8", "nvfp4")
+FORMATS = ("float16", "int8", "mxfp8")
 QUANTIZED = ("int8", "int4", "int4/32", "float8", "mxfp8", "mxfp4", "nvfp4")
 MIXED = "params=float32,compute=bfloat16,output=float32"
 W, X = np.full((4, 4), 0.25, np.float32), np.full((8, 4), 0.5, np.float32)
@@ -124,7 +124,7 @@ def collect_all_operations(w, x):
 
 
 @program
-def collect_every_format(w, x):
+def collect_each_kind_of_format(w, x):
     return jmp.numerics.collect(jnp.matmul, formats=FORMATS, of=("forward",), histogram=False)(x, w)
 
 
