@@ -31,3 +31,13 @@ def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
     manual, varying = jax.sharding.get_abstract_mesh().manual_axes, jax.typeof(x).manual_axis_type.varying
     missing = tuple(axis for axis in list_axes(axis_name) if axis in manual and axis not in varying)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_everywhere(tree: Any) -> Any:
+    """Marks the arrays of a tree as varying along all axes of the `shard_map`s around them.
+
+    >>> vary_everywhere({"a": jax.numpy.ones(2)})  # outside of shard_map there is nothing to say
+    {'a': Array([1., 1.], dtype=float32)}
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree

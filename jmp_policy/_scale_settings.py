@@ -121,7 +121,8 @@ def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any
       ceiling: its upper bound.
     """
     if number is None:
-        return lax.clamp(floor, scale, min(ceiling, LARGEST)) if isinstance(scale, jax.Array) else scale
+        bounds = np.float32(floor), np.float32(min(ceiling, LARGEST))
+        return lax.clamp(bounds[0], scale, bounds[1]) if isinstance(scale, jax.Array) else scale
     name, bound = ("min_loss_scale", floor) if number < floor else ("max_loss_scale", ceiling)
     if np.float32(floor) <= np.float32(number) <= np.float32(min(ceiling, LARGEST)):
         return scale

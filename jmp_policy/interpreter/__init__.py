@@ -10,6 +10,7 @@ from ._primitives import (
 )
 from ._program import (
     Inside as Inside,
+    array_dtype as array_dtype,
     bodies_of as bodies_of,
     body_of as body_of,
     float_dtype as float_dtype,

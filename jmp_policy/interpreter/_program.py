@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -29,8 +30,14 @@ def float_dtype(atom: Atom) -> Any:
     >>> float_dtype(jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0])
     dtype('float32')
     """
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype if dtype is not None and hasattr(atom.aval, "update") and is_floating_dtype(dtype) else None
+    dtype = array_dtype(atom)
+    return dtype if dtype is not None and is_floating_dtype(dtype) else None
+
+
+def array_dtype(atom: Atom) -> Any:
+    """Returns the dtype of an array, or None for anything else, such as a mutable reference to one."""
+    aval: Any = atom.aval
+    return aval.dtype if isinstance(aval, ShapedArray) else None
 
 
 def is_float(atom: Atom) -> bool:
@@ -234,19 +241,6 @@ def _make_call(eqn: JaxprEqn, program: Program) -> Inside:
     """A body that is called with the last values that its equation reads: all of them, for almost all equations."""
     count = len(body_of(program).invars)
     return _make_inside(eqn, program, eqn.invars[len(eqn.invars) - count :], trips=_count_devices(eqn))
-
-
-def join_devices(aval: Any, sharding: NamedSharding) -> Any:
-    """The abstract value of what devices have together, whose leading axis is split over them."""
-    mesh, split = sharding.mesh, sharding.spec[0] or ()
-    axes = (split,) if isinstance(split, str) else split
-    joined = aval.update(shape=(math.prod(mesh.shape[axis] for axis in axes) * aval.shape[0], *aval.shape[1:]))
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = tuple(axis for axis in axes if kinds[axis] == AxisType.Explicit)  # which alone are part of a type
-    if not explicit:
-        return joined
-    spec = PartitionSpec(explicit, *[None] * (joined.ndim - 1))
-    return joined.update(sharding=NamedSharding(mesh, spec))
 
 
 def _make_inside(

@@ -16,19 +16,18 @@ Mutable references and callbacks were no channel: the first fail under vmap, sha
 second make a training step wait for the host.
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ._module_paths import RECORD
-from ._program import Atom, Program, body_of, join_devices, name_stack, replace_variables
+from ._program import Atom, Program, body_of, name_stack, replace_variables
+from ._record_calls import Devices, RecorderCalls
 from ._recorder import Line, Order, Recorder
 from ._walk import Step, list_live
 
@@ -82,21 +81,20 @@ def record_program(
     >>> len(recorded.program.out_avals), recorded.program.out_avals[1].shape
     (2, (4,))
     """
-    return _record(program, recorder, context, {}, tuple(arguments), tuple(results))
+    return _record(program, context, RecorderCalls(recorder), tuple(arguments), tuple(results))
 
 
 def _record(
     program: Program,
-    recorder: Recorder,
     context: Any,
-    templates: dict[Any, JaxprEqn],
+    calls: RecorderCalls,
     arguments: tuple[int, ...] = (),
     results: tuple[int, ...] = (),
 ) -> Recorded:
-    key = recorder, context, arguments, results
+    key = calls.recorder, calls.within, context, arguments, results
     found = _RECORDED.setdefault(program, {})
     if key not in found:
-        found[key] = _Copy(recorder, context, templates).copy(program, arguments, results)
+        found[key] = _Copy(context, calls).copy(program, arguments, results)
     return found[key]
 
 
@@ -104,14 +102,12 @@ class _Copy:
     """A copy of one body, in which values are measured.
 
     Args:
-      recorder: says what is measured.
       context: the context of the equation that runs the body.
-      templates: the equations that call what a recorder does, by what they do and for which shapes; they are traced
-        once for a program and all of its bodies.
+      calls: makes the equations that call the recorder.
     """
 
-    def __init__(self, recorder: Recorder, context: Any, templates: dict[Any, JaxprEqn]):
-        self._recorder, self._context, self._templates = recorder, context, templates
+    def __init__(self, context: Any, calls: RecorderCalls):
+        self._context, self._calls, self._recorder = context, calls, calls.recorder
         self._equations: list[JaxprEqn] = []
         self._records: list[list[Atom]] = []
         self._measured: list[list[Atom]] = []
@@ -157,7 +153,9 @@ class _Copy:
 
     def copy_turn(self, program: Program) -> Recorded:
         """Copies the body of a `while`, whose carry ends with the record of the turns before."""
-        inner = _record(program, self._recorder, self._context, self._templates)
+        inner = _record(program, self._context, self._calls)
+        if not inner.lines:
+            return inner
         old, new = body_of(program), body_of(inner.program)
         count = len(old.outvars)
         self._equations = list(new.eqns)
@@ -182,7 +180,7 @@ class _Copy:
 
     def _write_call(self, eqn: JaxprEqn, context: Any, parameter: str) -> None:
         """Writes an equation that runs the body in a parameter once."""
-        inner = _record(eqn.params[parameter], self._recorder, context, self._templates)
+        inner = _record(eqn.params[parameter], context, self._calls)
         changed = {parameter: inner.program}
         extra = _count_extra(inner, eqn)
         if eqn.primitive.name == "jit":
@@ -190,7 +188,7 @@ class _Copy:
         self._append(eqn, inner, changed, self._list_moved(inner, eqn, eqn.params[parameter]))
 
     def _write_scan(self, eqn: JaxprEqn, context: Any) -> None:
-        inner = _record(eqn.params["jaxpr"], self._recorder, context, self._templates)
+        inner = _record(eqn.params["jaxpr"], context, self._calls)
         length, extra = eqn.params["length"], _count_extra(inner, eqn)
         changed = {"jaxpr": inner.program}
         if extra and "ft_out" in eqn.params:
@@ -205,7 +203,7 @@ class _Copy:
         self._append(eqn, inner, changed, lines, axis=length, order=order)
 
     def _write_while(self, eqn: JaxprEqn, context: Any) -> None:
-        turn = _Copy(self._recorder, context, self._templates).copy_turn(eqn.params["body_jaxpr"])
+        turn = _Copy(context, self._calls).copy_turn(eqn.params["body_jaxpr"])
         if not turn.lines:
             self._equations.append(eqn)
             return
@@ -219,14 +217,14 @@ class _Copy:
 
     def _write_cond(self, eqn: JaxprEqn, context: Any) -> None:
         branches = eqn.params["branches"]
-        inner = [_record(branch, self._recorder, context, self._templates) for branch in branches]
+        inner = [_record(branch, context, self._calls) for branch in branches]
         counts = [len(recorded.lines) for recorded in inner]
         if not sum(counts):
             self._equations.append(eqn)
             return
         padded = []
         for i, branch in enumerate(branches):
-            copy = _Copy(self._recorder, context, self._templates)
+            copy = _Copy(context, self._calls)
             padded.append(copy.copy(branch, before=sum(counts[:i]), after=sum(counts[i + 1 :])))
         lines = [
             line
@@ -237,13 +235,13 @@ class _Copy:
 
     def _write_shard_map(self, eqn: JaxprEqn, context: Any) -> None:
         params = eqn.params
-        inner = _Copy(self._recorder, context, self._templates).copy(params["jaxpr"], devices=True)
         axes = tuple(axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"])
-        sharding = NamedSharding(params["mesh"], PartitionSpec(axes))
+        devices = Devices(params["mesh"], axes, params["check_vma"])
+        inner = _Copy(context, self._calls.enter(devices)).copy(params["jaxpr"], devices=True)
         extra = _count_extra(inner, eqn)
-        changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (sharding.spec,) * extra}
+        changed = {"jaxpr": inner.program, "out_specs": params["out_specs"] + (PartitionSpec(axes),) * extra}
         lines = self._list_moved(inner, eqn, params["jaxpr"])
-        self._append(eqn, inner, changed, lines, sharding=sharding, order="devices")
+        self._append(eqn, inner, changed, lines, devices=devices, order="devices")
 
     def _append(
         self,
@@ -253,7 +251,7 @@ class _Copy:
         lines: Sequence[Line],
         *,
         axis: int | None = None,
-        sharding: NamedSharding | None = None,
+        devices: Devices | None = None,
         order: Order | None = None,
     ) -> None:
         """Writes an equation whose body returns a record.
@@ -264,14 +262,16 @@ class _Copy:
           changed: the parameters that change.
           lines: what its rows are of.
           axis: the length of the leading axis that the equation adds to what its body returns, if it does.
-          sharding: how the leading axis, of one on each device, is split over them, if it is.
+          devices: the devices over which the leading axis, of one on each, is split, if it is.
           order: what the leading axis is, if the record is folded over it.
         """
         if not lines:
             self._equations.append(eqn)
             return
         made = body_of(inner.program).outvars[len(eqn.outvars) :]
-        record: list[Atom] = [Var(_change_shape(atom.aval, axis, sharding)) for atom in made]
+        record: list[Atom] = [Var(_add_axis(atom.aval, axis)) for atom in made]
+        if devices is not None:
+            record = self._calls.join_devices(made, devices)
         outvars = [*eqn.outvars, *record]
         self._equations.append(eqn.replace(outvars=outvars, params={**eqn.params, **changed}))
         self._gather()
@@ -302,21 +302,9 @@ class _Copy:
         return records[0] if len(records) == 1 else self._call("join", records)
 
     def _call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: Any) -> list[Atom]:
-        """Writes a call of what a recorder does, as one jitted function: calls for equal shapes share it.
-
-        Written out instead, each would be a hundred equations, and shard_map would check which of the axes of its mesh
-        each of their constants varies over.
-        """
-        shapes = tuple([tuple([(atom.aval.shape, atom.aval.dtype) for atom in atoms]) for atoms in operands])  # type: ignore[union-attr]
-        key = name, statics, shapes
-        if key not in self._templates:
-            avals = [[jax.ShapeDtypeStruct(*shape) for shape in group] for group in shapes]
-            [self._templates[key]] = jax.make_jaxpr(_make_function(self._recorder, name, statics))(*avals).eqns
-        template = self._templates[key]
-        outvars = [Var(var.aval) for var in template.outvars]
-        invars = [atom for atoms in operands for atom in atoms]
-        self._equations.append(template.replace(invars=invars, outvars=outvars))
-        return list(outvars)
+        eqn = self._calls.call(name, operands, *statics)
+        self._equations.append(eqn)
+        return list(eqn.outvars)
 
 
 _PARAMETERS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", "remat2": "jaxpr"}
@@ -330,36 +318,9 @@ _WRITERS = {
 }
 
 
-@functools.lru_cache(maxsize=1024)
-def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """A jitted function of the arrays of values or records: what a recorder does with them.
-
-    JAX remembers its programs, by shapes and by the contexts that they depend on, such as a mesh.
-    """
-
-    def record(*operands: list[Any]) -> list[Any]:
-        with jax.named_scope(RECORD):
-            if name == "measure":
-                return jax.tree.leaves(recorder.measure(*operands[0]))
-            if name == "split":
-                return [leaf.reshape(-1, *leaf.shape[2:]) for leaf in operands[0]]
-            if name == "add_axis":
-                return [leaf[None] for leaf in operands[0]]
-            example = recorder.measure(jnp.float32(0)) if name == "gather" else recorder.empty(1)
-            records = [jax.tree.unflatten(jax.tree.structure(example), operand) for operand in operands]
-            if name in ("gather", "join"):
-                return jax.tree.leaves(getattr(recorder, name)(records))
-            return jax.tree.leaves(getattr(recorder, name)(*records, *statics))
-
-    record.__name__ = f"{RECORD}_{name}"
-    return jax.jit(record)
-
-
-def _change_shape(aval: Any, axis: int | None, sharding: NamedSharding | None) -> Any:
-    """An abstract value with another leading axis, or with one that is split over devices."""
-    if axis is not None:
-        return aval.update(shape=(axis, *aval.shape))
-    return aval if sharding is None else join_devices(aval, sharding)
+def _add_axis(aval: Any, length: int | None) -> Any:
+    """The type of an array with another leading axis, if it gets one."""
+    return aval if length is None else aval.update(shape=(length, *aval.shape))
 
 
 def _count_extra(inner: Recorded, eqn: JaxprEqn) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ._program import Atom, Program, body_of, is_float
+from ._program import Program, body_of, is_float, replace_variables
 from ._walk import walk
 
 _HEARD = frozenset(("debug_callback", "debug_print"))
@@ -64,7 +64,7 @@ def _prepare(program: Program) -> Program:
         if eqn.primitive.name in _HEARD and not eqn.outvars:
             silenced |= eqn.effects
         elif _chooses(eqn, constants):
-            equations.append(_call(eqn, _trace_apart(tuple([_shape(atom) for atom in eqn.invars]))))
+            equations.append(_call(eqn, _make_choice_apart(*[atom.aval for atom in (*eqn.outvars, *eqn.invars)])))
         else:
             equations.append(_prepare_equation(eqn))
             silenced |= eqn.effects - equations[-1].effects
@@ -103,26 +103,34 @@ def _chooses(eqn: JaxprEqn, constants: Container[Any]) -> bool:
     return sum(not isinstance(case, Literal) and case not in constants for case in eqn.invars[1:]) > 1
 
 
-def _shape(atom: Atom) -> Any:
-    aval: Any = atom.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
 @functools.lru_cache(maxsize=1024)
-def _trace_apart(shapes: tuple[Any, ...]) -> Jaxpr:
-    """The same choice in two steps: first each case, with zeros where it is not chosen.
+def _make_choice_apart(result: Any, *operands: Any) -> Jaxpr:
+    """Makes the same choice in two steps: first each case, with zeros where it is not chosen.
 
-    What is infinite where it is not chosen has gone after the first step, and cannot be taken for what was.
+    An infinity that is not chosen is gone after the first step, and cannot be mistaken for one that was.
+
+    Args:
+      result: the type of the result.
+      operands: the types of the operands.
     """
 
     def select_apart(which: jax.Array, *cases: jax.Array) -> jax.Array:
-        zeros = lax.full_like(cases[0], 0)
+        zeros = lax.convert_element_type(lax.lt(cases[0], cases[0]), cases[0].dtype)
         parts = [
             lax.select_n(which, *(case if j == i else zeros for j in range(len(cases)))) for i, case in enumerate(cases)
         ]
         return lax.select_n(which, *parts)
 
-    return jax.make_jaxpr(select_apart)(*shapes).jaxpr
+    # Traced without a mesh and then given types: all values but `which` have the shape and sharding of the result.
+    traced = jax.make_jaxpr(select_apart)(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]).jaxpr
+    typed: dict[Any, Any] = dict(zip(traced.invars, map(Var, operands), strict=True))
+    equations = []
+    for eqn in traced.eqns:
+        typed |= {var: Var(result.update(dtype=var.aval.dtype)) for var in eqn.outvars}  # type: ignore[attr-defined]
+        invars, outvars = ([typed[var] for var in variables] for variables in (eqn.invars, eqn.outvars))
+        equations.append(eqn.replace(invars=invars, outvars=outvars))
+    invars, outvars = ([typed[var] for var in variables] for variables in (traced.invars, traced.outvars))
+    return body_of(replace_variables(traced, invars, equations, outvars))
 
 
 _CALL = jax.make_jaxpr(jax.checkpoint(lambda x: x + x, prevent_cse=False))(1.0).eqns[0]

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._contexts import TRACING
+from .._mapped_axes import vary_everywhere
 from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import Register
 from ..interpreter import (
@@ -208,7 +209,7 @@ class _Run:
         if self._step is None:
             made = evaluate(new, *traced.leaves)
         else:
-            made = self._run_some(new, program, recorder.empty(len(sites)), traced.leaves)
+            made = self._run_some(new, program, vary_everywhere(recorder.empty(len(sites))), traced.leaves)
         record = Record(*made[count:]) if sites else recorder.empty(0)
         layout = Layout(sites, recorder.meter)
         remember_program(layout, program, modules, measured[0], lines, len(measured[1]))

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from .._contexts import TRACING
 from .._finite import all_finite
-from .._mapped_axes import vary
+from .._mapped_axes import vary, vary_everywhere
 from .._trees import Args, Kwargs, PyTree
 from ..autocast._modules import Register
 from ..interpreter import (
@@ -142,7 +142,8 @@ class _Run:
         if search is None:
             self.provenance = Provenance.empty()
         else:
-            self.provenance = lax.cond(is_finite, lambda *_: Provenance.empty(), search, *lax.stop_gradient(leaves))
+            nothing = lambda *_: vary_everywhere(Provenance.empty())
+            self.provenance = lax.cond(is_finite, nothing, search, *lax.stop_gradient(leaves))
         return ends.put_back(made)
 
     def _unmark_unwritten(self, body: Jaxpr, names: Sequence[str | None]) -> None:

@@ -87,7 +87,8 @@ class _HalfParametersUpdate(ParameterUpdate):
         updates = map_half(_difference, params, target, wide_updates, otherwise=lambda p, t, update: update)
         # A sum in float32 misses its target where a parameter shrinks to a small fraction of itself in one step, and
         # at -0.0. What is remembered must fit the parameter that comes of it.
-        landed = optax.apply_updates(params, updates)
+        with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
+            landed = optax.apply_updates(params, updates)
         wide = map_half(_where_reached, landed, target, wide, otherwise=lambda landed, t, w: w)
         _, memory = self._storage.narrow(wide, params, state[1])
         return updates, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)

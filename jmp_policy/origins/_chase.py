@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._mapped_axes import vary_everywhere
 from ._extremes import INFINITY, MOST_LOOPS, NEVER, Extremes, decode_key
 from ._graph import CONSTANT, NONE, Graph
 from ._provenance import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, Provenance
@@ -36,8 +37,8 @@ def find_origin(graph: Graph, record: Extremes) -> Provenance:
       graph: the values of the program.
       record: what was measured of them.
     """
-    tables = Graph(*map(jnp.asarray, graph))  # type: ignore[arg-type]
     program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
+    tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
     origin, operand = _chase(tables, record, program)
     cause, _ = _chase(tables, record, operand)
     places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
@@ -66,7 +67,7 @@ def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
     def go(state: tuple[Place, Place]) -> tuple[Place, Place]:
         return state[1], _choose(graph, record, state[1])
 
-    before = start._replace(kind=jnp.int32(FINITE))
+    before = start._replace(kind=jnp.full_like(start.kind, FINITE))
     origin, operand = lax.while_loop(goes_on, go, (before, start))
     return origin._replace(kind=jnp.where(origin.kind == _PROGRAM, FINITE, origin.kind)), operand
 
@@ -80,7 +81,7 @@ def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
             best = jax.tree.map(functools.partial(jnp.where, is_better), found, best)
         return best
 
-    nowhere = jnp.int32(0), place._replace(kind=jnp.int32(FINITE))
+    nowhere = jnp.zeros_like(place.kind), place._replace(kind=jnp.full_like(place.kind, FINITE))
     return lax.fori_loop(graph.start[place.value], graph.start[place.value + 1], consider, nowhere)[1]
 
 
@@ -94,7 +95,7 @@ def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> lis
     before_others = jnp.where(place.kind == _PROGRAM, 4 * later, 0)
     scores = jnp.where(place.kind == INFINITE, 1, 4), jnp.where(is_positive, 3, 2)
     # In the loops that both are in, it is the same turn: what is infinite in each of them may do harm in one.
-    stays = (jnp.arange(MOST_LOOPS) < graph.common[edge]) & ~graph.carried[edge]
+    stays = (jnp.arange(MOST_LOOPS, dtype=jnp.int32) < graph.common[edge]) & ~graph.carried[edge]
     weighed = []
     for kind, turns, score in zip((NAN, INFINITE), first, scores, strict=True):
         is_so = (turns[0] != NEVER) & _is_before(turns, place.turns, graph.common[edge], graph.carried[edge])
@@ -123,10 +124,11 @@ def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, 
     run = jnp.where(last >= 0, last - place.turns, place.turns)
     turns = jnp.where(loop >= 0, run[jnp.clip(loop, 0, MOST_LOOPS - 1)], turns)
 
-    operands, scales, shifts = graph.operands[value], graph.scales[value], graph.shifts[value]
+    # In a row, beside the smallest and the largest number of each operand.
+    operands, scales, shifts = (table[value][None] for table in (graph.operands, graph.scales, graph.shifts))
     is_half, is_constant = graph.is_half[operands], operands == CONSTANT
-    keys = jnp.stack([record.low[operands], record.high[operands]])
-    is_known = is_constant | ((operands >= 0) & (keys[0] <= keys[1]))
+    keys = jnp.concatenate([record.low[operands], record.high[operands]])
+    is_known = is_constant | ((operands >= 0) & (keys[:1] <= keys[1:]))
     numbers = jnp.where(is_constant, 0, decode_key(keys, is_half) * scales) + shifts
     numbers = jnp.where(scales < 0, numbers[::-1], numbers)
     crossed = jnp.array([[jnp.inf], [-jnp.inf]], jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..interpreter import ANNOTATIONS, Order, Recorder, is_float
+from ..interpreter import ANNOTATIONS, Order, Recorder, array_dtype, is_float
 
 MOST_LOOPS = 3
 """How many loops around a value, whose turns have no rows of their own, are told apart."""
@@ -150,7 +150,7 @@ def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
 
 def is_measurable(atom: Any) -> bool:
     """Whether an atom is an array that may hold what is not finite, and a result that something uses."""
-    dtype = getattr(atom.aval, "dtype", None)
+    dtype = array_dtype(atom)
     is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
     return (is_complex or is_float(atom)) and str(atom) != "_"
 

@@ -63,7 +63,7 @@ def quantize_symmetric(x: jax.Array, amax: jax.Array) -> Quantized:
     """
     # By a product: XLA divides by a constant inside of a jit, and by an argument outside, with other last bits.
     scale = jnp.maximum(amax * np.float32(1 / INT8_MAX), _TINY)
-    values = lax.clamp(-float(INT8_MAX), _round_to_nearest(x.astype(jnp.float32) / scale), float(INT8_MAX))
+    values = lax.clamp(np.float32(-INT8_MAX), _round_to_nearest(x.astype(jnp.float32) / scale), np.float32(INT8_MAX))
     return Quantized(values.astype(jnp.int8), scale)
 
 
@@ -96,8 +96,9 @@ def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quanti
     """
     # Halved first: the width may overflow; and halving is exact, so that a fused multiply-add rounds nothing less.
     scale = jnp.maximum((high * 0.5 - low * 0.5) * np.float32(2 / UINT4_MAX), _TINY)
-    zero_point = lax.clamp(0.0, _round_to_nearest(-low / scale), float(UINT4_MAX))
-    values = lax.clamp(0.0, _round_to_nearest(x.astype(jnp.float32) / scale) + zero_point, float(UINT4_MAX))
+    least, most = np.float32(0), np.float32(UINT4_MAX)  # Python floats would be float64 under jax_enable_x64
+    zero_point = lax.clamp(least, _round_to_nearest(-low / scale), most)
+    values = lax.clamp(least, _round_to_nearest(x.astype(jnp.float32) / scale) + zero_point, most)
     return Quantized(values.astype(jnp.uint8), scale, zero_point.astype(jnp.uint8))
 
 

@@ -13,7 +13,7 @@ from specimen import is_floating, total
 from zoo import ZOO
 from zoo_control_flow import CONTROL_FLOW
 from zoo_custom_rules import CUSTOM_RULES
-from zoo_devices import DEVICES
+from zoo_devices import DEVICES, sharded
 from zoo_effects import EFFECTS
 
 from jmp_policy.interpreter import Recorder, evaluate, float_dtype, is_recorded, record_program, trace
@@ -211,3 +211,46 @@ def test_several_tests_make_a_loop_an_operation():
     _, record = observe(jax.vmap(loop), lines=lines)(jnp.array([1.0, 5.0]))
     assert [line.step.name for line in lines] == ["while"]
     assert record["sum"].tolist() == [16 + 10]
+
+
+COUNT = lambda x: lax.while_loop(lambda i: i < 5, lambda i: i + 2, x.astype(jnp.int32))
+LOOPS_OF_INTEGERS = {
+    "while_loop": lambda x: jnp.sin(x) * COUNT(x[0]).astype(jnp.float32),
+    "fori_loop": lambda x: jnp.sin(x) * lax.fori_loop(0, COUNT(x[0]), lambda i, c: c + i, 0).astype(jnp.float32),
+    "vmap": lambda x: jnp.sin(x) * jax.vmap(COUNT)(x).astype(jnp.float32),
+    "searchsorted": lambda x: jnp.sin(x) * jnp.searchsorted(x, x).astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS_OF_INTEGERS)
+def test_a_loop_of_integers_stays_as_it_is(name):
+    lines = []
+    jax.make_jaxpr(observe(LOOPS_OF_INTEGERS[name], lines=lines))(jnp.ones(3))
+    assert {"sin", "mul"} <= {line.step.name for line in lines}
+
+
+def test_a_loop_in_which_nothing_is_chosen_stays_as_it_is():
+    program = jax.make_jaxpr(lambda x: lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, -c[1]), (0, x)))(1.0)
+    assert record_program(program, Nothing(), None) == (program, ())
+
+
+class Nothing(Magnitudes):
+    def choose(self, eqn, context):
+        return []
+
+
+def test_a_reference_is_not_recorded_but_what_is_read_of_it():
+    def fun(x):
+        ref = jax.new_ref(jnp.sin(x))
+        ref[...] += x
+        return ref[...]
+
+    lines = []
+    jax.make_jaxpr(observe(fun, lines=lines))(jnp.ones(3))
+    assert [line.step.name for line in lines] == ["sin", "get", "add", "swap", "get"]
+
+
+def test_records_inside_of_a_shard_map_vary_over_its_axes():
+    fun = lambda x: sharded(lambda x, w: lax.cond(x[0, 0] > 0, jnp.sin, lambda x: x, x) @ w)(x, jnp.ones((4, 4)))
+    with jax.enable_checks(True):
+        jax.make_jaxpr(observe(fun))(jnp.ones((8, 4)))

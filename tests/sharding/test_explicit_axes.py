@@ -45,14 +45,10 @@ def place(tree, specs):
     return jax.tree.map(jax.device_put, tree, specs)
 
 
-<<<<<<< HEAD
 @pytest.mark.slow
-def test_gradients_are_those_of_one_device():
-=======
 @pytest.mark.parametrize("take", [jax.value_and_grad, jmp.value_and_grad], ids=["jax", "jmp"])
 def test_gradients_are_those_of_one_device(take):
     value_and_grad = take if take is jax.value_and_grad else functools.partial(take, loss_scale=jmp.NoOpLossScale())
->>>>>>> h-mesh
     params, x = make_params(), jax.random.normal(jax.random.key(1), (8, 8))
     with jax.set_mesh(make_explicit("d")):
         given = place((params, IDS, x), (SPECS, P("d"), P("d", None)))
@@ -65,9 +61,6 @@ def test_gradients_are_those_of_one_device(take):
         assert np.abs(grad - right).max() <= GRADIENT_BOUND * np.abs(right).max()
 
 
-<<<<<<< HEAD
-@pytest.mark.slow
-=======
 def test_products_of_gathered_parameters_hand_over_their_sums_in_the_reduce_dtype():
     """The policy is met by the function that takes gradients, whatever JAX knows of arrays that are not reduced yet."""
     params, x = make_params(), jnp.ones((8, 8))
@@ -78,7 +71,7 @@ def test_products_of_gathered_parameters_hand_over_their_sums_in_the_reduce_dtyp
     assert program.count("platform_index") == 3  # `w` is multiplied twice
 
 
->>>>>>> h-mesh
+@pytest.mark.slow
 def test_what_is_gathered_is_in_compute_dtype_and_what_is_reduced_in_reduce_dtype():
     with jax.set_mesh(make_explicit("d")):
         given = place((make_params(), IDS, jnp.ones((8, 8))), (SPECS, P("d"), P("d", None)))
