@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 
 from .._dtypes import is_floating_dtype
 
