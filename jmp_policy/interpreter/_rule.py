@@ -185,9 +185,19 @@ class Rule(abc.ABC):
     def join(self, kinds: Sequence[Kind]) -> Kind:
         """The kind of a value that is now one and now another: of branches, or around a loop."""
 
+    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
+        """Which values of the carry of a loop accumulate, by their positions in it.
+
+        Args:
+          program: the body of the loop.
+          carry: which of its arguments are the carry.
+        """
+        del program, carry
+        return frozenset()
+
     @abc.abstractmethod
     def accumulated(self, kind: Kind) -> Kind:
-        """The kind of the carry of a loop that is only added to, where it starts with `kind`."""
+        """The kind of a value of the carry of a loop that accumulates, where it starts with `kind`."""
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: Context) -> Sequence[Kind]:
         """The kinds in which a loop stacks what each of its turns makes, where its body makes it as `kinds`."""
