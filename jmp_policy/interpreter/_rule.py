@@ -84,12 +84,13 @@ class Body:
         if aval.dtype == dtype:
             return atom
         if isinstance(atom, Literal):
-            return Literal(np.asarray(atom.val).astype(dtype), _make_strong(aval, dtype))
+            return Literal(np.asarray(atom.val).astype(dtype), _change_aval(aval, dtype))
         template = _trace_conversion(dtype)
-        out = Var(_make_strong(aval, dtype))
+        out = Var(_change_aval(aval, dtype))
+        params = {**template.params, "weak_type": aval.weak_type}  # as traced: Python's numbers promote nothing
         self.equations.append(
             new_jaxpr_eqn(
-                [atom], [out], template.primitive, template.params, template.effects, eqn.source_info, eqn.ctx
+                [atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx
             )
         )
         return out
@@ -264,11 +265,6 @@ def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
 def _change_aval(aval: Any, dtype: np.dtype) -> Any:
     """The abstract value of an array in another dtype."""
     return aval.update(dtype=dtype)
-
-
-@functools.lru_cache
-def _make_strong(aval: Any, dtype: np.dtype) -> Any:
-    return aval.update(dtype=dtype, weak_type=False)
 
 
 def _are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:
