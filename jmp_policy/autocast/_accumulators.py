@@ -119,7 +119,8 @@ def _is_float32(atom: Atom) -> bool:
 def _find_plain_sums(program: Jaxpr, carry: range) -> frozenset[int]:
     """Those that are only added to, once in each iteration: sums, whatever their dtype, are sums in float32."""
     carried = {program.invars[number]: i for i, number in enumerate(carry)}
-    uses = collections.Counter(list_variables([*(atom for eqn in program.eqns for atom in eqn.invars), *program.outvars]))
+    read = [*(atom for eqn in program.eqns for atom in eqn.invars), *program.outvars]
+    uses = collections.Counter(list_variables(read))
     found = set()
     for eqn in program.eqns:
         if eqn.primitive.name not in ("add", "add_any") or uses[eqn.outvars[0]] != 1:

@@ -173,7 +173,7 @@ def test_values_and_gradients_of_all_loops_are_those_of_float32(name, half):
 
 
 def compare_with_float32(loop, half):
-    """Within two roundings to half precision, of a factor and of a gradient; what stalls is wrong by tens of percent."""
+    """Within four roundings: of factors, gradients and operands of matmuls. What stalls is wrong by tens of percent."""
 
     def run(rows):
         expected = jax.vjp(total(of_matmul(loop)), rows)
@@ -182,7 +182,7 @@ def compare_with_float32(loop, half):
         return (of_matmul(loop)(rows), gradients[0]), (cast(of_matmul(loop), half)(rows), gradients[1])
 
     expected, found = jax.jit(run)(ROWS)
-    assert distance(found, expected) < 2 * float(jnp.finfo(half).eps)
+    assert distance(found, expected) < 4 * float(jnp.finfo(half).eps)
 
 
 ROOTS = {
