@@ -89,9 +89,7 @@ class Body:
         out = Var(_change_aval(aval, dtype))
         params = {**template.params, "weak_type": aval.weak_type}  # as traced: Python's numbers promote nothing
         self.equations.append(
-            new_jaxpr_eqn(
-                [atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx
-            )
+            new_jaxpr_eqn([atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx)
         )
         return out
 

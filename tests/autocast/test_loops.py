@@ -112,7 +112,9 @@ def total(fun):
 def carried(fun, *args):
     """The dtypes of the floating values that the loops of a function carry, those of loops inside as well."""
     steps = walk(jax.make_jaxpr(fun)(*args).jaxpr)
-    return [float_dtype(step.results[0]).name for step in steps if step.name == "carry" and float_dtype(step.results[0])]
+    return [
+        float_dtype(step.results[0]).name for step in steps if step.name == "carry" and float_dtype(step.results[0])
+    ]
 
 
 def distance(found, expected):
