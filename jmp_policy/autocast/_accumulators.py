@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..interpreter import Inside, bodies_of, float_dtype, multiplies_only
 from ..interpreter._program import Atom, list_variables
@@ -47,7 +47,7 @@ def find_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
 def _find_float32_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
     """Those that the author made float32: they lie on a cycle, from iteration to iteration, with arithmetic on it."""
     variables = [program.invars[i] for i in carry]
-    sources = {var: frozenset([(i, False)]) for i, var in enumerate(variables) if _is_float32(var)}
+    sources: dict[Atom, Sources] = {var: frozenset([(i, False)]) for i, var in enumerate(variables) if _is_float32(var)}
     made = _spread_sources(program, sources)
     made_of = [_find_sources(atom, made) for atom in program.outvars[: len(carry)]]
     links: dict[int, set[int]] = {}
@@ -69,9 +69,9 @@ def _find_reached(start: int, links: Mapping[int, set[int]]) -> set[int]:
     return reached
 
 
-def _spread_sources(program: Jaxpr, sources: Mapping[Var, Sources]) -> dict[Var, Sources]:
+def _spread_sources(program: Jaxpr, sources: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
     """The sources of all values of a program, where those of some arguments are given."""
-    found = dict(sources)
+    found: dict[Atom, Sources] = dict(sources)
     for eqn in program.eqns:
         if found.keys().isdisjoint(list_variables(eqn.invars)):
             continue
@@ -83,7 +83,7 @@ def _spread_sources(program: Jaxpr, sources: Mapping[Var, Sources]) -> dict[Var,
     return found
 
 
-def _pass_sources(eqn: JaxprEqn, found: Mapping[Var, Sources]) -> dict[Var, Sources]:
+def _pass_sources(eqn: JaxprEqn, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
     """The sources of the results of an equation that moves numbers or calculates with them."""
     read = [_find_sources(atom, found) for atom in eqn.invars]
     joined = _NONE.union(*read)
@@ -93,7 +93,7 @@ def _pass_sources(eqn: JaxprEqn, found: Mapping[Var, Sources]) -> dict[Var, Sour
     return {var: own for var, own in zip(eqn.outvars, each, strict=True) if own and _is_float32(var)}
 
 
-def _spread_inside(inside: Inside, found: Mapping[Var, Sources]) -> dict[Var, Sources]:
+def _spread_inside(inside: Inside, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
     """The sources of what leaves a program that an equation runs; what goes around a loop is one value."""
     entering = {inner: _find_sources(outer, found) for outer, inner in inside.entering if _is_float32(inner)}
     while True:
@@ -108,7 +108,7 @@ def _spread_inside(inside: Inside, found: Mapping[Var, Sources]) -> dict[Var, So
         entering = again
 
 
-def _find_sources(atom: Atom, found: Mapping[Var, Sources]) -> Sources:
+def _find_sources(atom: Atom, found: Mapping[Atom, Sources]) -> Sources:
     return _NONE if isinstance(atom, Literal) else found.get(atom, _NONE)
 
 
