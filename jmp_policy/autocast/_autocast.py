@@ -74,7 +74,9 @@ def autocast(
        reads. Masks (large negative numbers, limits of a dtype) are clamped
        instead.
     5. Casts that the author wrote, and `force_full_precision`, stay.
-    6. Parameters enter in the dtype they have and are cast where they are used.
+    6. A float32 value that a loop accumulates (each new value is the old one plus,
+       times or blended with something) is carried in float32.
+    7. Parameters enter in the dtype they have and are cast where they are used.
        So gradients have the dtype of the parameters, and optimizers inside
        compute in float32.
 

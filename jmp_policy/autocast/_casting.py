@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from .._dtypes import at_least_float32
 from ..interpreter import Body, Kind, Rewriter, Rule, Value, float_dtype, is_float
 from ..interpreter._program import Atom, Program, body_of
+from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, is_sum, join_marks
 from ._place import EquationPlace, PlaceFinder, find_functions
@@ -83,6 +84,9 @@ class CastingRule(Rule):
         if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
             return Kind(low_dtypes.pop(), mark)
         return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype_of(mark.colour), mark)
+
+    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
+        return find_accumulators(program, carry)
 
     def accumulated(self, kind: Kind) -> Kind:
         return Kind(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind

@@ -19,7 +19,8 @@ from ._tables import CLEAR, INFER, SATURATING, STEEP
 
 NONE: frozenset[int] = frozenset()
 
-_PASSING = {*CLEAR, *INFER, "convert_element_type"} - set(SATURATING)
+PASSING = {*CLEAR, *INFER, "convert_element_type"} - set(SATURATING)
+"""What moves, adds and multiplies numbers only."""
 
 
 class _Way(NamedTuple):
@@ -29,8 +30,8 @@ class _Way(NamedTuple):
     passing: frozenset[str]
 
 
-_TO_STEEP = _Way(frozenset(STEEP), frozenset(_PASSING))
-_TO_LOGARITHM = _Way(frozenset({"log", "log2", "log1p"}), frozenset({*_PASSING, "reduce_sum", "cumsum"}))
+_TO_STEEP = _Way(frozenset(STEEP), frozenset(PASSING))
+_TO_LOGARITHM = _Way(frozenset({"log", "log2", "log1p"}), frozenset({*PASSING, "reduce_sum", "cumsum"}))
 
 _Found = tuple[list[frozenset[int]], set[Var]]
 

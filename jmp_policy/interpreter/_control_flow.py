@@ -7,9 +7,9 @@ structure of arguments stay, because only dtypes change.
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from ._program import Atom, Program, body_of, list_variables, scan_parts
+from ._program import Atom, Program, body_of, scan_parts
 from ._rule import Body, Context, Kind, RewritesBodies, Value, Writer
 
 
@@ -93,7 +93,7 @@ def _settle_carry(
       consts: how many arguments of the body stand before the carry.
       turn: gives the kinds after one turn of the loop, for those before it.
     """
-    accumulators = _find_accumulators(body_of(program), consts, len(kinds))
+    accumulators = rewriter.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
     carry = [rewriter.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
     while True:
         after = turn(carry)[: len(carry)]
@@ -101,23 +101,6 @@ def _settle_carry(
         if joined == carry:
             return carry
         carry = joined
-
-
-def _find_accumulators(body: Jaxpr, consts: int, count: int) -> set[int]:
-    """Which values of a carry are only added to, once a turn."""
-    carried = {var: i for i, var in enumerate(body.invars[consts : consts + count])}
-    uses: dict[Atom, int] = {}
-    for var in list_variables([*(atom for eqn in body.eqns for atom in eqn.invars), *body.outvars]):
-        uses[var] = uses.get(var, 0) + 1
-    found = set()
-    for eqn in body.eqns:
-        if eqn.primitive.name not in ("add", "add_any"):
-            continue
-        for atom in eqn.invars:
-            i = None if isinstance(atom, Literal) else carried.get(atom)
-            if i is not None and uses[atom] == 1 and body.outvars[i] is eqn.outvars[0] and uses[eqn.outvars[0]] == 1:
-                found.add(i)
-    return found
 
 
 def _list_kinds(values: Sequence[Value]) -> list[Kind]:

@@ -123,9 +123,10 @@ def call(program: ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def _make_array(literal: Literal) -> jax.Array:
-    """A result that is a number in the program, as the array that it is to JAX."""
+    """A result that is a number in the program, as the array that `jit` would return: one of Python's stays weak."""
     aval: Any = literal.aval
-    return jnp.asarray(literal.val, aval.dtype)
+    weak = jnp.asarray(np.asarray(literal.val).item()) if aval.weak_type else None
+    return jnp.asarray(literal.val, aval.dtype) if weak is None or weak.dtype != aval.dtype else weak
 
 
 def _find_last_uses(body: Jaxpr) -> dict[int, list[Var]]:

@@ -84,13 +84,12 @@ class Body:
         if aval.dtype == dtype:
             return atom
         if isinstance(atom, Literal):
-            return Literal(np.asarray(atom.val).astype(dtype), _make_strong(aval, dtype))
+            return Literal(np.asarray(atom.val).astype(dtype), _change_aval(aval, dtype))
         template = _trace_conversion(dtype)
-        out = Var(_make_strong(aval, dtype))
+        out = Var(_change_aval(aval, dtype))
+        params = {**template.params, "weak_type": aval.weak_type}  # as traced: Python's numbers promote nothing
         self.equations.append(
-            new_jaxpr_eqn(
-                [atom], [out], template.primitive, template.params, template.effects, eqn.source_info, eqn.ctx
-            )
+            new_jaxpr_eqn([atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx)
         )
         return out
 
@@ -185,9 +184,19 @@ class Rule(abc.ABC):
     def join(self, kinds: Sequence[Kind]) -> Kind:
         """The kind of a value that is now one and now another: of branches, or around a loop."""
 
+    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
+        """Which values of the carry of a loop accumulate, by their positions in it.
+
+        Args:
+          program: the body of the loop.
+          carry: which of its arguments are the carry.
+        """
+        del program, carry
+        return frozenset()
+
     @abc.abstractmethod
     def accumulated(self, kind: Kind) -> Kind:
-        """The kind of the carry of a loop that is only added to, where it starts with `kind`."""
+        """The kind of a value of the carry of a loop that accumulates, where it starts with `kind`."""
 
     def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: Context) -> Sequence[Kind]:
         """The kinds in which a loop stacks what each of its turns makes, where its body makes it as `kinds`."""
@@ -254,11 +263,6 @@ def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
 def _change_aval(aval: Any, dtype: np.dtype) -> Any:
     """The abstract value of an array in another dtype."""
     return aval.update(dtype=dtype)
-
-
-@functools.lru_cache
-def _make_strong(aval: Any, dtype: np.dtype) -> Any:
-    return aval.update(dtype=dtype, weak_type=False)
 
 
 def _are_same(atoms: Sequence[Atom], others: Sequence[Atom]) -> bool:

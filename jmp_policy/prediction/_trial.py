@@ -132,6 +132,9 @@ class _PlacedRule(Rule):
     def join(self, kinds: Sequence[Kind]) -> Kind:
         return self._rule.join(kinds)
 
+    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
+        return self._rule.accumulators(program, carry)
+
     def accumulated(self, kind: Kind) -> Kind:
         return self._rule.accumulated(kind)
 
