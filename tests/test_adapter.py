@@ -127,7 +127,7 @@ def test_setup_runs_under_a_hook_that_asks_for_it():
     assert ("", "setup") in methods
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_hook_runs_inside_of_the_casts_of_linen_and_outside_of_those_of_nnx(case):
     adapter, make = case
     calls = []

@@ -102,7 +102,7 @@ def test_an_overflow_in_what_is_checked_is_not_folded_away():
     assert jax.jit(jmp.all_finite)(large)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_layouts_of_large_arrays_are_seen_through(bad):
     matrix = _with(bad, 64 * 65 + 3, _draw(100 * 65, "float32")).reshape(100, 65)
@@ -137,6 +137,7 @@ def test_one_bad_leaf_of_many_is_seen():
         assert not all_finite([_with(np.nan, 2, x) if i == leaf else x for i, x in enumerate(tree)])
 
 
+@pytest.mark.slow
 def test_a_layer_with_bad_gradients_of_realistic_size_is_skipped():
     params = {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
     bad = {"kernel": jnp.ones((64, 64)).at[:, 7].set(jnp.nan), "bias": jnp.ones(64)}

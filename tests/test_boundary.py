@@ -57,7 +57,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("apply", [as_function, as_decorator])
 @pytest.mark.parametrize("transform", TRANSFORMATIONS)
 def test_a_transformed_function_is_the_hand_written_one(transform, apply):

@@ -66,7 +66,7 @@ def test_keyword_and_nested_inputs_are_widened():
     assert fun({"x": jnp.float16(1)}, k=np.float16(1)) == ("float32", "float32")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [

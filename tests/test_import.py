@@ -56,6 +56,7 @@ def test_flax_and_optax_are_loaded_when_they_are_asked_for():
     assert loaded.split() == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_everything_can_be_loaded_where_jit_is_disabled():
     run(
         "import jax; jax.config.update('jax_disable_jit', True)\n"

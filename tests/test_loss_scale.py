@@ -220,7 +220,6 @@ def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
     assert (float(unscaled.real), float(unscaled.imag)) == (np.inf, 2.0)
 
 
-@pytest.mark.slow
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
 @examples(60)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
@@ -231,6 +230,7 @@ def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
     np.testing.assert_allclose(np.asarray(there_and_back, np.float64), x.astype(np.float64), rtol=2**-22, atol=0)
 
 
+@pytest.mark.slow
 def test_in_64_bits_numbers_are_scaled_in_float64_and_the_state_keeps_its_dtypes():
     with jax.enable_x64(True):
         scale = jmp.DynamicLossScale(2.0**15, period=np.int64(1), factor=np.float64(2))

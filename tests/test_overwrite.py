@@ -206,7 +206,7 @@ def test_a_step_overwrites_state_wherever_it_stands(place, wrap):
     assert not jnp.array_equal(back(params)["params"]["used"], VARIABLES["params"]["used"])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place):
     place, back = PLACES[place]

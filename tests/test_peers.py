@@ -104,6 +104,7 @@ def test_flax_scale_moves_as_ours_does_with_the_settings_that_are_documented():
         assert (float(theirs.scale), int(theirs.fin_steps)) == (float(ours.loss_scale), int(ours.counter))
 
 
+@pytest.mark.slow
 def test_flax_drops_the_imaginary_part_of_complex_gradients():
     grads = jmp.grad(lambda z: jnp.sum((z * z).real), loss_scale=jmp.DynamicLossScale())(
         jnp.array([1 + 2j], jnp.complex64)

@@ -76,6 +76,7 @@ def test_a_class_does_not_take_what_is_remembered_with_it(by_value):
     assert len(cloudpickle.dumps(Net)) < before + 100
 
 
+@pytest.mark.slow
 def test_a_policied_class_may_be_mixed_with_one_of_another_metaclass():
     class Both(pickled.Decorated, metaclass=abc.ABCMeta):
         pass
@@ -91,6 +92,7 @@ for thing in pickle.load(open(sys.argv[1], "rb")):
 """
 
 
+@pytest.mark.slow
 def test_another_process_runs_what_was_pickled_by_value(by_value, tmp_path):
     cases = {name: case for name, case in (CASES | BY_VALUE).items() if name not in FEW}
     things = [(run, make()) for make, run in cases.values()]

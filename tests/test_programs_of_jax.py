@@ -13,6 +13,8 @@ from meshes import make_mesh
 import jmp_policy as jmp
 from jmp_policy.interpreter import walk
 
+pytestmark = pytest.mark.versions
+
 FLOAT32, BFLOAT16 = (f"params=float32,compute={dtype},output=none" for dtype in ("float32", "bfloat16"))
 X, KEY = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
 PROGRAMS = {}
@@ -267,6 +269,7 @@ def list_operations(program):
     return [(step.name, [str(atom.aval) for atom in (*step.operands, *step.results)]) for step in steps]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_autocast_in_float32_gives_the_same_jaxpr(name):
     plain, _ = trace(name, lambda fun: fun)
@@ -282,6 +285,7 @@ REWRITES = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("rewrite", REWRITES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_rewritten_program_type_checks_and_has_the_same_results(name, rewrite):
@@ -291,6 +295,7 @@ def test_a_rewritten_program_type_checks_and_has_the_same_results(name, rewrite)
     assert list_types(ours) == list_types(plain)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_audited(name):
     fun, shapes = PROGRAMS[name]

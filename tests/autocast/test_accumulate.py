@@ -107,7 +107,7 @@ def products(fun, *args, platform):
     return collections.Counter(re.sub(r"(\d+x)+", "", kind) for kind in found)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_every_product_has_half_operands_and_sums_in_float32(fun):
     w = make_weights()
@@ -159,7 +159,7 @@ def primitives(fun, *args):
     return [(step.name, str(step.results[0].aval.dtype)) for step in walk(jax.make_jaxpr(fun)(*args).jaxpr)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("follow", "kept"),
     [
@@ -232,6 +232,7 @@ def test_a_rule_may_say_another_compute_dtype_and_nothing_of_sums():
     assert [dtype for name, dtype in names if name == "dot_general"] == ["float16"]
 
 
+@pytest.mark.slow
 def test_half_models_hand_over_their_sums_too():
     fun = lambda w, x: (x @ w).astype(jnp.float32)
     w, x = draw(16, 24).astype(jnp.bfloat16), X.astype(jnp.bfloat16)
@@ -262,6 +263,7 @@ def test_gradients_of_gradients_are_products_of_half_as_well():
     assert error(grad(w, X), true) < 0.05
 
 
+@pytest.mark.slow
 def test_there_is_no_forward_mode_outside():
     w = make_weights()
     with pytest.raises(TypeError, match="forward-mode"):
@@ -287,6 +289,7 @@ def test_gradients_are_those_of_one_device_in_shard_map(kind, inside):
     assert error(found, jax.grad(jmp.autocast(sum_of(mlp), WIDE))(w, X)) < 1e-2
 
 
+@pytest.mark.slow
 def test_explicit_axes_shard_the_gradients_as_the_weights():
     mesh = make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     w = make_weights()["up"]
@@ -328,6 +331,7 @@ def test_a_checkpoint_keeps_what_it_is_given_in_half():
     assert "bfloat16" in [str(var.aval.dtype) for var in eqn.invars if var.aval.shape == (4, 8, 32)]
 
 
+@pytest.mark.slow
 def test_a_softmax_of_sums_keeps_its_result_in_half_and_nothing_else():
     w = make_weights()
     residuals = lambda policy: [

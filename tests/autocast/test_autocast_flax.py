@@ -70,6 +70,7 @@ def test_a_linen_train_step_keeps_the_dtypes_of_all_state(linen_state):
     )
 
 
+@pytest.mark.slow
 def test_all_products_of_a_linen_train_step_are_low(linen_state):
     program = jax.make_jaxpr(autocast(linen_step, LOW))(*linen_state, jax.random.key(2))
     assert dtypes(program) == ["bfloat16"] * 5
@@ -149,6 +150,7 @@ def test_what_a_function_of_nnx_modules_writes_lands_in_them(policy):
     assert {path: type(module) for path, module in nnx.iter_modules(model)} == kinds
 
 
+@pytest.mark.slow
 def test_a_whole_nnx_train_step_runs_low_and_keeps_its_state_in_float32():
     model, optimizer = nnx_state()
     plain = nnx_program(nnx_step, model, optimizer)
@@ -211,6 +213,7 @@ def test_a_decorated_method_of_an_nnx_module_writes_to_it():
     assert float(counter.count[...]) == 1
 
 
+@pytest.mark.slow
 def test_results_of_an_nnx_function_have_the_output_dtype_and_its_state_has_not():
     model = Twin(nnx.Rngs(0))
     returned, logits = autocast(lambda model, x: (model, model(x)), "mixed_bfloat16")(model, X)

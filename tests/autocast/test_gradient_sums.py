@@ -58,6 +58,7 @@ def test_the_gradient_of_logits_is_summed_in_float32_over_the_parts_of_a_loss():
     assert counts[(4, 8), "bfloat16"] == 0
 
 
+@pytest.mark.slow
 def test_the_sum_has_the_error_of_float32():
     """Sixty-four equal addends: in bfloat16 their sum is short of as many as one in 256, in float32 of none."""
 

@@ -161,6 +161,7 @@ def test_it_is_inside_of_transformations(around, name):
         assert "bfloat16" not in carried(fun, ROWS)[-alone:]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ["running sum that is stacked", "average by steps", "leapfrog"])
 def test_values_and_gradients_are_those_of_float32(name, half):
@@ -195,6 +196,7 @@ ROOTS = {
 """Newton's method: the next value for a value and a product's result."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ROOTS)
 def test_newtons_method_takes_as_many_iterations_as_in_float32(name):
     x = jnp.arange(16.0).reshape(4, 4) / 4 + 2  # exact in half
@@ -252,6 +254,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_matmuls_of_layers_in_loops_stay_half(name):
     layers = LAYERS[name]

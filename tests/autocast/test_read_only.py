@@ -65,7 +65,7 @@ def test_objects_that_are_not_differentiated_may_be_read(transform):
     assert all(after[path] is value for path, value in before.items())  # not so much as an equal array
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "model"), [(merged_loss, nnx.state), (loss_fn, nnx.clone)], ids=["state", "merged"])
 def test_a_state_and_a_merged_model_may_be_read(loss, model):
     gradient = jax.grad(jmp.autocast(loss, MIXED))(jnp.ones((16, 16)), model(teacher()), X)

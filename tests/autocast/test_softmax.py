@@ -118,7 +118,7 @@ def test_each_platform_is_lowered_to_its_own_form(half):
     assert count("tpu") == count("cpu") + 1 == count("cuda") + 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fun",
     [

@@ -49,6 +49,7 @@ def test_every_primitive_is_in_a_table_or_is_interpreted(primitives):
     assert primitives - set(WRITERS) - set().union(*TABLES.values()) == set()
 
 
+@pytest.mark.slow
 def test_every_row_is_a_primitive_of_a_jax_that_works(primitives):
     assert set().union(*TABLES.values()) - primitives == absent_here()
 

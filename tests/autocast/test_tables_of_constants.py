@@ -41,7 +41,7 @@ def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):
     assert np.all(masked <= -65504)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "bias",

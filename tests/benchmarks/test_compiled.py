@@ -117,6 +117,7 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     assert calls == ["a", "missing", "impossible", "b"]
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_for_each_options_of_the_compiler():
     calls = []
     measurements = compiled.Measurements(_targets.cpu())

@@ -218,6 +218,7 @@ def test_an_nnx_model_and_its_optimizer_become_others():
     assert jmp.policy_of(model) == jmp.get_policy("bfloat16")
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_quantized_as_it_is_restored():
     model = jmp.with_policy(Model, "float32")(nnx.Rngs(0))
     policy = "int8(min_size=0)_from_float32"

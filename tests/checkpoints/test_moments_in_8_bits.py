@@ -74,6 +74,7 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(way, saver):
         assert_same(_train(tx, restored, 2, 4), _train(tx, state, 2, 4))
 
 
+@pytest.mark.slow
 def test_orbax_and_flax_restore_into_the_state_itself():
     tx, state = _trained("adamw", "random")
     assert_same(serialization.from_bytes(_fresh(tx), serialization.to_bytes(state)), state)
@@ -107,6 +108,7 @@ def test_float32_moments_become_the_nearest_of_8_bits_and_these_become_floats(op
     assert_same(jmp.convert_state(back, _fresh(tx)), narrow)
 
 
+@pytest.mark.slow
 def test_codes_of_other_blocks_are_written_anew():
     _, saved = _trained("adamw", "8 bits")
     tx = WAYS["other blocks"](OPTIMIZERS["adamw"]())

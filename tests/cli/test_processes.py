@@ -169,6 +169,7 @@ Children([[sys.executable, "-c", child + "_processes._end_with_parent()"]], {"JA
 """
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -43,6 +43,7 @@ def test_heads_divide_the_width(heads):
         GPTConfig(width=16, heads=heads)
 
 
+@pytest.mark.slow
 def test_no_byte_sees_a_later_one():
     model = _gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0))
     logits = model(TOKENS)
@@ -51,7 +52,7 @@ def test_no_byte_sees_a_later_one():
     assert (logits[:, 5:] != changed[:, 5:]).any()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_attention_stays_in_its_dtype_under_jit(dtype):
     heads = jax.random.normal(jax.random.key(0), (1, 4, 2, 8), dtype)

@@ -112,6 +112,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_begun(folder, monkeypatch):
     assert resumed.summary.scale.highest == 2.0**15
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
     stop_after(4)

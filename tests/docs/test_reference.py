@@ -107,6 +107,7 @@ def test_what_a_page_has_from_the_code_is_up_to_date(page):
     assert text == generated.fill(text), "run: python docs/_site/generated.py"
 
 
+@pytest.mark.slow
 def test_the_tables_of_autocast_have_a_part_each():
     text = (REFERENCE / "autocast-tables.md").read_text(encoding="utf-8")
     tables = [name for name, value in vars(_tables).items() if name.isupper() and isinstance(value, dict)]

@@ -8,6 +8,8 @@ import pytest
 from jmp_policy.autocast import autocast
 from jmp_policy.interpreter import walk
 
+pytestmark = pytest.mark.versions
+
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
 BFLOAT16 = "params=float32,compute=bfloat16,output=none"
 
@@ -35,6 +37,7 @@ def matmul_dtypes(fun, *args):
     return [str(step.eqn.outvars[0].aval.dtype) for step in walk(program) if step.name == "dot_general"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("custom_rules", ["opaque", "inside"])
 @pytest.mark.parametrize("wrong", [wrong_jvp, wrong_vjp])
 def test_a_wrong_gradient_survives(wrong, custom_rules):

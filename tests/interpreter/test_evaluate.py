@@ -100,7 +100,7 @@ def without_a_loop(x, w):  # the eager gradient of a loop compiles each time, in
     return layer(jax.jit(layer)(x, w)[0], w)[0].sum()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fun", [autocast(network, BFLOAT16), jax.grad(autocast(without_a_loop, BFLOAT16))], ids=["value", "gradient"]
 )

@@ -97,7 +97,7 @@ def assert_same_records(found, expected):
         np.testing.assert_allclose(found[key][1], value[1], rtol=2e-3, atol=1e-4, err_msg=str(key))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_each_value_is_recorded_forward_and_backward(name):
     animal = ZOO[name]
@@ -108,7 +108,7 @@ def test_each_value_is_recorded_forward_and_backward(name):
             pytest.skip("references and devices are tested one by one")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_records_pass_through_transformations(name):
     animal = ZOO[name]

@@ -114,6 +114,7 @@ def test_everything_inside_computes_in_compute_dtype(make):
     assert make().apply(make().init(KEY, X), X).dtype == F32
 
 
+@pytest.mark.slow
 def test_original_stays_as_it_is():
     original = Net()
     policied = jmp.with_policy(original, MIXED)
@@ -146,7 +147,7 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["setup", "compact"])
 def test_submodule_made_with_a_policy_keeps_names_and_computes_in_it(place):
     model = Outer(place)
@@ -162,6 +163,7 @@ def test_submodules_own_policy_wins_over_the_one_around_it():
     assert traced_dtypes(model, X)["inner/up"] == BF16
 
 
+@pytest.mark.slow
 def test_dtype_that_the_author_wrote_wins():
     class Mixed(nn.Module):
         @nn.compact
@@ -204,6 +206,7 @@ def test_fields_are_as_written_when_the_call_is_over():
     assert "param" not in vars(bound.scale)
 
 
+@pytest.mark.slow
 def test_rule_does_not_narrow_the_inputs_of_a_layer_whose_dtype_its_author_wrote():
     class Exact(nn.Module):
         @nn.compact
@@ -250,6 +253,7 @@ class TestMap:
         assert dtypes["ruled"]["inputs"] == (["float16", "float16"],)
         assert dtypes["free"]["inputs"] == (["float32", "float32"],)
 
+    @pytest.mark.slow
     def test_rule_that_matches_nothing_is_named_with_the_closest_path(self):
         model = jmp.with_policy(Net(), jmp.PolicyMap({"haed": "float32"}, "mixed_bfloat16"))
         with pytest.warns(UserWarning, match=r"policy rule 'haed' matches no module; the closest path is 'head'"):
@@ -276,6 +280,7 @@ class TestMethods:
         ids=["by name", "unbound", "function", "bound to the original", "function of submodules"],
     )
 
+    @pytest.mark.slow
     @ways
     def test_no_way_to_name_a_method_runs_without_the_policy(self, method):
         model = instance()
@@ -305,6 +310,7 @@ class TestMethods:
         assert bound(X).dtype == F32
         np.testing.assert_array_equal(bound.encode(X), model.apply(bound.variables, X, method="encode"))
 
+    @pytest.mark.slow
     def test_private_and_nowrap_methods_run_inside(self):
         class Helpers(nn.Module):
             def setup(self):
@@ -382,6 +388,7 @@ class TestKeep:
 
 
 class TestJit:
+    @pytest.mark.slow
     def test_one_jitted_apply_computes_with_each_models_policy(self):
         apply = jax.jit(lambda model, v, x: model.apply(v, x), static_argnums=0)
         variables = Net().init(KEY, X)
@@ -494,6 +501,7 @@ class TestTransforms:
         assert model.apply(model.init(KEY, X), X).dtype == BF16
 
 
+@pytest.mark.slow
 def test_normalized_weights_are_left_to_the_layer_they_wrap():
     class Normalized(nn.Module):
         @nn.compact
@@ -541,6 +549,7 @@ def test_default_policy_is_captured_when_the_policy_is_applied():
         assert model.init_with_output(KEY, X)[0].dtype == BF16
 
 
+@pytest.mark.slow
 def test_applying_a_policy_again_replaces_it():
     model = jmp.with_policy(jmp.with_policy(nn.Dense(2), "float16"), "bfloat16")
     assert model.init_with_output(KEY, X)[0].dtype == BF16
@@ -598,12 +607,14 @@ class TestModelsOfOneClass:
         with pytest.warns(UserWarning, match="policy rule .*Mixer matches no module"):
             assert attention.init_with_output(KEY, X)[0] == [BF16]
 
+    @pytest.mark.slow
     def test_rule_that_matches_nothing_is_named_though_it_matched_in_the_other(self):
         rules = jmp.PolicyMap({"second": "float16"}, "p=f32,c=bf16,o=none")
         jmp.with_policy(self.Outer(self.Mixer, ("first", "second")), rules).init(KEY, X)
         with pytest.warns(UserWarning, match="policy rule 'second' matches no module"):
             jmp.with_policy(self.Outer(self.Mixer, ("first",)), rules).init(KEY, X)
 
+    @pytest.mark.slow
     def test_rule_inside_a_jitted_module_is_not_taken_for_unused_when_its_program_is_found_again(self):
         jitted = nn.jit(Project)
 

@@ -92,7 +92,7 @@ def _dtypes(tree):
     return {path: x.dtype for path, x in jax.tree.leaves_with_path(tree)}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "spec"), [*itertools.product(LAYERS, POLICIES), *itertools.product(REPRESENTATIVE, OTHERS)]
 )

@@ -223,6 +223,7 @@ def test_transforms_compute_the_same_eagerly_and_under_jit(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-2, atol=1e-4), grads, eager_grads)
 
 
+@pytest.mark.slow
 def test_a_jitted_layer_that_is_the_model_is_wide():
     model = jmp.with_policy(nn.jit(nn.Dense)(8), WIDE)
     variables = model.init(jax.random.key(0), X)

@@ -91,7 +91,7 @@ def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(sa
     assert_cast(restored, states[saving])
 
 
-@pytest.mark.sample(13)
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "restoring"), PAIRS)
 def test_bytes_of_flax_serialization_are_cast_to_the_dtypes_of_another_policy(saved, saving, restoring):
     _, states = saved
@@ -111,7 +111,7 @@ def test_parameters_restored_without_a_target_are_cast_to_the_param_dtype(saved,
     assert_cast(params, states["map"].params)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("saving", "restoring"), [("float32", "float16"), ("float16", "bfloat16")])
 def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, saving, restoring):
     """The target has the kind that was saved; the new policy's then takes its place."""

@@ -62,7 +62,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_has_the_policy(name):
     assert computes_in_bfloat16(CALLS[name]())
@@ -87,7 +87,7 @@ def _first_columns(table):
     return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", VIEWS)
 def test_flax_shows_the_same_with_and_without_a_policy(name):
     ours, plain = VIEWS[name](MODEL), VIEWS[name](Coder())
@@ -155,6 +155,7 @@ class TestMethods:
         model = jmp.with_policy(Model(), jmp.PolicyMap({"ruled|asked": HALF_INSIDE}, "float32"))
         assert model.apply({}, X) == ([F16, F16, F16], F32)
 
+    @pytest.mark.slow
     def test_module_that_shares_its_scope_computes_by_the_same_policy(self):
         class Sharing(nn.Module):
             def setup(self):
@@ -197,6 +198,7 @@ class TestPast:
     def test_apply_with_a_function_of_the_submodule_has_the_policy(self):
         assert computes_in_bfloat16(MODEL.apply(VARIABLES, X, method=lambda model, x: model.dense(x)))
 
+    @pytest.mark.slow
     def test_submodule_called_by_the_model_around_has_that_models_policy(self):
         class Around(nn.Module):
             def setup(self):

@@ -139,6 +139,7 @@ def test_stack_of_layers_is_the_program_of_the_products_by_hand(policy):
     assert lowered(model.apply) == lowered(by_hand)
 
 
+@pytest.mark.slow
 def test_layer_with_an_operation_of_flaxs_keeps_that_and_its_state():
     dense = functools.partial(nn.Dense, 16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
 

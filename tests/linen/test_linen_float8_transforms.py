@@ -164,6 +164,7 @@ def test_state_of_a_layer_used_twice_is_the_maximum_over_its_uses(states, name):
     assert unrolled["first"]["input_amax_history"][0] == np.abs(X).max()
 
 
+@pytest.mark.slow
 def test_state_after_two_calls_of_the_model_in_one_loss_is_the_maximum(states):
     assert_same(states["two calls"], _max(states["no transform"], states["other call"]))
 
@@ -181,6 +182,7 @@ def test_layer_that_is_mapped_over_batches_has_one_state_or_one_each(states, nam
     assert_same(states[name], newest)
 
 
+@pytest.mark.slow
 def test_branch_that_did_not_run_keeps_its_state():
     class Branches(nn.Module):
         @nn.compact

@@ -153,6 +153,7 @@ def test_two_like_layers_draw_different_noise():
     assert differ(grads["a"]["kernel"], grads["b"]["kernel"])
 
 
+@pytest.mark.slow
 def test_what_is_not_differentiated_needs_no_key():
     model, variables = make(NOISY)
     keyed = model.apply(variables, X, rngs={"rounding": jax.random.key(0)})

@@ -94,7 +94,7 @@ def test_training_computes_what_the_quantized_weights_compute(policy, names, bou
     assert {name: error for name, error in errors.items() if not 1e-4 < error < bound} == {}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, INT4, MXFP8])
 def test_variables_are_those_of_the_module_without_a_policy(policy):
     names = ["Dense", "DenseGeneral over two axes", "Einsum", "Embed", "attention", "scan of rematerialised layers"]

@@ -84,6 +84,7 @@ def test_audit_shows_integer_products_forward_and_half_ones_backward(dense):
     assert found == [(("int8",), "int32", False), (("bfloat16",), "bfloat16", True)]
 
 
+@pytest.mark.slow
 def test_autocast_around_a_quantized_model_leaves_its_numbers(dense):
     model = jmp.with_policy(nn.Dense(8), INT8)
     for variables in (dense[0], quant.quantize(dense[0], INT8)):
@@ -91,6 +92,7 @@ def test_autocast_around_a_quantized_model_leaves_its_numbers(dense):
         np.testing.assert_array_equal(*both(variables))
 
 
+@pytest.mark.slow
 def test_tools_of_flax_work_on_a_quantized_model(dense):
     model = jmp.with_policy(nn.Dense(8), INT8)
     quantized = quant.quantize(dense[0], INT8)

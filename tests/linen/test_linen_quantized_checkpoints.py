@@ -46,6 +46,7 @@ def test_bytes_of_flax_serialization_restore_into_an_abstract_target(variables, 
     assert_same(flax.serialization.from_bytes(target, flax.serialization.to_bytes(saved)), saved)
 
 
+@pytest.mark.slow
 def test_range_of_inputs_that_was_calibrated_is_saved(variables):
     saved = quant.quantize(variables, INT8, input_clips={"dense": 0.5})
     restored = flax.serialization.from_bytes(saved, flax.serialization.to_bytes(saved))
@@ -55,6 +56,7 @@ def test_range_of_inputs_that_was_calibrated_is_saved(variables):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), flax.serialization.to_bytes(saved))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("policy", "found"),
     [

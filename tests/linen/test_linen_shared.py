@@ -84,6 +84,7 @@ def test_parameters_are_stored_as_the_policy_of_the_first_call_says(make):
     assert [leaf.dtype for leaf in jax.tree.leaves(variables)] == ["bfloat16"] * 2
 
 
+@pytest.mark.slow
 def test_shared_parameters_are_the_same_numbers():
     model = InCompact(lambda **name: nn.Dense(4, **name), ("params=float32", "mixed_bfloat16"))
     (full, half, plain), _ = model.init_with_output(KEY, X)

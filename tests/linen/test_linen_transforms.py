@@ -12,6 +12,8 @@ from linen_transforms import CLASSES, FUNCTIONS, Block, Outer, call
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.versions
+
 POLICY = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
 CASTS = (POLICY.compute_dtype, POLICY.output_dtype)
 RULES = jmp.PolicyMap({"block": POLICY}, "float32")
@@ -41,7 +43,7 @@ def assert_is_the_program_by_hand(by_hand, *, differentiate=True, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_lifted_class_is_the_program_by_hand(name):
     lift, compute = CLASSES[name], POLICY.compute_dtype
@@ -56,7 +58,7 @@ def test_lifted_class_is_the_program_by_hand(name):
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_lifted_function_is_the_program_by_hand(name):
     use, compute, differentiate = FUNCTIONS[name], POLICY.compute_dtype, name != "while_loop"
@@ -126,7 +128,7 @@ class TestPoliciesApart:
             by_hand = model.clone(dtype=spec, casts=(spec, None))
             assert_is_the_program_by_hand(by_hand, in_turn=jmp.with_policy(model, f"p=f32,c={spec},o=none"))
 
-    @pytest.mark.sample(3)
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("name", LIFTED_ONCE)
     def test_threads_at_work_at_once_do_not_see_each_others_policies(self, name):
         models = [jmp.with_policy(LIFTED_ONCE[name], spec) for spec in ("mixed_float16", "mixed_bfloat16")] * 4

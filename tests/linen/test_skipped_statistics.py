@@ -70,6 +70,7 @@ def test_one_line_keeps_batch_statistics_on_a_skipped_step_and_without_it_they_a
     assert all(jax.tree.leaves(changed))
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_a_good_step_advance(loop):
     step, before, opt_state = loop
     after, taken, naive = step(before, opt_state, X)

@@ -69,6 +69,7 @@ def test_good_steps_train(training):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_skipped_step_advances_neither_step_nor_parameters_nor_moments_nor_batch_statistics(training):
     step, before = training
     before, _ = step(before, _batch(0))
@@ -83,6 +84,7 @@ def test_skipped_step_advances_neither_step_nor_parameters_nor_moments_nor_batch
     assert jmp.get_loss_scale(after).loss_scale == jmp.get_loss_scale(before).loss_scale / 2
 
 
+@pytest.mark.slow
 def test_without_a_loss_scale_it_is_flaxs_train_state():
     create = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.adam(0.1)}
     grads = {"w": jnp.array([1.0, jnp.nan])}

@@ -111,7 +111,7 @@ def test_ties_subnormal_numbers_and_what_is_not_finite_are_counted_as_casts_have
     check(np.concatenate([SPECIAL, -SPECIAL, *neighbours]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 1e-42, 1.0])
 def test_a_large_tensor_of_one_value_overflows_no_counter(value):
     check(np.full((3, 100_000), value, np.float32))

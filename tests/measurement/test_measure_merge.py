@@ -59,7 +59,7 @@ def test_a_thousand_records_merge_to_that_of_all_at_once():
     assert abs(np.sqrt(read_sums(merged)[0, 0] / squares) - 1) < 1e-6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 7, 1000])
 def test_to_fold_is_to_merge_one_by_one(length):
     records = jax.tree.map(lambda leaf: leaf[:length], measure_many()[1])
@@ -101,6 +101,7 @@ def test_to_merge_commutes_and_associates():
     assert_equal(merge(merge(a, b), c), merge(a, merge(b, c)))
 
 
+@pytest.mark.slow
 def test_what_was_never_measured_changes_nothing():
     record = jax.jit(METER.measure)(jnp.asarray([1e-40, 3e38, 0.0]))
     for merged in (merge(record, METER.empty(1)), merge(METER.empty(1), record)):
@@ -126,6 +127,7 @@ def test_a_billion_merges_of_a_billion_numbers_overflow_nothing():
     np.testing.assert_allclose(read_sums(merged), 2.0**30 * read_sums(record), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_merges_in_turn_keep_twelve_digits_of_a_sum():
     record = jax.jit(METER.measure)(jnp.asarray(np.random.default_rng().uniform(1, 2, 1000), jnp.float32))
     count = 100_000

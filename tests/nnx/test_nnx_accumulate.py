@@ -140,6 +140,7 @@ def test_what_an_author_wrote_is_left_alone():
         assert (programs[0] == programs[1]) == ("dtype" not in options)
 
 
+@pytest.mark.slow
 def test_methods_of_an_authors_subclass_find_the_compute_dtype():
     class Residual(nnx.Linear):
         def __call__(self, x):
@@ -166,6 +167,7 @@ def test_quantized_layers_hand_over_unrounded_sums(name, format):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_policies_are_taken_back_and_pickled():
     model = jmp.with_policy(Net(nnx.Rngs(0)), WIDE)
     again = pickle.loads(pickle.dumps(model))

@@ -143,6 +143,7 @@ def test_wrappers_of_weights_are_left_to_the_layer_they_wrap(wrapper):
     }
 
 
+@pytest.mark.slow
 def test_rule_that_names_a_wrapper_of_weights_is_a_boundary():
     model = nnx.Sequential(nnx.SpectralNorm(nnx.Linear(4, 4, rngs=rngs()), rngs=rngs()))
     policied = jmp.with_policy(model, jmp.PolicyMap({"layers/0": "mixed_float16"}, "p=f32,c=f32,o=none"))
@@ -229,6 +230,7 @@ def test_rule_that_matches_nothing_is_named_with_the_closest_path():
     assert record[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_map_captures_the_default_policy_when_it_is_applied():
     with jmp.use_policy("mixed_bfloat16"):
         model = jmp.with_policy(Net(rngs=rngs()), jmp.PolicyMap({"head": "float32"}))

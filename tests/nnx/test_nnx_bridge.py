@@ -66,6 +66,7 @@ def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
     assert jmp.with_policy(model, "mixed_float16")(X) == "float16"
 
 
+@pytest.mark.slow
 def test_linen_module_in_a_bridge_keeps_its_own_policy():
     model = nnx.bridge.ToNNX(jmp.with_policy(nn.Dense(4), "mixed_float16"), rngs=rngs()).lazy_init(X)
     assert jmp.policy_of(jmp.with_policy(model, "p=f32,c=bf16,o=none").to_nnx__module).name == "mixed_float16"
@@ -131,6 +132,7 @@ class TestWrapper:
         with pytest.raises(ValueError, match=r"keep names 'posture', which is no argument of Pair.__call__"):
             self.make(BF16_INSIDE, keep=["posture"])
 
+    @pytest.mark.slow
     def test_open_dtype_is_that_of_its_inputs(self):
         model = self.make("params=float32,compute=none,output=float32")
         for dtype in (F16, BF16, F16):

@@ -33,6 +33,7 @@ def test_dtype_that_the_author_wrote_is_that_of_the_cache():
     assert model(TOKEN).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_cache_of_another_dtype_is_an_error_that_says_what_to_do():
     plain = decoder()
     plain.init_cache((2, 3, 4))

@@ -134,6 +134,7 @@ def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, 
     assert str(jmp.get_loss_scale(optimizer)) == str(expected)
 
 
+@pytest.mark.slow
 def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(saved):
     folder, states = saved
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

@@ -178,6 +178,7 @@ class TestTransforms:
         assert found["block/dense"].compute_dtypes == ("bfloat16",)
         assert found["block"].output_dtypes == ("bfloat16",)
 
+    @pytest.mark.slow
     def test_path_of_scanned_layers_appears_once(self):
         class Scanned(nnx.Module):
             def __init__(self, *, rngs):

@@ -68,6 +68,7 @@ def test_a_copy_has_the_state_and_goes_on_with_it(name, model):
     assert (expected["head/_overwrite_with_gradient/input_amax_history"] > 0).sum() == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_restore_the_state_into_models_of_arrays_and_of_shapes(model, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", nnx.state(model))
@@ -104,6 +105,7 @@ def test_another_float8_policy_keeps_the_state_unless_its_histories_have_another
     assert state_of(longer)["head/_overwrite_with_gradient/input_amax_history"].shape == (8,)
 
 
+@pytest.mark.slow
 def test_a_quantized_copy_has_no_state(model):
     assert state_of(jmp.quant.quantize(model, "int8(min_size=0)_from_mixed_bfloat16")) == {}
 

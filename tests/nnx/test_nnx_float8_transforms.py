@@ -67,6 +67,7 @@ def test_layers_of_a_scan_have_a_state_each_with_and_without_remat():
             np.testing.assert_array_equal(states, np.stack([one[name] for one in expected]), err_msg=name)
 
 
+@pytest.mark.slow
 def test_members_of_an_ensemble_have_a_state_each():
     members = lambda stack: mean_square(lambda x: nnx.vmap(lambda one, x: one(x), in_axes=(0, None))(stack, x))
     states = state_of(nnx.jit(jmp.nnx.grad(members, loss_scale=SCALE))(stacked(False)))
@@ -93,7 +94,7 @@ def call(model, x):
     return model(x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REUSED)
 def test_calls_of_one_layer_leave_the_largest_magnitude_and_not_the_sum_or_the_last(name):
     states = state_of(nnx.jit(jmp.nnx.grad(REUSED[name], loss_scale=SCALE))(policied()))
@@ -223,6 +224,7 @@ def test_a_linen_model_in_an_nnx_one_learns_its_scales(name):
     assert_same({f"_overwrite_with_gradient/{name}": leaf for name, leaf in state_of(model).items()}, expected)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_in_a_linen_one_learns_its_scales():
     model = nnx.bridge.to_linen(jmp.with_policy(nnx.Linear, DELAYED), 16, 16)
     variables = jax.eval_shape(model.init, jax.random.key(0), X)

@@ -117,6 +117,7 @@ def test_no_op_scale_alone_is_the_program_of_flax():
     assert ours == jaxpr(nnx.value_and_grad)
 
 
+@pytest.mark.slow
 def test_a_bare_scale_that_is_no_no_op_keeps_batch_statistics_too():
     model = Net(rngs=rngs())
     before = values(model)
@@ -196,6 +197,7 @@ def test_only_what_the_filter_names_is_trained():
     assert changed(before, values(model)) == {"['lora']['lora_b']"}  # which starts at zero, and so hides lora_a
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_transformation():
     model = nnx.Linear(4, 4, rngs=rngs())
     plateau = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))

@@ -21,6 +21,7 @@ def test_everything_inside_computes_in_the_dtype_of_the_input(dtype):
     assert (model.probe.saw, model.scale.read, model.encoded) == (dtype,) * 3
 
 
+@pytest.mark.slow
 def test_the_dtype_of_one_call_is_forgotten_at_the_next():
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
     before = nnx.graphdef(model.embed)

@@ -12,6 +12,8 @@ from programs import assert_costs_no_more, cost
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.versions
+
 OTHER_DEFAULT = "mixed_float16"  # holds while the programs are made: a policy that was given must win over it
 POLICIES = ["mixed_float16", "params=float32,compute=bfloat16,output=float32"]
 OTHERS = ["mixed_bfloat16", "float32"]  # which differ from those in nothing that depends on the layer
@@ -92,7 +94,7 @@ def _shapes(variables):
     return {path: (x.shape, x.dtype) for path, x in jax.tree.leaves_with_path(variables)}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "spec"), [*itertools.product(LAYERS, POLICIES), *itertools.product(REPRESENTATIVE, OTHERS)]
 )
@@ -151,6 +153,7 @@ def _uncovered_modules():
     return {name for name, kind in modules.items() if kind not in made and not name.startswith("_")} - EXEMPT.keys()
 
 
+@pytest.mark.slow
 def test_every_module_that_flax_exports_is_in_the_registry():
     assert not _uncovered_modules()
 

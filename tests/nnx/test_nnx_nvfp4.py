@@ -142,6 +142,7 @@ def test_a_linen_module_in_a_kept_place_is_kept():
     assert count_products("nvfp4(keep=none,min_size=0)_from_mixed_bfloat16") == 2
 
 
+@pytest.mark.slow
 def test_quantize_stores_what_is_not_kept_and_computes_the_same():
     model = make(POLICY)
     quantized = jmp.quant.quantize(model, POLICY)

@@ -12,6 +12,8 @@ from nnx_transforms import USES, Block, Outer
 
 import jmp_policy as jmp
 
+pytestmark = pytest.mark.versions
+
 POLICY = jmp.get_policy(BF16_INSIDE)
 CASTS = (POLICY.compute_dtype, POLICY.output_dtype)
 RULES = jmp.PolicyMap({"block": POLICY}, "float32")
@@ -51,7 +53,7 @@ def assert_is_the_program_by_hand(use, by_hand, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", USES)
 def test_transform_outside_of_a_policy_and_inside_is_the_program_by_hand(name):
     use, compute = USES[name], POLICY.compute_dtype
@@ -149,6 +151,7 @@ def test_scan_over_policied_layers():
     assert layers.scale.shape == (3, 4)
 
 
+@pytest.mark.slow
 def test_scan_inside_a_policied_model():
     class Stack(nnx.Module):
         def __init__(self):

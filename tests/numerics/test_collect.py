@@ -101,6 +101,7 @@ def test_a_row_knows_its_line():
     assert (first.turn, first.dtype, first.shape) == (None, "float32", (5, 8))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_is_observed_is_the_gradient():
     grad = jax.grad(observe(loss_fn, of=("forward", "backward")), has_aux=True)
     grads, stats = jax.jit(grad)(PARAMS, X, Y)
@@ -167,6 +168,7 @@ def test_long_loops_merge_unless_they_are_split(loops, count):
             assert_is(row, tensor)
 
 
+@pytest.mark.slow
 def test_short_loops_merge_if_asked():
     _, stats = observe(layers, loops="merge", of="forward")(X[:2], draw(5, 3, 4, 4))
     assert [row.count for row in stats.rows()] == [3 * 2 * 4]
@@ -183,6 +185,7 @@ def test_a_while_merges_its_turns():
     assert_is(*stats.rows(), *made)
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_has_a_count_of_zero():
     fun = lambda i, x: lax.switch(i, [lambda x: x @ x.T, lambda x: (2 * x) @ x.T, lambda x: x @ x.T * 0], x)
     _, stats = jax.jit(observe(fun, of="forward"))(1, X)
@@ -289,7 +292,7 @@ def test_merging_a_thousand_steps_is_measuring_all_at_once():
     np.testing.assert_allclose(merged.rows()[0].rms, np.sqrt(np.mean(np.float64(xs) ** 2)), rtol=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "expected"),
     [
@@ -334,6 +337,7 @@ def test_what_is_no_array_passes_through():
     assert [row.path for row in stats.rows()] == ["x", "result/y"]
 
 
+@pytest.mark.slow
 def test_arguments_go_by_the_names_of_their_parameters():
     def fun(params, *batches, scale):
         return params["w"] * scale + sum(batches)
@@ -382,7 +386,7 @@ def test_every_needs_the_number_of_the_step():
         observe(mlp, every=2)(PARAMS, X)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 2])
 def test_effects_happen_once_a_call(every):
     seen, ref = [], jax.new_ref(jnp.zeros(()))

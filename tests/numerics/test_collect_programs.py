@@ -89,7 +89,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_does_what_it_did_and_its_ends_are_measured(name):
     fun, args, options, expected = PROGRAMS[name]
@@ -97,6 +97,7 @@ def test_a_program_does_what_it_did_and_its_ends_are_measured(name):
     assert [row.primitive for row in stats if row.primitive] == expected
 
 
+@pytest.mark.slow
 def test_eagerly_products_have_the_bits_that_they_had():
     (product, name), stats = observe(lambda x: (x @ W, "adam"))(X)
     np.testing.assert_array_equal(product, X @ W)
@@ -124,7 +125,7 @@ CALLABLES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CALLABLES)
 def test_anything_that_can_be_called_is_collected(name):
     static = {"double": True} if name == "a jitted function" else {}

@@ -65,6 +65,7 @@ def test_statistics_are_carried_by_a_scan():
     assert_row_is(stats.rows()[0], *grads)
 
 
+@pytest.mark.slow
 def test_a_cond_of_the_user_skips_them():
     observed = observe(GRAD)
     empty = jax.eval_shape(observed, W, X)[1].empty()

@@ -77,7 +77,7 @@ def test_activations_of_a_tensor_axis_are_no_gradients():
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @BOTH_WAYS
 def test_gradients_of_tables_are_gradients(compiled):
     """Of one that is read by token and of one that is read by position, whose rows are read once each."""
@@ -112,7 +112,7 @@ def fsdp_grads(w, x):
     return lax.pmean(loss, "data"), grads
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @BOTH_WAYS
 def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
     specs = {"in_specs": (P(None, "data"), P("data")), "out_specs": (P(), P(None, "data"))}
@@ -288,6 +288,7 @@ class Net(nn.Module):
         return nn.Dense(4, name="head")(nn.relu(nn.Dense(8, name="body")(x)))
 
 
+@pytest.mark.slow
 def test_a_train_step_with_donated_arguments_of_a_linen_model():
     model = jmp.with_policy(Net(), "mixed_bfloat16")
     tx = optax.sgd(1e-3, momentum=0.9)  # adam's powers of a count are no strict promotion

@@ -119,7 +119,7 @@ def test_audit_and_explain_find_the_pooling_of_a_policied_convnet(api):
     assert "the model itself (!): reduce_window_sum of 4096 numbers in bfloat16, whose error grows" in text
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_what_audit_and_explain_advise_makes_the_logits_right(api):
     apply, model = FUNCTIONS[api](MIXED, jmp.force_full_precision(nn.avg_pool))

@@ -43,7 +43,7 @@ def test_moments_are_stored_by_role_and_stay_so(name):
     assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_moments_of_half_parameters_are_those_of_float32_gradients(way):
     """Adam under bfloat16 parameters squares bfloat16 gradients, and stores the result in bfloat16."""
@@ -73,6 +73,7 @@ def test_no_step_changes_a_dtype_inside_of_loss_scaled(name):
         assert jax.tree.leaves(after) == jax.tree.leaves(before)
 
 
+@pytest.mark.slow
 def test_second_moments_in_bfloat16_stand_still():
     tx = optim.cast_state(optax.adam(1e-3), nu_dtype="bfloat16")
     params = jnp.ones(1)

@@ -146,6 +146,7 @@ def test_skipped_step_keeps_every_bit_of_state(way):
     assert int(state.skipped_steps) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_amax_that_is_not_finite_neither_enters_the_state_nor_skips_a_step(way, bad):

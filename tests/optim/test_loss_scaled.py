@@ -20,7 +20,7 @@ def way(request):
 
 
 class TestMultiSteps:
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_a_bad_microbatch_is_dropped_and_the_rest_kept(self, way):
         tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.adam(1e-2), 3), jmp.DynamicLossScale())
         step = jax.jit(functools.partial(way, tx))
@@ -165,7 +165,7 @@ class TestTrees:
 
 
 class TestSkipNonfinite:
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_one_infinity_would_poison_the_moments_for_good(self, way):
         inner = optax.adam(1e-2)
         history = [grads_of(seed, np.inf if seed == 1 else None, jnp.bfloat16) for seed in range(6)]
@@ -259,6 +259,7 @@ class TestDevices:
         np.testing.assert_allclose(taken["w"], params["w"] - 1e-2, rtol=1e-5)
         assert (int(after.skipped_steps), int(after.consecutive_skips)) == (1, 0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_averaged_gradients_need_no_axis_name(self, way, check_vma):
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())

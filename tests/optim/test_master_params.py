@@ -39,6 +39,7 @@ def test_it_is_what_the_optimizer_works_on(method):
         assert (master["w"] != params["w"].astype(jnp.float32)).all()
 
 
+@pytest.mark.slow
 def test_it_is_found_inside_jit_and_as_shapes():
     params, state = _trained("split")
     eager = optim.master_params(state, params)
@@ -62,6 +63,7 @@ def test_a_whole_train_state_will_do():
     np.testing.assert_array_equal(optim.master_params(state, state.params)["w"], WIDE["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["split", "stochastic"])
 def test_an_nnx_optimizer_gives_params_that_a_model_can_be_updated_with(method):
     model = jmp.nnx.cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "bfloat16")
@@ -75,6 +77,7 @@ def test_an_nnx_optimizer_gives_params_that_a_model_can_be_updated_with(method):
     np.testing.assert_array_equal(wide.kernel[...], model.kernel[...].astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_and_its_model_take_float32_values():
     model = jmp.nnx.cast_params(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "bfloat16")
     optimizer = jmp.nnx.Optimizer(model, METHODS["split"](optax.sgd(1.0)), wrt=nnx.Param)

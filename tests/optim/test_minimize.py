@@ -46,6 +46,7 @@ def _wrap(kind, inner):
     return jmp.optim.loss_scaled(inner, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scaled", "skip", "plain"])
 @pytest.mark.parametrize("inner", INNER)
 def test_it_is_value_and_grad_and_step(inner, kind):

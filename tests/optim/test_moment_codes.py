@@ -131,6 +131,7 @@ def test_a_loop_over_pieces_gives_the_same_bits(code):
     np.testing.assert_array_equal(codes, encode(code, x * np.float32(0.7), noise))
 
 
+@pytest.mark.sample(1)
 @every_code
 def test_what_is_beyond_the_entries_is_clipped(code):
     x = jnp.float32([-np.inf, -3, -1.0001, 1.0001, 3, np.inf])

@@ -106,6 +106,7 @@ def test_the_states_of_several_optimizers_are_containers():
         assert int(jmp.metrics(state)["skipped_steps"]) == 0
 
 
+@pytest.mark.slow
 def test_a_transformation_of_ones_own_may_be_outside():
     """Nothing is known of its state: it may well skip when it should."""
 
@@ -119,6 +120,7 @@ def test_a_transformation_of_ones_own_may_be_outside():
     assert int(state["scaled"].skipped_steps) == 1
 
 
+@pytest.mark.slow
 def test_minimize_scales_the_loss_for_an_injected_loss_scaled():
     """It takes two functions there, and the gradients of a loss that was not scaled would be lost in silence."""
     tx = optax.inject_hyperparams(lambda rate: jmp.optim.loss_scaled(optax.sgd(rate), jmp.DynamicLossScale()))(1.0)

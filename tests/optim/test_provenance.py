@@ -57,7 +57,7 @@ def test_without_provenance_a_state_has_the_structure_that_it_always_had():
     assert isinstance(CARRYING.init(params_of()), LossScaledState)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_last_skipped_step_is_known_and_a_good_one_changes_nothing_of_it(way):
     _, state = take_steps(CARRYING, STEPS, WAYS[way])
@@ -143,6 +143,7 @@ def test_of_several_devices_the_one_that_found_an_origin_decides(bad_device, ave
     assert (int(state.nonfinite_step), state.provenance.path, state.provenance.kind) == (1, "block", "inf")
 
 
+@pytest.mark.slow
 def test_devices_of_jit_share_one_provenance():
     mesh = meshes.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("d"))

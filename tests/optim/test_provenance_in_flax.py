@@ -101,6 +101,7 @@ def test_minimize_names_modules_by_the_paths_that_a_map_has():
     assert (origin.path, origin.primitive, origin.direction) == ("head", "dot_general", "backward")
 
 
+@pytest.mark.slow
 def test_a_train_state_is_saved_and_restored(trained_state):
     fresh = jmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TX)
     restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(trained_state))

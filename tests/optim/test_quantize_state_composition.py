@@ -139,6 +139,7 @@ def test_without_loss_scaled_what_is_not_finite_stays_visible(bad):
     assert np.isfinite(updates["blocks"]["v"]).all()
 
 
+@pytest.mark.slow
 def test_tree_map_params_takes_moments_and_scales_with_and_without_another_tree():
     tx, params = quantize(ADAMW, stochastic=jax.random.key(1)), make_params()
     state = tx.init(params)

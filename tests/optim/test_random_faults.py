@@ -119,6 +119,7 @@ def test_scale_and_counters_are_those_of_a_model_in_numpy(scale_and_history):
     np.testing.assert_array_equal(seen["consecutive_skips"], skipped - last_good)
 
 
+@pytest.mark.slow
 def test_scale_stays_within_its_bounds_and_comes_back_from_the_floor(scale_and_history):
     scale, seen = scale_and_history
     assert (seen["loss_scale"] >= scale.min_loss_scale).all()

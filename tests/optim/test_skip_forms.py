@@ -57,7 +57,7 @@ SGD = functools.partial(optax.sgd, 0.1, momentum=0.9)
 class TestASkippedStepKeepsEveryBit:
     """Of parameters and of state that may hold any."""
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("inner", [SGD, lambda: optax.MultiSteps(SGD(), 2)], ids=["sgd", "MultiSteps"])
     @pytest.mark.parametrize("donated", [(), (1, 2)], ids=["kept", "donated"])
     def test_under_jit(self, form, inner, donated):
@@ -85,7 +85,7 @@ class TestASkippedStepKeepsEveryBit:
         new_params, new_state = _skip(tx, "update")(_bad(params), state, params)
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_under_scan(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         state = _state_of_any_bits(tx, params)
@@ -119,7 +119,7 @@ class TestASkippedStepKeepsEveryBit:
         assert bits(second) != bits((params, state.inner_state))
         assert new_state.skipped_steps.tolist() == [1, 0]
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["sharded", "shard_map"])
     def test_on_two_devices(self, form, kind):
         """Only one device sees the number that is not finite."""

@@ -56,6 +56,7 @@ def test_finite_steps_are_those_of_the_optimizer_alone(name):
         np.testing.assert_allclose(got, expected, rtol=1e-6)  # two programs, which XLA may round differently
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_skipped_steps_are_skipped_at_all_times(way):
     """optax.apply_if_finite lets nan through after some errors in a row, and from then on always."""
@@ -79,6 +80,7 @@ def test_scale_stops_at_the_ceiling():
     assert float(state.loss_scale.loss_scale) == 2.0**24
 
 
+@pytest.mark.slow
 def test_schedules_do_not_drift_and_skips_are_counted():
     """A scheduler of torch's counts the steps that GradScaler skipped, and nothing tells."""
     tx = jmp.optim.loss_scaled(OPTIMIZERS["clip_schedule"](), jmp.DynamicLossScale())
@@ -105,7 +107,7 @@ def test_a_step_that_grows_the_scale_takes_true_gradients():
     assert (w.tolist(), float(state.loss_scale.loss_scale)) == ([-1.0, -2.0], 2.0**11)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "params_dtype", "grads_dtype"),
@@ -160,7 +162,7 @@ def test_integer_leaves_pass_through(way):
     assert (taken["w"].tolist(), taken["i"].tolist()) == ([0.0, 0.0], [0, 1])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_under_vmap_each_model_skips_for_itself(way):
     tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())

@@ -48,6 +48,7 @@ def test_a_step_reads_the_gradients_once_more_and_no_more(kind):
     assert temporaries <= got_temporaries <= temporaries + 0.05
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_donated_parameters_and_moments_are_updated_in_place(kind):
     assert _cost(kind)[2] >= 3

@@ -24,7 +24,7 @@ from jmp_policy.origins._extremes import (
 HALVES = [np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype)
@@ -99,6 +99,7 @@ def test_a_long_scan_has_the_first_turn_in_the_order_in_which_it_runs(reverse):
     assert extremes.first[i].tolist() == [[NEVER] * 3, [9 if reverse else 30, 0, 0]]
 
 
+@pytest.mark.slow
 def test_a_while_inside_of_a_while_has_both_turns():
     def inner(t, x):
         body = lambda state: (state[0] + 1, jnp.where((t == 2) & (state[0] == 3), jnp.log(x - x), state[1]))

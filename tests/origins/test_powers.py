@@ -13,7 +13,7 @@ def describe(fun, x):
     return origin.describe()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [2, 2.5])
 def test_a_power_of_large_numbers_in_float16_is_to_be_kept_in_float32(power):
     with jax.numpy_dtype_promotion("standard"):
@@ -29,7 +29,7 @@ def test_a_power_of_numbers_too_large_for_float32_says_so(power):
     assert "too large for float32" in text
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("power", [-1, -0.5])
 def test_a_negative_power_of_zero_is_to_be_kept_away_from_it(power, dtype):

@@ -164,6 +164,7 @@ def test_what_is_no_function_is_refused():
         first_nonfinite(3)
 
 
+@pytest.mark.slow
 def test_closed_over_arrays_are_named_as_such():
     table = jnp.array([1.0, jnp.nan])
     _, origin = jax.jit(first_nonfinite(lambda x: x * table))(jnp.ones(2))
@@ -224,6 +225,7 @@ def test_a_program_without_numbers_that_could_be_infinite_finds_nothing(fun):
     assert str(origin) == "every result is finite"
 
 
+@pytest.mark.slow
 def test_a_result_that_is_a_number_in_the_program_is_a_constant():
     _, origin = jax.jit(first_nonfinite(lambda x: (x, jnp.float32(jnp.nan))))(jnp.ones(2))
     assert (origin.argument, origin.kind) == ("a constant", "nan")

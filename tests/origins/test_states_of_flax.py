@@ -55,6 +55,7 @@ def test_an_nnx_optimizer_comes_back(tmp_path):
     assert_knows_why(fresh[1])
 
 
+@pytest.mark.slow
 def test_a_linen_train_state_comes_back(tmp_path):
     model = nn.Dense(1)
 

@@ -83,6 +83,7 @@ def test_an_overflow_begins_where_casting_is_infinite():
     assert scaled.share == 0.5 or scaled.share == 0.0
 
 
+@pytest.mark.slow
 def test_shares_are_exact_where_the_format_was_measured():
     x = draw(-25)
     row = measure(x, ["float16"])

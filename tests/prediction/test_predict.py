@@ -125,6 +125,7 @@ def test_a_policy_that_loses_nothing_is_said_to(fine):
     assert (bfloat.reasons, bfloat.loss_scale) == ((), 1.0)
 
 
+@pytest.mark.slow
 def test_the_users_loss_scale_is_kept_where_it_is_good(fine):
     assert predict(fine, HALF, 4.0).loss_scale == 4.0
     assert predict(fine, HALF, jmp.StaticLossScale(4.0)).loss_scale == 4.0

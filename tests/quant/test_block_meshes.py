@@ -94,7 +94,7 @@ def count_maxima(compiled):
     return sum(len(re.findall(r"u32\[", call)) for call in calls)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh_name", "maxima"), [("data", {MXFP8: 0, NVFP4: 6}), ("tensor", {MXFP8: 0, NVFP4: 6})])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_only_the_scale_of_a_tensor_is_one_of_all_devices(format, mesh_name, maxima):

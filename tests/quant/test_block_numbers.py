@@ -105,7 +105,7 @@ def test_powers_of_two_and_values_are_right_in_every_bit(name, rounding):
     assert_same(compiled_mx(x, FORMATS[name], 1, rounding=rounding), block_model.mx(x, FORMATS[name], 1, 32, rounding))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_every_number_of_16_bits_may_be_the_largest_of_a_block(dtype, rounding):
@@ -146,7 +146,7 @@ def test_scales_that_are_rounded_up_clip_nothing_and_are_the_least_that_do(name)
     assert (amax > largest * scale / 2).all()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", [*FORMATS, "nv"])
 def test_what_is_not_finite_makes_a_block_nan_and_no_other_one(name, bad):
@@ -374,7 +374,6 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
         np.testing.assert_array_equal(again.scale.astype(jnp.float32), blocks.scale.astype(jnp.float32))
 
 
-@pytest.mark.slow
 @examples(30)
 @given(strategies.data())
 def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):

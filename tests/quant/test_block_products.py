@@ -116,7 +116,7 @@ def check(equation, format, dtype, lengths):
         assert (error <= (count + 4) * UNIT["float32"] * magnitude + UNIT[wanted] * np.abs(exact)).all()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("case", "format", "dtype"),
     [
@@ -157,7 +157,7 @@ def test_arrays_without_rows_outputs_or_inputs_have_products_and_gradients(forma
         assert not any(gradient.any() for gradient in backward(jnp.ones_like(out)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FIVE)
 def test_an_equation_that_repeats_an_operand_or_sums_it_alone_is_computed_with_the_rounded_weight(format):
     x, w, summed = random_array(3, 1), random_array(16, 5), random_array(3, 16)

@@ -52,7 +52,7 @@ def test_a_step_exports_with_three_products_of_narrow_numbers_for_each_layer(for
         assert scales[0] == ("f8E8M0FNU" if format.startswith("mx") else "f8E4M3FN")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_audit_counts_the_products_and_finds_nothing(format):
     loss_fn, args = make_step(format)

@@ -65,7 +65,7 @@ def roundings(program, shape):
     return sum(aval.size == np.prod(shape) and str(aval.dtype) in narrow for aval in made)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8/8", "mxfp4/8(activations=true)", "nvfp4/8"])
 def test_a_weight_that_examples_share_is_rounded_once_for_all_of_them(format):
     x, w, t = arrays((3, 5, 16), (16, 40), (3, 5, 40))
@@ -131,7 +131,7 @@ def test_devices_compute_what_one_does(format, is_checked):
     assert_close(sharded, jax.jit(lambda *args: loss_and_gradients(*args, format))(x, w, t))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_gradients_that_are_accumulated_are_those_of_the_whole_batch(format):
     x, w, t = arrays((4, 8, 16), (16, 6), (4, 8, 6))
@@ -146,6 +146,7 @@ def test_gradients_that_are_accumulated_are_those_of_the_whole_batch(format):
     assert_close(*both(w))
 
 
+@pytest.mark.slow
 def test_a_loss_scale_of_a_power_of_two_changes_no_bit_of_a_gradient():
     """Scales of blocks are powers of two as well. In float16, unscaled gradients would be zero."""
     x, w = arrays((8, 16), (16, 6))
@@ -182,6 +183,7 @@ def test_a_step_with_a_number_that_is_not_finite_is_skipped(format, bad):
     np.testing.assert_array_equal(after, w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_forward_mode_is_refused_by_jax(format):
     x, w = arrays((5, 16), (16, 6))
@@ -199,6 +201,7 @@ def test_second_derivatives_are_refused(second, format):
         jax.eval_shape(second(penalty), w)
 
 
+@pytest.mark.slow
 def test_rounded_weights_have_derivatives_of_any_order():
     """Without `activations` the rounding alone is special, and every derivative passes straight through it."""
     x, w = arrays((5, 16), (16, 6))

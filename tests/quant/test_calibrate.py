@@ -184,6 +184,7 @@ def test_clipping_an_outlier_of_no_weight_brings_the_output_nearer_to_float64():
     assert error() > 0.5
 
 
+@pytest.mark.slow
 def test_a_layer_whose_inputs_are_all_zero_has_no_clip():
     model = jmp.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), POLICY)
     for clip in ("absmax", "mse", 99.9):

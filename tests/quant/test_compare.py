@@ -79,6 +79,7 @@ def test_rows_of_linen_have_formats_bytes_and_errors(linen_comparison):
         assert math.isclose(rows[path].weight_error, relative(after["kernel"].dequantize(), before["kernel"]))
 
 
+@pytest.mark.slow
 def test_output_errors_are_those_of_the_layers_side_by_side(linen_comparison):
     comparison, params, quantized = linen_comparison
     dense = nn.Dense(8)
@@ -146,6 +147,7 @@ def test_a_model_that_is_yet_to_be_quantized_is_compared_by_its_outputs():
     assert trained.output_error == quant.compare(model, quant.quantize(model, INT8), X).output_error > 0
 
 
+@pytest.mark.slow
 def test_a_method_is_compared_over_all_calls_of_a_layer():
     model = NnxModel(nnx.Rngs(0))
     quantized = quant.quantize(model, INT8)

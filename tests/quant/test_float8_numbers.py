@@ -49,6 +49,7 @@ def test_scales_are_those_of_transformer_engine(name, margin):
     np.testing.assert_array_equal(ours[-5:-2], ours[-5])
 
 
+@pytest.mark.slow
 def test_the_amax_of_nothing_is_zero_and_of_zeros_is_no_scale():
     assert measure_amax(jnp.zeros((0, 4), jnp.bfloat16)) == 0
     zeros = jnp.zeros((16, 16))

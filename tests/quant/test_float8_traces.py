@@ -112,6 +112,7 @@ def test_a_delay_of_two_is_the_scaling_of_keras(length):
             np.testing.assert_allclose(ours, by_hand, rtol=1e-5, atol=1e-5 * np.abs(by_hand).max())
 
 
+@pytest.mark.slow
 def test_a_spike_leaves_a_history_after_its_length():
     x = jnp.ones((16, 16))
     format = Float8(amax_history_length=3)

@@ -70,6 +70,7 @@ def test_a_scan_combines_a_shared_state_by_max_and_keeps_stacked_ones_apart():
         check_state(jax.tree.map(lambda leaf, i=i: leaf[i], states), state, **seen)
 
 
+@pytest.mark.slow
 def test_reuse_takes_the_maximum_and_remat_updates_once():
     x, w, t, state = arrays(2, 16, 16), arrays(16, 16), arrays(16, 16), fresh_state(3)
 
@@ -118,6 +119,7 @@ def test_a_branch_that_was_not_taken_keeps_its_state():
     jax.tree.map(np.testing.assert_array_equal, after(state, False), state)
 
 
+@pytest.mark.slow
 def test_a_while_loop_computes_forward():
     x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3)
 
@@ -190,7 +192,7 @@ def test_second_derivatives_are_refused(second, format):
         jax.eval_shape(second(penalty), w)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns", "out"),

@@ -50,7 +50,7 @@ def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype)
     assert not np.asarray(array.values)[np.asarray(weight, np.float64) == 0].any()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     weight = columns(dtype)
@@ -67,6 +67,7 @@ def test_int4_is_the_nearest_of_16_numbers_of_which_one_is_zero(dtype):
     assert not np.asarray(array.dequantize(), np.float32)[np.asarray(weight, np.float64) == 0].any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_dequantized_is_half_a_step_away_and_rounded_once(format, dtype):
@@ -82,7 +83,7 @@ def test_what_is_dequantized_is_half_a_step_away_and_rounded_once(format, dtype)
     assert (np.abs(numbers - wide) <= np.abs(wide) * half_ulp + subnormal).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "dtype"), [("int8", "bfloat16"), (f"int4/{BLOCK}", "float32")])
 def test_eager_equals_jit_bit_for_bit(format, dtype):
     weight = columns(dtype)
@@ -116,6 +117,7 @@ def test_ties_go_to_the_even_integer_and_nothing_passes_127():
     assert values.tolist() == [5, 7, 3, 15, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_block_of_one_sign_is_decoded_with_its_sign(sign):
     weight = sign * jnp.linspace(5, 6, 16)[:, None]  # far from zero, which the range holds all the same
@@ -124,7 +126,7 @@ def test_a_block_of_one_sign_is_decoded_with_its_sign(sign):
     assert np.abs(array.dequantize() - weight).max() <= 6 / 15 * HALF
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dtype):
     for format, steps in (("int8", 127), ("int4", 15 / 2)):

@@ -80,6 +80,7 @@ def test_the_gradient_of_a_weight_is_of_rounded_operands_mixed_or_not(dtype):
     assert relative_error(plain, mixed) > 0.05
 
 
+@pytest.mark.slow
 def test_the_transform_changes_the_gradient_of_a_weight_alone():
     plain, mixed = gradients(NEAREST, X, W, G)[0], gradients(NVFP4(min_size=0, hadamard=True), X, W, G)[0]
     np.testing.assert_array_equal(plain, mixed)

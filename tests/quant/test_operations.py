@@ -80,7 +80,6 @@ def dots(draw):
     return f"{''.join(labels[0])},{''.join(labels[1])}->{''.join(out)}", numbers, shapes
 
 
-@pytest.mark.slow
 @given(dots())
 @examples(8)
 def test_any_dot_general_is_that_of_the_integers(case):
@@ -132,6 +131,7 @@ def test_a_convolution_is_that_of_the_integers(name):
     assert_integers(result, sums, ties, row_scale.astype(np.float64) * scale)
 
 
+@pytest.mark.slow
 def test_a_convolution_that_joins_the_batch_rounds_the_weight_alone():
     options = {"window_strides": (1,), "padding": "VALID", "batch_group_count": 2}
     x, w = array(2, 4, 5), array(2, 4, 3)
@@ -167,6 +167,7 @@ def test_a_stored_weight_gives_the_bits_of_the_floating_one_and_the_dtype_that_w
             np.testing.assert_allclose(np.float64(ours[0]), np.float64(ours[1]), rtol=2**-7 + 2**-15)
 
 
+@pytest.mark.slow
 def test_weights_whose_scales_are_finer_than_the_sum_are_multiplied_as_floats():
     x, w = array(5, 16), array(16, 6)
     by_row = quantized(w, "int8", table_layout(w.shape))
@@ -182,7 +183,7 @@ def test_an_input_clip_is_what_becomes_127():
     np.testing.assert_array_equal(ours, multiplied(clipped, quantize_array(w, "int8")))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_spoils_its_own_row_and_no_other(bad):
     x, w = array(5, 16), array(16, 6)
@@ -200,7 +201,7 @@ def test_scales_whose_product_is_too_small_or_too_large_lose_nothing():
     assert multiplied(row, column, "int8").tolist() == [[0]]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_zeros_no_rows_and_sums_of_nothing(format):
     w = array(16, 6)

@@ -76,7 +76,7 @@ def test_a_map_chooses_by_path():
 BLOCKS = ("mxfp8", "mxfp8(activations=false)", "mxfp4", "mxfp4/16(activations=true)", "nvfp4", "nvfp4/32")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", BLOCKS)
 def test_blocks_are_stored_in_kernels_and_tables_stay(format):
     before = variables()
@@ -304,7 +304,7 @@ def test_stacks_are_of_variables_alone():
 TABLES_IN_4 = "int4/64(table_bits=4)_from_f32"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "format"), [
     ("int4_from_f32", "int8(activations=false)"),
     (TABLES_IN_4, "int4/64(table_bits=4)"),

@@ -94,6 +94,7 @@ def test_repr_names_format_shape_and_dtype_whatever_the_leaves():
         assert repr(jax.tree.map(lambda _, leaf=leaf: leaf, array)).startswith("QuantizedArray(int4/8, shape=")
 
 
+@pytest.mark.slow
 def test_trees_rebuild_it_with_any_leaves():
     for array in weights():
         leaves, structure = jax.tree.flatten(array)
@@ -142,7 +143,7 @@ def test_no_policy_casts_it(any_policy):
     assert jmp.cast_floating({"kernel": array, "bias": jnp.zeros(2)}, "float16")["bias"].dtype == jnp.float16
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stack_is_cut_into_its_layers_by_scan_and_vmap(format):
     stack = jnp.asarray(fresh(3, 16, 6), jnp.float32)
@@ -187,6 +188,7 @@ def test_shard_puts_each_scale_beside_its_values(format, layout, spec, placed):
     jax.tree.map(np.testing.assert_array_equal, sharded, array)
 
 
+@pytest.mark.slow
 def test_an_input_clip_is_one_for_each_of_a_stack_and_only_where_inputs_are_quantized():
     stack = jax.ShapeDtypeStruct((3, 16, 6), jnp.float32)
     layout = kernel_layout(stack.shape, stacked=1)

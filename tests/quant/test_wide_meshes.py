@@ -62,6 +62,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(kernels, kind):
     assert_near(grads, wanted_grads)
 
 
+@pytest.mark.slow
 def test_weights_that_devices_share_get_sums_of_float32_in_shard_map():
     mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 

@@ -74,7 +74,7 @@ def exported_products(fun, platform, *args):
     return [tuple(re.sub(r".*x|>", "", kind) for kind in kinds) for kinds in found]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_results_and_gradients_are_sums_in_float32(name, compute):
@@ -88,7 +88,7 @@ def test_results_and_gradients_are_sums_in_float32(name, compute):
     assert error(right_grad, true[2]) < 1e-6
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     left, right, grad = (x.astype(jnp.bfloat16) for x in operands(name, "bfloat16"))
@@ -103,7 +103,7 @@ def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_operands_are_half_in_every_product_and_sums_are_not(name, platform):

@@ -67,7 +67,7 @@ def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards
         assert {r.dtype for r in list_backward(widened, params, batch)} == {"f32"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [PLAIN, jmp.StaticLossScale(8.0)], ids=lambda scale: type(scale).__name__)
 def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(scale):
     params, batch = make_arguments(stored_in_half)

@@ -35,7 +35,7 @@ def test_nothing_is_changed_but_the_sums_of_gradients(any_loss):
     assert str(widened) != str(plain)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 def test_without_it_the_program_is_that_of_jax(any_loss):
     params, x = make_arguments(any_loss)
     plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
@@ -111,6 +111,7 @@ def test_auxiliary_data_and_positions_come_through():
     assert jax.tree.structure(only) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_gradients_of_integers_come_through():
     loss = lambda p, x: dense({"w": p["w"], "b": p["b"]}, x) * p["steps"].astype(jnp.float32)
     params, x = make_arguments(dense)
@@ -118,6 +119,7 @@ def test_gradients_of_integers_come_through():
     assert grads["steps"].dtype == jax.dtypes.float0
 
 
+@pytest.mark.slow
 def test_the_loss_scale_is_that_of_the_state_at_the_call():
     params, x = make_arguments(stored_in_half)
     losses = [widen(stored_in_half, scale)(params, x) for scale in (PLAIN, jmp.DynamicLossScale(2.0**12))]

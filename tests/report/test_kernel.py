@@ -53,7 +53,7 @@ def test_a_kernel_shows_nothing_but_what_is_asked_for(name, outputs):
         assert outputs[name, key] == []
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_text_in_a_kernel_is_that_of_a_terminal_of_its_width(name, outputs, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))

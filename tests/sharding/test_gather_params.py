@@ -110,7 +110,7 @@ def test_each_leaf_is_gathered_once_in_compute_dtype_and_reduced_once_in_reduce_
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduce", "shown"), [("bfloat16", "bf16"), ("float16", "f16"), ("none", "f32")])
 def test_the_policy_alone_says_what_a_gradient_is_reduced_in(reduce, shown):
     params, loss = make("linen")
@@ -161,6 +161,7 @@ def test_in_a_scan_over_layers_the_body_gathers_one_layer(check_vma):
     assert moved == [("all_gather", "bf16", 16), ("all_gather", "bf16", 16), ("reduce_scatter", "f32", 64)]
 
 
+@pytest.mark.slow
 def test_integers_and_keys_are_gathered_and_have_no_gradient():
     tree = {"ids": jnp.arange(4), "keys": jax.random.split(jax.random.key(0), 4), "w": jnp.arange(4.0)}
 

@@ -33,7 +33,7 @@ def moved(fun, *args):
     return [(kind, dtype) for kind, dtype, _ in list_moved(fun, *args)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", REDUCING)
 def test_half_precision_is_summed_in_float32(name, check_vma):

@@ -130,6 +130,7 @@ def test_one_device_that_overflows_has_all_skip(name, mesh_name):
     assert decisions == [(True, 2.0**10, 0), (False, 2.0**9, 1), (True, 2.0**9, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_copies_of_one_array_are_the_same_on_all_devices(name, mesh_name):
     assert [versions for _, _, versions in run(name, mesh_name)] == [1, 1, 1]

@@ -181,6 +181,7 @@ def test_a_layout_cannot_be_changed():
         LAYOUT.sites = ()
 
 
+@pytest.mark.slow
 def test_scan_carries_stats():
     tensors = [make_stats(draw_tensors(seed)) for seed in range(3)]
     start = jax.eval_shape(lambda: tensors[0]).empty()

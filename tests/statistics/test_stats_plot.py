@@ -73,7 +73,7 @@ def list_texts(figure):
     return [(text.get_text(), text.get_window_extent()) for text in shown]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_texts_do_not_collide_and_are_not_cut(name):
     figure = draw(FIGURES[name]())
@@ -120,6 +120,7 @@ def test_titles_say_what_is_in_no_bin():
     assert stats.plot().axes[0].get_title(loc="left") == "head, forward; 12% zeros; 3.1% nan or infinite"
 
 
+@pytest.mark.slow
 def test_integers_have_no_range():
     stats = make_stats(1, formats=("float16",))
     named = Stats(stats.record, make_layout(*stats.layout.sites, formats=("int8",)))

@@ -68,6 +68,7 @@ def test_a_metric_that_is_nan_in_float32():
     )
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_nan_in_half_is_out_of_tolerance():
     def measure(net, *args):
         out = net(*args)

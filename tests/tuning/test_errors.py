@@ -23,12 +23,14 @@ def test_the_error_is_that_of_the_worst_leaf(size):
     assert float(measure_error({"gradients": got}, {"gradients": wanted})) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trees_have_measures_of_their_own():
     reference = {"outputs": jnp.float32(1e6), "gradients": jnp.full(4, 1e-6)}
     trial = {"outputs": jnp.float32(1e6), "gradients": jnp.full(4, 1.5e-6)}
     assert float(measure_error(trial, reference)) == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_leaf_that_cancels_is_held_against_the_others():
     wanted = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-9, np.float32)}
     got = {"kernel": np.ones(100, np.float32), "bias": np.full(4, 1e-2, np.float32)}

@@ -96,6 +96,7 @@ def drop_names(program):
     return re.sub(r"module @\w+|jax.result_info = \"[^\"]*\"", "", program)
 
 
+@pytest.mark.slow
 def test_the_code_evaluates_to_the_map(tuning):
     assert eval(tuning.to_code()) is tuning.policy_map
 

@@ -59,6 +59,7 @@ def run_pyright(project: Path) -> dict[str, dict[int, str]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="needs pip install -e '.[test,lint]'")
 def test_pyright_says_of_each_line_what_is_expected(tmp_path):
     told = run_pyright(tmp_path)
