@@ -14,8 +14,20 @@ TOTAL = 8 * 60.0
 EACH = 2.0
 """CPU seconds that one default test may take, unless `EXPENSIVE` has it."""
 
-EXPENSIVE: dict[str, str] = {}
-"""Node ids without parameters of tests that may take longer, with the reason."""
+EXPENSIVE = {
+    "jmp_policy/nnx/_rounding.py": "its example trains in NVFP4",
+    "jmp_policy/quant/_array.py": "its example stores a weight in each block format",
+    "jmp_policy/_float8_format.py": "its example trains in float8",
+    "jmp_policy/tuning/_tune.py": "its example runs a whole search",
+    "tests/checkpoints/test_moments_in_8_bits.py": "the first test compiles the rounding to 8 bits",
+    "tests/linen/test_linen_float8_transforms.py": "the first test compiles a float8 layer and its gradient",
+    "tests/linen/test_linen_nvfp4.py": "the first test compiles an NVFP4 layer and its gradient",
+    "tests/nnx/test_nnx_nvfp4.py": "the first test compiles an NVFP4 layer and its gradient",
+    "tests/quant/": "the first test of a format compiles its rounding",
+    "tests/test_grammar.py": "property tests draw many policies",
+    "tests/tuning/test_tune.py": "a trial compiles a program in two dtypes",
+}
+"""Files and folders whose tests may take longer, with the reason."""
 
 SECONDS = pytest.StashKey[dict[str, float]]()
 WORKERS = pytest.StashKey[list[float]]()
@@ -89,7 +101,7 @@ def find_excess(config: pytest.Config) -> list[str]:
     total = measure_total(config)
     lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > TOTAL else []
     for name, seconds in sorted(config.stash[SECONDS].items()):
-        if seconds > EACH and name.partition("[")[0] not in EXPENSIVE:
+        if seconds > EACH and not name.startswith(tuple(EXPENSIVE)):
             lines.append(
                 f"Over the budget: {name} took {seconds:.1f} CPU seconds, limit {EACH:.0f}. "
                 "Make it cheaper, mark it `slow`, or give a reason in `EXPENSIVE` of tests/budget.py."

@@ -135,6 +135,7 @@ def test_hook_runs_inside_of_the_casts_of_linen_and_outside_of_those_of_nnx(case
     assert calls[0] == ("", "__call__", "bfloat16" if adapter is LINEN else "float32")
 
 
+@pytest.mark.slow
 def test_examining_shows_what_enters_before_it_is_cast(case):
     adapter, make = case
     model, calls = make(POLICY), []

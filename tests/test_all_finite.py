@@ -68,6 +68,7 @@ def test_one_bad_number_is_seen_in_arrays_of_any_size(size, dtype):
     assert not jmp.all_finite(_with(np.nan, size // 2, array))
 
 
+@pytest.mark.slow
 def test_one_bad_number_is_seen_in_float64():
     with jax.enable_x64(True):
         for size in (7, 4097, 100_003):
@@ -76,6 +77,7 @@ def test_one_bad_number_is_seen_in_float64():
             assert not any(jmp.all_finite(_with(bad, place, array)) for bad in BAD for place in _positions(size))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_many_large_numbers_are_finite(dtype):
     assert all_finite(np.full(100_003, jnp.finfo(dtype).max, dtype))
@@ -94,6 +96,7 @@ def test_bad_numbers_are_seen_through_what_xla_fuses_into_the_check(name):
             assert bool(check(given)) == bool(np.isfinite(np.asarray(alone(given), np.float32)).all()), (bad, position)
 
 
+@pytest.mark.slow
 def test_an_overflow_in_what_is_checked_is_not_folded_away():
     """XLA multiplies constants with each other first, so that 0 * (2 * x) would never overflow."""
     large = np.full(10_000, 3e38, np.float32)
@@ -111,6 +114,7 @@ def test_layouts_of_large_arrays_are_seen_through(bad):
     assert not jax.jit(lambda x: jmp.all_finite(x[:, 1:].T))(matrix)
 
 
+@pytest.mark.slow
 def test_large_rows_are_seen_one_by_one_under_vmap_and_scan():
     rows = np.stack([_draw(5000, "float32")] * 4)
     rows[1, 4999], rows[2, 0] = np.nan, -np.inf
@@ -121,6 +125,7 @@ def test_large_rows_are_seen_one_by_one_under_vmap_and_scan():
     assert scanned.tolist() == expected
 
 
+@pytest.mark.slow
 def test_large_shards_are_seen():
     mesh = Mesh(np.array(find_devices(2)), ("d",))
     array = _with(np.nan, 9000, _draw(10_000, "float32"))

@@ -68,6 +68,7 @@ def test_a_transformed_function_is_the_hand_written_one(transform, apply):
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", ["jit", "jit of grad", "vmap", "remat", "scan"])
 def test_the_program_is_the_hand_written_one(transform):
     policy = jmp.get_policy(MIXED)

@@ -49,6 +49,7 @@ def test_cast_passes_through_whole_what_it_is_told_to_even_where_that_holds_stat
     assert jmp.cast_floating(VARIABLES, "bfloat16", is_leaf=lambda node: isinstance(node, dict)) is VARIABLES
 
 
+@pytest.mark.slow
 def test_a_function_with_a_policy_trains_state_that_is_the_same_in_every_bit():
     batch = batch_of(0)
     half = jmp.with_policy(loss_fn, "params=float32,compute=bfloat16,output=float32")

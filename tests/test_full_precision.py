@@ -12,7 +12,7 @@ import jmp_policy as jmp
 MESH = make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("inputs", "inside", "outside"),
     [
@@ -92,6 +92,7 @@ def test_it_holds_under_every_transformation(transform):
     np.testing.assert_array_equal(ours.astype(jnp.float32), expected.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_cumsum_is_within_one_rounding_of_float64():
     # 2^-8 is half an ulp of bfloat16, from the one rounding on the way out; 1e-5 covers 256 sums in float32.
     x = np.random.default_rng().uniform(0.5, 1.5, 256).astype(jnp.bfloat16)

@@ -78,6 +78,7 @@ def tiny_gradients(w):
     return jnp.sum(w.astype(jnp.float32) * 1e-8)
 
 
+@pytest.mark.slow
 def test_gradients_below_float16_survive():
     w = jnp.ones(3, jnp.float16)
     assert jax.grad(tiny_gradients)(w).tolist() == [0, 0, 0]
@@ -86,7 +87,7 @@ def test_gradients_below_float16_survive():
 
 
 @given(st.lists(st.floats(-1, 1, width=16), min_size=2, max_size=6))
-@examples(25)
+@examples(10)
 def test_float16_gradients_are_close_to_those_of_float64(weights):
     # d/dw sum(w^2) = 2w: one rounding to float16 (2^-11) of a scaled gradient, exact powers of two otherwise.
     w = np.asarray(weights, np.float16)
@@ -141,7 +142,7 @@ def minimized(fun, w, scale):
     return jmp.optim.minimize(fun, tx)(w, tx.init(w))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("scale", [SCALES[0], SCALES[2]], ids=["no scale", "a scale"])
 @pytest.mark.parametrize("way", HALF_LOSSES)
@@ -184,6 +185,7 @@ def test_keyword_arguments_are_forwarded():
     np.testing.assert_array_equal(grads, jax.grad(loss_fn)(W, 3.0))
 
 
+@pytest.mark.slow
 def test_complex_gradients_keep_their_imaginary_part():
     z = jnp.array([1 + 2j, 3 - 1j], jnp.complex64)
     fun = lambda z: jnp.sum(jnp.abs(z) ** 2)
@@ -282,6 +284,7 @@ class Checked:
 jax.tree_util.register_pytree_node(Checked, lambda c: ((c.weight, c.state), None), lambda _, c: Checked(*c))
 
 
+@pytest.mark.slow
 def test_class_that_checks_its_fields_is_never_made_of_none_beside_float8_state():
     params = Checked(jnp.ones(2), jmp.quant.float8_state("float8"))
     grads = jmp.grad(lambda params: jnp.sum(params.weight**2), loss_scale=jmp.StaticLossScale(8.0))(params)

@@ -118,7 +118,7 @@ def policy_or_message(text):
 
 
 @given(st.one_of(st.text(max_size=30), st.lists(st.sampled_from(PIECES), max_size=9).map("".join)))
-@examples(100)
+@examples(40)
 def test_any_text_is_a_policy_or_a_value_error(text):
     policy, message = policy_or_message(text)
     if policy is None:
@@ -154,7 +154,7 @@ accumulates = st.sampled_from([None, "float64"])  # which holds the numbers of a
 
 
 @given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates)
-@examples(100)
+@examples(40)
 def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate):
     options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce}
     policy = Policy(param, compute, output, accumulate_dtype=accumulate, **options)
@@ -172,7 +172,7 @@ KNOWN = [*MEANINGS, *(f"{text}_from_bfloat16" for text in QUANTIZED)]
 
 
 @given(st.sampled_from(KNOWN), st.integers(0, 60), st.sampled_from(string.ascii_lowercase))
-@examples(100)
+@examples(40)
 def test_a_typing_mistake_is_a_value_error_or_another_policy(text, at, letter):
     mistaken = text[:at] + letter + text[at + 1 :]
     policy, message = policy_or_message(mistaken)

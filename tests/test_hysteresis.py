@@ -59,10 +59,9 @@ PEERS = {
 }
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("peer", PEERS)
 @given(overflows=st.lists(st.booleans(), max_size=20), window=st.integers(1, 4), hysteresis=st.integers(1, 3))
-@examples(30)
+@examples(12)
 def test_hysteresis_is_that_of_the_peer(peer, overflows, window, hysteresis):
     make_peer, consecutive = PEERS[peer]
     reference = make_peer(window, hysteresis)

@@ -66,6 +66,7 @@ OPEN = "params=float32,compute=none,output=none"
 HALF = "params=float32,compute=bfloat16,output=none"
 
 
+@pytest.mark.sample(1)
 @in_both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", [OPEN, jmp.PolicyMap({}, OPEN), jmp.PolicyMap({"unknown|": OPEN}, "float32")])

@@ -81,7 +81,7 @@ def test_cast_to_half_and_full(jmp):
     assert jmp.cast_to_full({"w": np.ones(2, np.float16)})["w"].dtype == np.float32
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_library
 def test_all_finite(jmp):
     assert jmp.all_finite(None)
@@ -128,6 +128,7 @@ def test_no_op_loss_scale(jmp):
     assert jax.tree.leaves(scale) == []
 
 
+@pytest.mark.sample(1)
 @every_library
 def test_static_loss_scale(jmp):
     scale = jmp.StaticLossScale(8.0)
@@ -149,7 +150,7 @@ def test_dynamic_loss_scale_takes_positional_arguments(jmp):
     assert len(jax.tree.leaves(defaults)) == 2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_library
 def test_dynamic_loss_scale_moves_alike(jmp):
     scale = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(0), 2, 2, jnp.float32(2))

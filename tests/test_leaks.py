@@ -77,7 +77,7 @@ def test_arrays_that_a_function_with_a_policy_closes_over_are_freed(give):
     assert alive_of(30, use) == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("are_kept", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_functions_under_a_policy_compile_nothing_again(kind, are_kept):
@@ -127,6 +127,7 @@ def recursive(depths):
     return fun, call
 
 
+@pytest.mark.slow
 def test_functions_of_one_kind_that_call_a_jitted_one_are_told_apart():
     seen = []
     functions = [recursive(seen) for _ in range(3)]
@@ -138,6 +139,7 @@ def test_functions_of_one_kind_that_call_a_jitted_one_are_told_apart():
     assert seen == (["float32"] * 3 + ["bfloat16"] * 3) * 2
 
 
+@pytest.mark.slow
 def test_a_function_that_was_called_inside_of_another_is_told_from_that_one():
     seen = []
     (first, call_first), (second, call_second) = recursive(seen), recursive(seen)

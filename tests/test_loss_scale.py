@@ -56,7 +56,7 @@ class PythonModel:
     hysteresis=st.integers(1, 3),
     consecutive=st.booleans(),
 )
-@examples(60)
+@examples(25)
 def test_scale_follows_the_plain_python_model(steps, period, start, floor, ceiling, hysteresis, consecutive):
     ceiling = max(ceiling, floor)
     start = min(max(start, floor), ceiling)
@@ -123,7 +123,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "operation",
     [
@@ -153,6 +153,7 @@ def test_floor_survives_jit():
     assert float(scale.loss_scale) == 1024.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", SCALES, ids=repr)
 def test_a_scale_lowers_and_compiles_as_an_argument(scale):
     lowered = jax.jit(lambda s, x: s.scale(x)).lower(scale, jnp.ones(2))
@@ -221,7 +222,7 @@ def test_an_infinite_part_leaves_the_other_part_of_a_complex_number_alone():
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8), st.floats(0.5, 65536, width=32))
-@examples(60)
+@examples(25)
 def test_scale_then_unscale_is_within_one_rounding_of_float64(numbers, scale):
     # Multiplication and division each round once, 2^-24 relative; twice that much is allowed.
     x = np.asarray(numbers, np.float32)

@@ -40,10 +40,12 @@ def test_gradients_and_state_are_those_without_a_loss_scale(unscaled, exponent):
     assert_same(gradient(jmp.DynamicLossScale(2.0**exponent)), unscaled)
 
 
+@pytest.mark.slow
 def test_a_static_loss_scale_is_no_other_than_a_dynamic_one(unscaled):
     assert_same(gradient(SCALE), unscaled)
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leaves_the_forward_pass_alone(unscaled):
     ours, expected = (grads[STATE]["used"] for grads in (gradient(jmp.DynamicLossScale(1000.0)), unscaled))
     for name in ours:
@@ -145,6 +147,7 @@ def test_the_members_of_an_ensemble_have_a_state_each():
             assert_same(jax.tree.map(lambda x, i=i: x[i], grads[STATE]), expected)
 
 
+@pytest.mark.slow
 def test_an_infinite_amax_never_enters_the_state():
     bad = FIRST | {"count": FIRST["count"].at[0, 0].set(jnp.inf)}
     grads = gradient(SCALE, bad)
@@ -178,7 +181,7 @@ def bare(batch):
     return lambda state: loss_fn({**VARIABLES, STATE: {"used": state}}, batch)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_state_is_known_wherever_it_stands(unscaled, place):
     place, back = PLACES[place]
@@ -186,6 +189,7 @@ def test_state_is_known_wherever_it_stands(unscaled, place):
     assert_same(back(grads), unscaled)
 
 
+@pytest.mark.slow
 def test_bare_state_has_the_amax_of_true_gradients_and_a_scan_takes_the_largest():
     state = VARIABLES[STATE]["used"]
     in_scan = lambda s: lax.scan(lambda total, batch: (total + bare(batch)(s), None), 0.0, BOTH)[0]
@@ -206,7 +210,7 @@ def test_a_step_overwrites_state_wherever_it_stands(place, wrap):
     assert not jnp.array_equal(back(params)["params"]["used"], VARIABLES["params"]["used"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place):
     place, back = PLACES[place]
@@ -228,6 +232,7 @@ def test_part_of_a_state_is_refused(tree):
         jmp.grad(lambda tree: 0.0, loss_scale=SCALE)(tree)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_called_a_scale_is_a_parameter():
     grads = jmp.grad(lambda p: p["input_scale"] ** 2 + p["kernel_scale"], loss_scale=SCALE)
     assert_same(grads({"input_scale": 3.0, "kernel_scale": 1.0}), {"input_scale": 6.0, "kernel_scale": 1.0})

@@ -57,6 +57,7 @@ def test_trees_and_what_is_closed_over_come_through():
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_custom_derivatives_are_kept():
     @jax.custom_vjp
     def doubled(x):

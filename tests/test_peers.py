@@ -87,6 +87,7 @@ def test_flax_grows_one_step_late():
     assert seen == [8, 16, 16, 32]
 
 
+@pytest.mark.slow
 def test_flax_scale_moves_as_ours_does_with_the_settings_that_are_documented():
     """Those of `DynamicLossScale`'s docstring, with a shorter interval."""
     dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")

@@ -94,7 +94,7 @@ names = st.sampled_from(["float32", "bfloat16", "mixed_float16", "int8_from_mixe
 @given(
     st.lists(st.tuples(keys, names), max_size=4), st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
 )
-@examples(100)
+@examples(40)
 def test_lookup_follows_the_law_read_aloud(rules, path):
     assert PolicyMap(rules, "float16")[path].name == reference(rules, "float16", path)
 

@@ -48,6 +48,7 @@ def test_split_float32_joins_to_every_bit(words):
     np.testing.assert_array_equal(np.asarray(jax.jit(join_float32)(high, low)).view(np.uint32), words)
 
 
+@pytest.mark.slow
 def test_the_high_half_is_the_nearest_bfloat16(words):
     x = words.view(np.float32)[np.abs(words.view(np.float32)) < 3e38].astype(np.float64)
     high = np.asarray(split_float32(x.astype(np.float32))[0]).astype(np.float64)
@@ -75,7 +76,7 @@ def test_stochastic_rounding_is_right_on_average_over_all_bits(number, dtype):
     assert abs(got.mean() - np.float64(x[0])) <= (above - below) * 2.0**-13
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [0, 2**15, 2**16 - 1])
 def test_what_needs_no_rounding_is_left_alone_by_stochastic_rounding(words, dtype, bits):

@@ -146,6 +146,7 @@ def test_logits_and_the_gradient_of_their_weight_are_within_1e4_of_float64(compu
             assert max(errors) < bound
 
 
+@pytest.mark.slow
 def test_without_an_accumulate_dtype_the_program_is_what_it_was():
     """As it is with the compute dtype for one, which says what holds anyway."""
     w = make_weights()
@@ -159,7 +160,7 @@ def primitives(fun, *args):
     return [(step.name, str(step.results[0].aval.dtype)) for step in walk(jax.make_jaxpr(fun)(*args).jaxpr)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("follow", "kept"),
     [
@@ -192,6 +193,7 @@ def test_what_follows_reads_the_sums_as_they_are_or_rounded(follow, kept):
     assert (error(found, exact) < 1e-6) == kept
 
 
+@pytest.mark.slow
 def test_the_best_of_nearly_equal_logits_is_the_best():
     w = jnp.asarray([[1.0, 1.0], [0.0, 2**-10]])
     best = lambda w, x: jnp.argmax(x @ w, axis=-1)
@@ -343,6 +345,7 @@ def test_a_softmax_of_sums_keeps_its_result_in_half_and_nothing_else():
     assert set(residuals(WIDE)) <= {"bfloat16", "bool"}
 
 
+@pytest.mark.slow
 def test_rules_for_functions_of_the_user_hold():
     @jax.custom_vjp
     def product(w, x):
@@ -357,6 +360,7 @@ def test_rules_for_functions_of_the_user_hold():
     assert jax.grad(lambda w: inside(w, X).sum())(w).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_second_autocast_around_changes_nothing():
     w = make_weights()
     once = jmp.autocast(mlp, WIDE)

@@ -71,7 +71,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_all_that_counts_as_a_function_runs_low(name):
     fun = FUNCTIONS[name]

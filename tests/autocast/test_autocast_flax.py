@@ -176,6 +176,7 @@ def test_an_nnx_train_step_trains_in_jit_and_is_traced_once():
     assert len(traces) <= 2  # the first step makes `hidden`, and so another module
 
 
+@pytest.mark.slow
 def test_gradients_of_an_autocasted_function_of_nnx_modules_are_those_of_the_parameters():
     found = []
 
@@ -196,6 +197,7 @@ def test_a_method_of_an_nnx_module_writes_to_it():
     assert int(model.calls[...]) == 1
 
 
+@pytest.mark.slow
 def test_a_decorated_method_of_an_nnx_module_writes_to_it():
     class Counter(nnx.Module):
         def __init__(self):
@@ -222,6 +224,7 @@ def test_results_of_an_nnx_function_have_the_output_dtype_and_its_state_has_not(
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_an_nnx_module_that_is_closed_over_can_be_read():
     model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     assert dtypes(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == ["bfloat16"]

@@ -61,7 +61,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transformation_outside_gives_the_program_by_hand(name):
     transform = TRANSFORMS[name]
@@ -123,6 +123,7 @@ def test_autocast_within_autocast_decides_for_what_is_inside():
     assert matmul_dtypes(outer, X, W) == ["float16", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_trees_keywords_and_things_that_are_no_arrays_pass():
     def fun(tree, *, scale, name, flag=True):
         return {"out": tree["a"] @ tree["b"][0] * scale if flag else None, "none": None}, len(name)

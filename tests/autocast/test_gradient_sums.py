@@ -38,6 +38,7 @@ def test_inside_of_autocast_it_is_what_it_is_outside():
     np.testing.assert_array_equal(outside, inside)
 
 
+@pytest.mark.slow
 def test_gradients_of_activations_are_summed_in_half():
     counts = sums(jmp.autocast(jax.grad(loss), POLICY), *arguments())
     assert counts[(8, 8), "float32"] == USES - 1

@@ -84,7 +84,7 @@ def test_a_result_is_within_its_bounds(bounded, half):
     np.testing.assert_array_equal(found, bounded(filled(2000)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_an_epsilon_beside_one_keeps_a_logarithm_finite(half):
     found = under(half, lambda h: jnp.log(1 + 1e-6 - h))(filled(1))
@@ -144,6 +144,7 @@ def test_what_half_precision_can_hold_stays_half(bounded, half):
     assert jax.make_jaxpr(fun)(EYE).eqns[-1].invars[0].aval.dtype == half
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1e6, -1e9, 1e-8])
 def test_a_comparison_with_what_float16_has_not_is_exact_and_warns_of_nothing(number):
     found = under("float16", lambda h: h > number)(EYE)  # warnings are errors in these tests

@@ -61,7 +61,7 @@ def test_a_step_costs_what_it_costs_by_hand(half, bound):
     assert ratios.temporaries <= 1.0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_layer_returns_float32(name):
     """What is kept for the backward pass are these outputs: half of them would be half of the memory."""

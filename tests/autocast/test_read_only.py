@@ -85,6 +85,7 @@ def test_what_is_written_lands_and_all_else_stays():
     assert model.again is model.up
 
 
+@pytest.mark.slow
 def test_new_attributes_and_objects_land():
     def grow(model, x):
         model.seen = nnx.Intermediate(model.up(x))

@@ -204,6 +204,7 @@ def test_linen_modules_have_the_path_of_their_module(params, key):
     assert {"transpose(" in stack for stack, dtype in found if dtype == "float32"} == {True, False} or "jit" in place
 
 
+@pytest.mark.slow
 def test_a_warm_jitted_model_still_tells_its_modules(params):
     apply = jax.jit(Model().apply)
     jax.eval_shape(apply, params, X)
@@ -405,7 +406,7 @@ def test_an_autocast_inside_another_decides_for_itself():
     assert [dtype for _, dtype in products(program)] == ["bfloat16", "float32", "float16", "bfloat16"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [jmp.numerics.audit, lambda fun: autocast(fun, PolicyMap({nnx.Linear: LOW}))])
 def test_rules_by_type_reach_modules_of_nnx_inside_another_look_at_them(outer):
     net = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(0)))

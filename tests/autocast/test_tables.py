@@ -54,6 +54,7 @@ def test_every_row_is_a_primitive_of_a_jax_that_works(primitives):
     assert set().union(*TABLES.values()) - primitives == absent_here()
 
 
+@pytest.mark.slow
 def test_everything_that_is_interpreted_is_a_primitive(primitives):
     until_0_11 = set() if jax.__version_info__ < (0, 12) else {"closed_call"}
     assert set(WRITERS) - primitives == until_0_11

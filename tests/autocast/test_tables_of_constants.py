@@ -33,6 +33,7 @@ def test_a_factor_too_large_for_float16_means_itself(operation):
     np.testing.assert_allclose(under("float16", operation)(x), operation(x), rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mask", [-1e9, float(np.finfo(np.float32).min)])
 def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):
@@ -66,6 +67,7 @@ def test_a_mask_that_is_added_stays_finite(dtype, bias):
     assert not ours[1:][~allowed[1:]].any()
 
 
+@pytest.mark.slow
 def test_a_mask_leaves_room_for_what_it_is_added_to():
     # Operation by operation: XLA would keep the sum in float32 between two operations that it fuses.
     fun = autocast(lambda x: x @ EYE + jnp.where(x > 0, 0.0, -1e9), "params=float32,compute=float16,output=none")
@@ -83,7 +85,7 @@ def test_a_comparison_with_a_constant_is_exact():
     assert np.all(under("bfloat16", lambda h: h > 0.1)(x))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [lax.cumprod, lax.cumsum])
 def test_what_accumulates_errors_in_bfloat16_has_those_of_float32(operation):
     rng = np.random.default_rng(0)

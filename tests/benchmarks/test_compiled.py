@@ -126,6 +126,7 @@ def test_a_program_is_compiled_for_each_options_of_the_compiler():
     assert calls == ["a", "a"]
 
 
+@pytest.mark.slow
 def test_figures_of_other_sources_are_not_kept(tmp_path, capsys, monkeypatch):
     path, calls = tmp_path / "cpu.json", []
     compiled.Measurements(_targets.cpu(), path).measure(_entry("a", calls))
@@ -146,7 +147,7 @@ def test_a_file_keeps_the_tables_that_are_complete_with_their_date_and_versions(
     assert {"target": "CPU", "jax": jax.__version__}.items() <= written["origin"].items()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_the_figures_that_are_kept_are_of_tables_that_there_are(target):
     path = pathlib.Path(compiled.__file__).with_name("results") / f"compiled-{target}.json"

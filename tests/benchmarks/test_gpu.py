@@ -113,6 +113,7 @@ def test_a_file_of_another_layout_is_refused_and_stays(run, tmp_path, capsys, te
     assert path.read_text(encoding="utf-8") == text
 
 
+@pytest.mark.slow
 def test_results_of_other_versions_are_not_mixed(run, tmp_path, capsys):
     run(lambda key: None)
     before = _read(tmp_path)

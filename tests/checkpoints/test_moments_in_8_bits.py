@@ -118,6 +118,7 @@ def test_codes_of_other_blocks_are_written_anew():
     assert new["opt_state"].scales[0]["w"].shape == (2, 12)
 
 
+@pytest.mark.slow
 def test_half_parameters_and_their_masters_keep_their_moments():
     _, saved = _trained("adamw", "float32")
     tx = loss_scaled(master_weights(_quantize(optax.adamw(1e-2))), jmp.DynamicLossScale())

@@ -111,7 +111,7 @@ def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
 KINDS = ["int8", "int4/32", "mxfp8", "mxfp4/2", "nvfp4"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):

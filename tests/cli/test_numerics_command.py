@@ -124,6 +124,7 @@ def test_what_cannot_run_is_one_line_and_status_2(function, maker, message, caps
     check_error(capsys, message.replace("MODULE", NAME))
 
 
+@pytest.mark.slow
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def describe(*_):
         raise ValueError("a bug")

@@ -61,6 +61,7 @@ def test_bad_arguments_of_the_optimizer_are_errors(arguments, error, text):
         _scale_of(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("initial", "after"), [(0.25, 0.25), (1.5, 1.0), (2.0**25, 2.0**24)])
 def test_an_overflow_never_raises_a_scale_that_starts_beyond_our_bounds(initial, after):
     assert float(_scale_of(initial).adjust(jnp.array(False)).loss_scale) == after

@@ -47,7 +47,7 @@ def _adjusted(scale, finite):
     return jax.lax.scan(lambda scale, finite: (scale.adjust(finite),) * 2, scale, finite)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_step_after_the_move_is_that_of_torch(name):
     start = TRAININGS[name]

@@ -22,7 +22,7 @@ def test_every_difference_has_a_check_and_every_check_its_difference():
     assert rows_of(torch) == list(checks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows_of(torch))
 def test_it_is_as_the_table_says(row):
     checks[row]()

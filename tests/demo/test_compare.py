@@ -63,6 +63,7 @@ def test_float16_loses_without_a_loss_scale_and_not_with_it(folder, monkeypatch)
     assert judge(rows)[-1].startswith(("Verdict: float16 needs its loss scale", "Verdict: float16 loses here without"))
 
 
+@pytest.mark.slow
 def test_the_zeroed_share_counts_what_float16_loses_and_scaling_keeps():
     reference = {"dense": {"w": jnp.array([1.0, 1e-9, 2e-9, 0.0])}, "norm": {"w": jnp.ones(4)}}
     lost = jax.tree.map(lambda grad: grad.astype(jnp.float16).astype(jnp.float32), reference)

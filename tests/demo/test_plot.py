@@ -24,14 +24,14 @@ def draw(path, losses, scales, skipped=(), policy="mixed_float16"):
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [[3.0, 2.5, 2.0], [3.0, math.nan, 2.0], [math.nan], []])
 def test_a_run_of_any_losses_has_a_plot(tmp_path, losses):
     draw(tmp_path / "loss.png", losses, [2.0**15] * (len(losses) + 1))
     assert imread(tmp_path / "loss.png").std() > 0.01
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "float8(min_size=0)_from_mixed_bfloat16"])
 def test_a_run_without_a_loss_scale_has_a_plot(tmp_path, policy):
     draw(tmp_path / "loss.png", [3.0, 2.0], [1.0] * 3, skipped=[2], policy=policy)

@@ -44,7 +44,7 @@ def test_a_run_goes_on_on_another_mesh(folder):
     assert resumed.validation == pytest.approx(straight.validation, rel=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
     ("mesh", "message"),

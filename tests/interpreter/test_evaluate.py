@@ -45,6 +45,7 @@ def test_results_that_are_numbers_in_the_program_are_arrays():
     assert results[4] is X
 
 
+@pytest.mark.slow
 def test_names_and_lines_stay():
     plain, copy, cast = (locations(fun) for fun in (network, copied(network), autocast(network, BFLOAT16)))
     assert len(plain) > 20
@@ -75,7 +76,7 @@ def in_this_file(locations):
     return {location for location in locations if location.startswith(__file__)}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -162,6 +163,7 @@ def test_what_makes_a_nan_is_named():
         autocast(lambda x: jnp.log(x - 2), BFLOAT16)(X)
 
 
+@pytest.mark.slow
 def test_references_of_the_caller_are_written():
     def write(ref, x):
         ref[...] = jnp.tanh(x @ W)

@@ -108,7 +108,7 @@ def test_each_value_is_recorded_forward_and_backward(name):
             pytest.skip("references and devices are tested one by one")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_records_pass_through_transformations(name):
     animal = ZOO[name]

@@ -349,6 +349,7 @@ def test_calibration_names_the_layers_around_one_that_runs_through_apply():
     assert {"body", "cls/transform"} == clips.keys()  # and none for the decoder, which has no weight of its own
 
 
+@pytest.mark.slow
 def test_rules_of_autocast_reach_the_layer():
     model = MaskedLM()
     variables = jax.jit(model.init)(KEY, IDS)

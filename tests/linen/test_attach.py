@@ -158,6 +158,7 @@ def test_submodule_made_with_a_policy_keeps_names_and_computes_in_it(place):
     assert model.apply(variables, X).dtype == F32
 
 
+@pytest.mark.slow
 def test_submodules_own_policy_wins_over_the_one_around_it():
     model = jmp.with_policy(Outer("setup"), "float16")
     assert traced_dtypes(model, X)["inner/up"] == BF16
@@ -304,6 +305,7 @@ class TestMethods:
         model = jmp.with_policy(Outer(), jmp.PolicyMap({"chain": "p=f32,c=bf16,o=f16"}, "float32"))
         assert model.apply({}, X) == ((BF16, BF16), jnp.float16)
 
+    @pytest.mark.slow
     def test_bound_module_runs_with_the_policy(self):
         model = instance()
         bound = model.bind(model.init(KEY, X))
@@ -356,7 +358,7 @@ class Table(nn.Module):
 class TestOwnPolicyOfASubmodule:
     """A policied module inside another: whatever is asked of it, it answers under its own policy."""
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("ask", [lambda t, x: t.weights, lambda t, x: t._product(x), lambda t, x: t(x)])
     def test_holds_for_setup_and_private_methods_too(self, ask):
         class Reader(nn.Module):
@@ -432,6 +434,7 @@ class TestJit:
             out, variables = model.init_with_output(KEY, X)
             assert out == model.apply(variables, X) == expected
 
+    @pytest.mark.slow
     def test_second_call_does_not_trace_again(self):
         model, traces = instance(), []
 
@@ -532,6 +535,7 @@ def test_running_statistics_and_counters_are_never_narrowed():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {BF16}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_default_precision")
 def test_matmuls_run_at_the_policys_precision():
     model = jmp.with_policy(nn.Dense(2), "params=float32,precision=highest")
@@ -572,6 +576,7 @@ def test_copies_and_pickles_keep_the_policy(again):
         assert jmp.policy_of(again(model)) is jmp.policy_of(model)
 
 
+@pytest.mark.slow
 def test_partitioned_parameters_stay_boxed():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     model = jmp.with_policy(nn.Dense(4, kernel_init=init), "bfloat16")

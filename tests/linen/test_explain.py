@@ -285,6 +285,7 @@ def test_model_too_large_to_exist_is_explained():
     assert found.float32_bytes == 2 * found.total_bytes > 4 * 70e9
 
 
+@pytest.mark.slow
 def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     class Wide(nn.Module):
         @nn.compact

@@ -92,7 +92,7 @@ def _dtypes(tree):
     return {path: x.dtype for path, x in jax.tree.leaves_with_path(tree)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "spec"), [*itertools.product(LAYERS, POLICIES), *itertools.product(REPRESENTATIVE, OTHERS)]
 )
@@ -109,7 +109,7 @@ def test_layer_is_the_program_by_hand(name, spec):
     assert _dtypes(updated) == _dtypes({name: variables[name] for name in updated})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name, spec):
@@ -140,6 +140,7 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(nam
     assert _programs_of_leaves(lambda: _init(name, half).get("params", {})) == drawn
 
 
+@pytest.mark.slow
 def test_initializers_find_the_authors_dtypes_however_they_ask():
     class Asking(nn.Module):
         handed_down: jnp.dtype

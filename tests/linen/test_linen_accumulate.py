@@ -162,6 +162,7 @@ def test_a_rule_gives_the_head_alone_unrounded_sums():
     )
 
 
+@pytest.mark.slow
 def test_what_an_author_wrote_is_left_alone():
     def multiply(*args, **options):
         return jax.lax.dot_general(*args, **options)
@@ -294,6 +295,7 @@ def test_an_open_compute_dtype_is_told_by_the_inputs():
         narrow.init(jax.random.key(0), X)
 
 
+@pytest.mark.slow
 def test_an_accumulate_dtype_that_is_the_compute_dtype_changes_nothing():
     variables = Net().init(jax.random.key(0), X)
     programs = [

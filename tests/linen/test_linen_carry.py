@@ -64,6 +64,7 @@ def lifted(cell):
     return Scanned()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", BF16_INSIDE, "params=float32,compute=bfloat16,output=none"])
 @pytest.mark.parametrize("kind", [nn.SimpleCell, nn.LSTMCell])
 @pytest.mark.parametrize("scanned", [lambda cell: nn.RNN(cell, return_carry=True), lifted], ids=["RNN", "scan"])

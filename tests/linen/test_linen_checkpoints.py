@@ -102,7 +102,7 @@ def test_bytes_of_flax_serialization_are_cast_to_the_dtypes_of_another_policy(sa
     assert_cast(restored, states[saving])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("restoring", ["float32", "mixed_bfloat16", "bfloat16", "float16"])
 def test_parameters_restored_without_a_target_are_cast_to_the_param_dtype(saved, restoring):
     folder, states = saved

@@ -62,7 +62,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_call_has_the_policy(name):
     assert computes_in_bfloat16(CALLS[name]())
@@ -87,7 +87,7 @@ def _first_columns(table):
     return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_flax_shows_the_same_with_and_without_a_policy(name):
     ours, plain = VIEWS[name](MODEL), VIEWS[name](Coder())
@@ -137,6 +137,7 @@ class TestMethods:
             assert model.apply({}, X).tolist() == [2, 2]
             assert model.apply({}, X, method="encode").dtype == F32
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
     def test_module_that_a_rule_matches_casts_once_though_its_own_code_is_lifted(self, lift):
         class Lifting(Tracing):
@@ -211,6 +212,7 @@ class TestPast:
         assert [out.dtype for out in model.init_with_output(KEY, X)[0]] == [BF16, F16]
 
 
+@pytest.mark.slow
 def test_gradient_of_a_perturbation_is_found():
     variables = dict(VARIABLES)
     perturbations = variables.pop("perturbations")

@@ -61,7 +61,7 @@ def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
     assert (products > 0) == (in_8_bits > 0)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_beside_the_variables_of_layers_fit_for_it(name):
     case = CASES[name]
@@ -112,7 +112,7 @@ def test_layer_of_odd_sizes_is_what_it_is_without_float8(name):
     assert gradients(DELAYED) == gradients(PLAIN)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [DELAYED, CURRENT, BY_ROW, "float8/4(weight_grad=false,min_size=0)_from_mixed_bfloat16"]
 )

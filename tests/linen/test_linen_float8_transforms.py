@@ -169,6 +169,7 @@ def test_state_after_two_calls_of_the_model_in_one_loss_is_the_maximum(states):
     assert_same(states["two calls"], _max(states["no transform"], states["other call"]))
 
 
+@pytest.mark.slow
 def test_layers_that_are_scanned_over_have_a_state_each(states):
     unrolled = states["unrolled"]
     assert_same(states["stacked"], jax.tree.map(lambda *x: np.stack(x), unrolled["first"], unrolled["second"]))

@@ -160,7 +160,7 @@ def test_what_is_not_differentiated_needs_no_key():
     np.testing.assert_array_equal(model.apply(variables, X), keyed)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rngs", [None, {"params": jax.random.key(0)}, {"dropout": jax.random.key(0)}])
 def test_a_missing_key_is_an_error_that_names_the_stream(rngs):
     model, variables = make(NOISY)

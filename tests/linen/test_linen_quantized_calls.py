@@ -73,6 +73,7 @@ def test_submodule_with_a_policy_of_its_own_is_quantized_alone():
         np.testing.assert_array_equal(Outer().apply(made, X), Outer().apply(variables, X))
 
 
+@pytest.mark.slow
 def test_audit_shows_integer_products_forward_and_half_ones_backward(dense):
     model = jmp.with_policy(nn.Dense(8), INT8)
 
@@ -102,6 +103,7 @@ def test_tools_of_flax_work_on_a_quantized_model(dense):
     assert "Total Parameters: 72" in model.tabulate(KEY, X)
 
 
+@pytest.mark.slow
 def test_casts_and_checks_of_trees_leave_integers_alone(dense):
     quantized = quant.quantize(dense[0], INT8)
     cast = jmp.get_policy("bfloat16").cast_to_param(quantized)

@@ -231,6 +231,7 @@ def test_rule_that_the_error_names_leaves_the_weight_out():
         quant.quantize(variables, rules)
 
 
+@pytest.mark.slow
 def test_code_outside_of_a_model_is_told_of_the_rule():
     weight = quant.quantize_array(jnp.ones((4, 4)), "int8")
     with pytest.raises(AttributeError) as caught:

@@ -64,6 +64,7 @@ def unmatched(**kwargs):
     return jmp.PolicyMap({"haed": "float32"} | kwargs, MIXED)
 
 
+@pytest.mark.slow
 def test_rule_that_matches_nothing_is_named_once_however_often_the_model_is_traced():
     class Fresh(Mine):
         pass

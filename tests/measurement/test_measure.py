@@ -90,7 +90,7 @@ def normal(rng, *shape):
     return (rng.standard_normal(shape) * 10.0 ** rng.uniform(-9, 4, shape)).astype(np.float32)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [(), (1,), (7,), (255,), (1023,), (1024,), (1025,), (2053,), (100_003,), (3, 257), (4, 50, 3, 8), (700, 1), (2, 0)],
@@ -106,6 +106,7 @@ def test_counts_are_those_of_numpy_whatever_the_shape(shape):
         np.testing.assert_allclose(read_sums(record), sum_with_numpy(x, FLOATS), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_ties_subnormal_numbers_and_what_is_not_finite_are_counted_as_casts_have_them():
     neighbours = [np.nextafter(SPECIAL, np.float32(to)) for to in (0, np.inf)]
     check(np.concatenate([SPECIAL, -SPECIAL, *neighbours]))
@@ -117,11 +118,12 @@ def test_a_large_tensor_of_one_value_overflows_no_counter(value):
     check(np.full((3, 100_000), value, np.float32))
 
 
+@pytest.mark.slow
 def test_random_bits_of_float32_are_counted_exactly():
     check(np.random.default_rng().integers(0, 2**32, (301, 331), np.uint32).view(np.float32))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_every_number_of_16_bits_is_counted_exactly(name):
     x = np.arange(2**16, dtype=np.uint16).view(np.dtype(name))
@@ -129,7 +131,7 @@ def test_every_number_of_16_bits_is_counted_exactly(name):
     assert {leaf.dtype for leaf in (record.extremes, record.sums)} == {np.dtype("float32")}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"])
 def test_every_number_of_8_bits_is_counted_exactly(name):
     check(np.arange(2**8, dtype=np.uint8).view(np.dtype(name)), Meter(("float16", "float8_e5m2")))
@@ -142,6 +144,7 @@ ALL_FORMATS = tuple(
 )
 
 
+@pytest.mark.slow
 def test_every_format_loses_what_a_cast_of_ml_dtypes_loses():
     rng = np.random.default_rng()
     meter = Meter((*ALL_FORMATS, "float16", "bfloat16", "float32"))
@@ -154,6 +157,7 @@ def test_every_format_loses_what_a_cast_of_ml_dtypes_loses():
     assert record.sums.shape == (1, 1 + 2 * len(meter.formats), 2)
 
 
+@pytest.mark.slow
 def test_errors_of_every_format_are_those_of_casts_that_saturate():
     meter, rng = Meter(ALL_FORMATS), np.random.default_rng()
     for binade in (-60, -3, 0, 9, 60):
@@ -161,7 +165,7 @@ def test_errors_of_every_format_are_those_of_casts_that_saturate():
         np.testing.assert_allclose(read_sums(measure(meter, jnp.asarray(x))), sum_with_numpy(x, ALL_FORMATS), rtol=1e-5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1e-37, 0.1, 3e38])
 def test_a_root_mean_square_is_right_to_six_digits_where_roundings_add_up(value):
     x = np.full((3, 33_333), value, np.float32)
@@ -170,6 +174,7 @@ def test_a_root_mean_square_is_right_to_six_digits_where_roundings_add_up(value)
     assert abs(np.sqrt(read_sums(measure(METER, jnp.asarray(x)))[0] / squares) - 1) < 1e-6
 
 
+@pytest.mark.slow
 def test_subnormal_numbers_are_counted_and_are_zeros_in_sums():
     record = check(np.array([1e-40, 2e-41, 0], np.float32))
     if jax.default_backend() == "cpu":
@@ -203,6 +208,7 @@ def test_counts_of_slices_with_more_than_32_bits_carry(monkeypatch):
         assert read_counts(jax.jit(METER.measure)(jnp.asarray(x))).tolist() == count_with_numpy(x, FLOATS).tolist()
 
 
+@pytest.mark.slow
 def test_without_formats_and_histogram_the_counts_are_four():
     record = measure(Meter((), False), jnp.asarray(SPECIAL))
     assert read_counts(record).tolist() == [1, 2, 1, 2]
@@ -259,12 +265,13 @@ def test_it_is_measured_inside_shard_map():
         assert records.counts[i, 0].tolist() == want.tolist()
 
 
+@pytest.mark.slow
 def test_a_value_that_xla_knows_is_not_measured_while_it_compiles():
     lowered = jax.jit(lambda x: (x, METER.measure(jnp.zeros((16, 16))))).lower(jnp.ones(2))
     assert count_bytes(lowered) > 2 * 16 * 16 * 4  # it is read in two passes
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (7,), (2000,), (64, 64), (3, 2053), (2053, 3), (2, 3, 50, 40)])
 def test_the_form_for_tpus_measures_the_same(shape):
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape) * 1e-5, jnp.float32)

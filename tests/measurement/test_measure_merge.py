@@ -111,6 +111,7 @@ def test_what_was_never_measured_changes_nothing():
     assert empty.extremes.tolist() == [[0.0, float("inf")]]
 
 
+@pytest.mark.slow
 def test_subnormal_extremes_survive_a_merge():
     small, zero = (jax.jit(METER.measure)(jnp.asarray([value], jnp.float32)) for value in (1e-45, 0.0))
     merged = jax.jit(merge)(zero, small)

@@ -9,6 +9,7 @@ from nnx_models import BF16_INSIDE, Net, Scale, X, dtype_of, rngs
 import jmp_policy as jmp
 
 
+@pytest.mark.slow
 def test_replaced_child_gets_the_policy_and_the_object_assigned_does_not():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     new = model.embed = nnx.Linear(4, 4, rngs=rngs())
@@ -68,6 +69,7 @@ def test_new_child_gets_what_the_map_says_of_its_path():
     assert (model.head.dtype, model.scale.read, model.encoded) == (jnp.float32, "float16", "float16")
 
 
+@pytest.mark.slow
 def test_new_child_gets_what_the_map_says_of_the_types_around_it():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):
@@ -79,6 +81,7 @@ def test_new_child_gets_what_the_map_says_of_the_types_around_it():
     assert model.net.embed.dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_new_child_whose_parameters_have_another_dtype_is_an_error():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=rngs())

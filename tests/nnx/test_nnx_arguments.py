@@ -25,6 +25,7 @@ class Dropped(nnx.Module):
         return self.dropout(x, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_rngs_passed_to_a_model_advance():
     model, streams = jmp.with_policy(Dropped(), "mixed_bfloat16"), rngs()
     ones = jnp.ones((64,))

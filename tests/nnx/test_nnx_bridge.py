@@ -53,6 +53,7 @@ def test_linen_module_in_a_bridge_has_the_policy(lazily):
     assert model.kernel.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_linen_module_in_a_bridge_inside_a_model_returns_compute_dtype():
     class Outer(nnx.Module):
         def __init__(self):

@@ -72,7 +72,7 @@ def _first_columns(table):
     return [[cell.strip() for cell in line.split("│")[1:3]] for line in table.splitlines() if "│" in line][1:]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_nnx_shows_the_same_with_and_without_a_policy(name):
     ours, plain = VIEWS[name](made()), VIEWS[name](Net(rngs=rngs()))

@@ -230,6 +230,7 @@ def test_state_of_another_type_is_an_error_that_says_so(argument, where, argnums
         jmp.nnx.grad(lambda _: 0.0, argnums, loss_scale=SCALE)(argument())
 
 
+@pytest.mark.slow
 def test_state_of_another_type_may_stand_where_it_is_not_differentiated():
     grads = jmp.nnx.grad(lambda model: model.kernel[...].sum(), loss_scale=SCALE)(Product(EACH(nnx.BatchStat)))
     assert list(grads) == ["kernel"]

@@ -176,6 +176,7 @@ def test_loss_scale_and_metrics_are_found_in_an_optimizer():
     }
 
 
+@pytest.mark.slow
 def test_any_other_transformation_does_what_flax_does():
     model = nnx.Linear(4, 4, rngs=rngs())
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
@@ -207,6 +208,7 @@ def test_extra_arguments_reach_the_transformation():
     assert int(optimizer.step[...]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x", [X, BAD])
 def test_array_references_hold_after_a_step_what_flax_leaves_in_them(x):
     """`flax.nnx.grad` works on copies of them, so that there is nothing to keep where a step is skipped."""

@@ -13,7 +13,7 @@ import jmp_policy as jmp
 INFER = "params=float32,compute=none,output=none"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_everything_inside_computes_in_the_dtype_of_the_input(dtype):
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
@@ -33,6 +33,7 @@ def test_the_dtype_of_one_call_is_forgotten_at_the_next():
     assert model.scale.read == "float32"
 
 
+@pytest.mark.slow
 def test_without_floating_inputs_it_is_float32():
     model = jmp.with_policy(nnx.Embed(7, 4, rngs=rngs()), INFER)
     assert model(jnp.arange(3)).dtype == jnp.float32
@@ -96,6 +97,7 @@ def test_an_error_in_a_call_forgets_the_dtype_too():
     assert model.embed.dtype is None
 
 
+@pytest.mark.slow
 def test_jit_is_keyed_on_the_dtype():
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
     call = nnx.jit(lambda model, x: model(x))
@@ -120,6 +122,7 @@ def test_jitted_function_inside_is_traced_for_each_dtype_though_its_arguments_ar
     assert [model(X.astype(dtype), jnp.arange(3)).dtype for dtype in dtypes] == dtypes
 
 
+@pytest.mark.slow
 def test_threads_that_call_one_model_at_a_time_have_each_its_own_dtype():
     dtypes = ["float16", "float32", "bfloat16"]
     everyone_is_inside = threading.Barrier(len(dtypes))
@@ -138,6 +141,7 @@ def test_threads_that_call_one_model_at_a_time_have_each_its_own_dtype():
         assert [out.dtype for out in pool.map(model, inputs)] == dtypes
 
 
+@pytest.mark.slow
 def test_model_inside_with_an_inferred_dtype_of_its_own_takes_that_of_its_own_input():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):

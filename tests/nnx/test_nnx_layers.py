@@ -158,6 +158,7 @@ def test_every_module_that_flax_exports_is_in_the_registry():
     assert not _uncovered_modules()
 
 
+@pytest.mark.slow
 def test_module_that_flax_adds_is_missed_by_name(monkeypatch):
     monkeypatch.setattr(nnx, "Mamba", type("Mamba", (nnx.Module,), {}), raising=False)
     assert _uncovered_modules() == {"Mamba"}
@@ -180,7 +181,7 @@ def test_variables_are_those_of_the_layer_without_a_policy(name):
     assert all(variables[0][path] is variables[1][path] for path in shared)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
     plain = _filled(name)

@@ -74,7 +74,7 @@ def count_of(model):
     return model.blocks[0].dense.rounding.count[...].item()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [POLICY, jmp.PolicyMap({"head": POLICY}, POLICY)])
 def test_explain_says_by_which_name_a_layer_is_kept(given):
     left = "left: nvfp4 keeps what is named {!r}, unless keep=none"
@@ -125,6 +125,7 @@ def test_a_module_that_is_assigned_later_is_kept_as_well():
     assert reasons(model) == reasons(make(POLICY))
 
 
+@pytest.mark.slow
 def test_a_linen_module_in_a_kept_place_is_kept():
     class Bridged(nnx.Module):
         def __init__(self, rngs):
@@ -220,6 +221,7 @@ def test_streams_are_split_for_vmap_and_scan():
     assert model.dense.rounding.count[...] > 0
 
 
+@pytest.mark.slow
 def test_a_missing_stream_is_an_error_that_says_how_to_make_one():
     model = make(NOISY)
     model(X)  # what is not differentiated draws nothing

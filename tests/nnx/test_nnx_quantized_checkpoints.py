@@ -52,7 +52,7 @@ def assert_same(restored, model, out, atol=0.0):
     np.testing.assert_allclose(nnx.jit(lambda model: model(X))(restored), out, rtol=0, atol=atol, strict=True)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_a_state_is_restored_into_a_model_made_of_shapes(saved):
     policy, model, out, folder = saved
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))

@@ -76,6 +76,7 @@ def test_a_quantized_weight_is_no_param(quantized):
     assert isinstance(quantized.head.kernel[...], QuantizedArray)
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_split_merged_cloned_and_updated(quantized, out):
     graphdef, state = nnx.split(quantized)
     assert hash(graphdef) == hash(nnx.graphdef(nnx.clone(quantized)))

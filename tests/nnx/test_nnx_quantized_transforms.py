@@ -62,7 +62,7 @@ def separately(layers, x):
     return sum(of_stack(layers, i)(x) for i in range(3))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, INT4])
 def test_a_stack_has_a_scale_for_each_of_its_layers(layer, policy):
     @nnx.jit
@@ -155,6 +155,7 @@ def test_an_embedding_is_sharded_as_it_is_told(attach):
     assert [(out.shape, out.sharding.spec[0]) for out in seen] == [((8, 8), "d"), ((4, 8), "d")]
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_in_one_another_are_given_the_policy():
     @jax.jit
     def outputs(params, x):

@@ -53,7 +53,7 @@ def assert_is_the_program_by_hand(use, by_hand, **models):
         assert ours.as_text() == expected.as_text(), name
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", USES)
 def test_transform_outside_of_a_policy_and_inside_is_the_program_by_hand(name):
     use, compute = USES[name], POLICY.compute_dtype
@@ -111,6 +111,7 @@ def test_transforms_run_the_policied_program(name):
     assert model.scale.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_one_jitted_function_keeps_policies_apart():
     plain = Pure(rngs=rngs())
     traces = []
@@ -121,7 +122,7 @@ def test_one_jitted_function_keeps_policies_apart():
     assert len(traces) == 3  # the last mixed_bfloat16 is the program of the first
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
 def test_methods_that_are_transforms_keep_parameters_as_they_are_stored(transform):
     class Transformed(nnx.Module):
@@ -143,6 +144,7 @@ def _stacked(count):
     return nnx.vmap(lambda rngs: Scale(rngs=rngs))(rngs().split(count))
 
 
+@pytest.mark.slow
 def test_scan_over_policied_layers():
     layers = jmp.with_policy(_stacked(3), "mixed_bfloat16")
     scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

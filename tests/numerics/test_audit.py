@@ -149,7 +149,7 @@ def train_step(model):
     return jax.value_and_grad(loss_fn)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [

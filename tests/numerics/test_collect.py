@@ -331,6 +331,7 @@ def test_a_program_without_what_is_chosen_is_an_empty_report():
     assert "nothing" in str(stats).lower()
 
 
+@pytest.mark.slow
 def test_what_is_no_array_passes_through():
     out, stats = observe(lambda x, name, n: {"y": x * n, "name": name, "none": None})(X, "adam", 2)
     assert (out["name"], out["none"]) == ("adam", None)

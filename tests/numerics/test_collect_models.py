@@ -165,6 +165,7 @@ def test_a_linen_cell_in_a_scan_has_its_path_once():
     assert {matmul.path for matmul in audit(model.apply)(variables, xs).matmuls} == {"cell/i", "cell/h"}
 
 
+@pytest.mark.slow
 def test_what_autocast_decides_is_what_is_measured():
     fun = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
     for observed, dtype in (

@@ -125,7 +125,7 @@ CALLABLES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLABLES)
 def test_anything_that_can_be_called_is_collected(name):
     static = {"double": True} if name == "a jitted function" else {}
@@ -135,6 +135,7 @@ def test_anything_that_can_be_called_is_collected(name):
     assert [row.primitive for row in find(stats, "forward")] == ["dot_general"]
 
 
+@pytest.mark.slow
 def test_python_arguments_are_constants():
     observed = observe(lambda x, layers, name=None: (x @ W if layers else x, name))
     (out, name), stats = observed(X, 1, name="head")

@@ -151,7 +151,7 @@ def test_a_step_that_overflows_says_so():
     assert find(stats, "forward")[0].nonfinite == 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_tensors_without_a_number_have_no_smallest_one(shape, value):

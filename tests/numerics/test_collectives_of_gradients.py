@@ -21,6 +21,7 @@ from jmp_policy.numerics import collectives
 LOSS = ("all-reduce", "float32", ("data",), (), "forward", 1)
 
 
+@pytest.mark.slow
 def test_gradients_of_replicated_parameters_are_reduced_in_the_dtype_of_their_products():
     """XLA for CPUs widens what it reduces in bfloat16, but later."""
     report = grads_of_mlp(DATA, (), ())
@@ -41,6 +42,7 @@ def test_gradients_of_replicated_parameters_are_reduced_in_the_dtype_of_their_pr
     assert all(row.source.endswith("(loss_of_mlp)") for row in report.rows)
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_gathered_for_the_forward_pass():
     report = grads_of_mlp(DATA, ("data",), ("data",))
     assert summary(report.select(kind="all-gather")) == [
@@ -51,6 +53,7 @@ def test_sharded_parameters_are_gathered_for_the_forward_pass():
     report.assert_reduced_in("bfloat16", of="gradients")
 
 
+@pytest.mark.slow
 def test_activations_of_a_tensor_axis_are_no_gradients():
     def loss(params, x):
         with jax.named_scope("first"):
@@ -128,7 +131,7 @@ def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
     assert [name for name, row in rows.items() if row.is_gradient] == ["backward reduce-scatter"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @BOTH_WAYS
 def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
     """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""
@@ -155,7 +158,7 @@ def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
     ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @BOTH_WAYS
 def test_gradients_that_are_summed_after_the_backward_pass_are_gradients(compiled):
     """Also in a loop over steps, whose next step reads what this one leaves."""
@@ -323,6 +326,7 @@ class Module(nnx.Module):
         return self.body(x)
 
 
+@pytest.mark.slow
 def test_an_nnx_model():
     graph, state = nnx.split(jmp.with_policy(Module(nnx.Rngs(0)), "mixed_bfloat16"))
     model = nnx.merge(graph, jax.device_put(state, NamedSharding(DATA, P())))

@@ -158,7 +158,7 @@ def test_a_compiler_that_writes_nothing_down_is_an_error():
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@examples(100)
+@examples(40)
 @given(SIZES, st.data())
 def test_axes_are_found_from_groups_of_devices(sizes, data):
     names = [f"axis{i}" for i in range(len(sizes))]

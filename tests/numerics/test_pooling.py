@@ -132,7 +132,7 @@ def test_what_audit_and_explain_advise_makes_the_logits_right(api):
     assert pooled.dtype == jnp.bfloat16
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("api", FUNCTIONS)
 def test_autocast_pools_in_float32(api):
     apply = jmp.autocast(FUNCTIONS[api](None, nn.avg_pool)[0], MIXED)

@@ -23,6 +23,7 @@ def _after(tx, *bad):
 NAN = float("nan")
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_at_its_floor_is_stuck():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0, min_loss_scale=2.0))
     message = (
@@ -41,6 +42,7 @@ def test_a_floor_that_float32_rounds_up_or_down_is_seen(floor):
         jmp.optim.check(_after(tx, NAN, NAN))
 
 
+@pytest.mark.slow
 def test_a_dynamic_scale_on_its_way_down_is_not_stuck():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(2.0**20))
     jmp.optim.check(_after(tx, *[NAN] * 15))
@@ -57,7 +59,7 @@ def test_a_good_step_ends_the_series():
     jmp.optim.check(_after(tx, NAN, NAN, NAN, None))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0)])
 def test_a_scale_that_does_not_change_is_stuck_after_some_patience(scale):
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), scale)

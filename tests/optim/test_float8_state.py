@@ -161,6 +161,7 @@ def test_amax_that_is_not_finite_neither_enters_the_state_nor_skips_a_step(way, 
     assert bool((new_params["model"]["params"]["w"] != params["model"]["params"]["w"]).any())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_layer_that_did_not_run_keeps_its_state(way):
     tx, step = compiled_step(way)
@@ -184,6 +185,7 @@ def test_update_without_parameters_is_an_error_that_says_so():
         tx.update(with_state(grads_of(0), NEW), tx.init(params))
 
 
+@pytest.mark.slow
 def test_figures_of_a_wrapped_optimizer_are_those_without_state():
     figures = []
     for tree, grads in ((with_state(params_of()), with_state(grads_of(0), NEW)), (params_of(), grads_of(0))):

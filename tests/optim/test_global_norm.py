@@ -21,7 +21,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_float8_state_does_not_count(place):
     of_all = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(PLACES[place])))
@@ -30,7 +30,7 @@ def test_float8_state_does_not_count(place):
     np.testing.assert_allclose(jax.jit(jmp.optim.global_norm)(PLACES[place]), NORM, rtol=2**-20)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_the_norm_is_that_of_float64_in_every_dtype(dtype):
     numbers = np.random.default_rng(0)
@@ -49,6 +49,7 @@ def test_a_gradient_that_is_not_finite_shows(bad):
     assert not jnp.isfinite(jmp.optim.global_norm({"w": jnp.ones(5000).at[1].set(bad)}))
 
 
+@pytest.mark.slow
 def test_integers_and_empty_trees_count_as_zero():
     grads = jax.grad(lambda p: p["w"] * 3.0, allow_int=True)({"w": 2.0, "n": jnp.arange(2)})
     assert float(jmp.optim.global_norm(grads)) == 3.0

@@ -32,6 +32,7 @@ class TestMultiSteps:
         assert bits((with_bad[0], with_bad[1].inner_state)) == bits((without[0], without[1].inner_state))
         assert int(with_bad[1].inner_state.gradient_step) == 1
 
+    @pytest.mark.slow
     def test_the_mean_of_the_kept_microbatches_is_applied(self):
         tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(1.0), 2), jmp.DynamicLossScale())
         step = jax.jit(functools.partial(by_step, tx))
@@ -47,6 +48,7 @@ class TestMultiSteps:
         _, state = way(tx, grads_of(0), tx.init(params_of()), params_of(), value=jnp.float32(3))
         assert int(state.inner_state.mini_step) == 1
 
+    @pytest.mark.slow
     def test_optim_step_hands_extra_arguments_to_a_bare_one(self):
         tx = optax.MultiSteps(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()), 2)
         _, state = jmp.optim.step(tx, grads_of(0), tx.init(params_of()), params_of(), value=jnp.float32(3))
@@ -54,7 +56,7 @@ class TestMultiSteps:
 
 
 class TestExtraArguments:
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_a_skipped_step_is_no_plateau(self, way):
         inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
         tx = jmp.optim.loss_scaled(inner, jmp.DynamicLossScale())
@@ -83,6 +85,7 @@ class TestExtraArguments:
         np.testing.assert_allclose(searched["w"], alone["w"], rtol=1e-6)
         assert bool(state.grads_finite)
 
+    @pytest.mark.sample(1)
     def test_optimizers_without_extra_arguments_ignore_them(self, way):
         tx = jmp.optim.loss_scaled(optax.GradientTransformation(*optax.sgd(1.0)), jmp.NoOpLossScale())
         params, _ = way(tx, {"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)}, value=1.0)
@@ -101,6 +104,7 @@ class TestPlacement:
         assert bits(params) == bits(params_of())
         assert int(jmp.metrics(state)["skipped_steps"]) == 1
 
+    @pytest.mark.sample(1)
     def test_the_learning_rate_can_be_set_from_outside(self, way):
         tx = jmp.optim.loss_scaled(optax.inject_hyperparams(optax.sgd)(1.0), jmp.DynamicLossScale())
         state = optax.tree_utils.tree_set(tx.init({"w": jnp.ones(1)}), learning_rate=0.5)
@@ -127,7 +131,7 @@ class TestPlacement:
 
 
 class TestTrees:
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_gradients_of_integers_are_float0_and_leave_their_parameters_alone(self, way):
         """Weight decay would turn the 5 into a 4."""
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2, weight_decay=0.1), jmp.DynamicLossScale())
@@ -176,7 +180,7 @@ class TestSkipNonfinite:
             trained, _ = train((params_of(), tx.init(params_of())), history)
             assert bool(jmp.all_finite(trained)) == lives
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_it_is_loss_scaled_without_a_scale(self, way):
         tx = jmp.optim.skip_nonfinite(optax.adam(1e-2))
         step = jax.jit(functools.partial(way, tx))
@@ -287,7 +291,7 @@ class TestDevices:
         assert skipped["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
         assert state.skipped_steps.tolist() == [[1, 1], [1, 1]]
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_fresh_states_may_be_donated_one_after_the_other(self, way):
         """Each array of a state is its own, also that of the loss scale the user holds on to."""
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())

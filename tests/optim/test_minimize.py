@@ -66,7 +66,7 @@ def test_it_is_value_and_grad_and_step(inner, kind):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), ours, theirs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNER)
 def test_a_bad_step_keeps_every_bit(inner):
     tx = _wrap("scaled", INNER[inner]())
@@ -111,6 +111,7 @@ def test_half_parameters_are_minimized_too():
     assert bool(state.grads_finite)
 
 
+@pytest.mark.slow
 def test_a_half_precision_loss_is_a_warning():
     tx = _wrap("scaled", optax.sgd(0.1))
     step = jmp.optim.minimize(lambda w: jnp.sum(w.astype(jnp.float16)), tx)

@@ -108,7 +108,7 @@ def test_encoding_is_a_search_among_midpoints(code, compiled):
     np.testing.assert_array_equal(codes, np.searchsorted(midpoints(code), x.astype(np.float64)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_code
 def test_entries_come_back_as_their_codes(code):
     codes = np.arange(256, dtype=np.uint8)
@@ -131,7 +131,7 @@ def test_a_loop_over_pieces_gives_the_same_bits(code):
     np.testing.assert_array_equal(codes, encode(code, x * np.float32(0.7), noise))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_code
 def test_what_is_beyond_the_entries_is_clipped(code):
     x = jnp.float32([-np.inf, -3, -1.0001, 1.0001, 3, np.inf])
@@ -177,6 +177,7 @@ def test_a_block_divided_by_its_largest_number_with_its_sign_stays_as_it_is(code
         np.testing.assert_array_equal(values, first)
 
 
+@pytest.mark.slow
 def test_a_second_moment_that_is_not_zero_is_never_rounded_to_zero():
     x = np.float32([1e-45, 1e-40, np.finfo(np.float32).tiny, 1e-30, 1e-10])
     for noise in (None, jnp.zeros(x.shape, jnp.uint8)):
@@ -200,7 +201,7 @@ def test_a_decay_shorter_than_a_step_survives_rounding_at_random_alone(code):
     assert abs(float(decayed.mean()) / (0.5 * 0.999**700) - 1) < 0.03
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "encode", "decode"),
     [(DYNAMIC, 110, 45), (UNSIGNED_FLOAT, 25, 12)],

@@ -75,7 +75,7 @@ def _init(tx):
     return jax.eval_shape(tx.init, params_of())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("tx", "state", "nesting"), [*NEVER.values(), *NOT_IN_A_STEP.values()])
 def test_a_step_of_another_nesting_is_an_error_that_shows_one_that_works(tx, state, nesting):
     with _error(state, nesting) as error:

@@ -54,12 +54,13 @@ def test_optax_can_replace_the_scale():
     assert float(jmp.metrics(replaced)["loss_scale"]) == 64.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 def test_flax_bytes_bring_it_back(trained):
     fresh, state = trained
     _assert_same(flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)), state)
 
 
+@pytest.mark.sample(2)
 def test_flax_state_dicts_are_made_of_names_and_arrays(trained):
     fresh, state = trained
     saved = flax.serialization.to_state_dict(state)
@@ -88,6 +89,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_another_kind_of_loss_scale():
     params, grads = params_of(), [grads_of(seed) for seed in range(2)]
 

@@ -67,7 +67,7 @@ def test_the_last_skipped_step_is_known_and_a_good_one_changes_nothing_of_it(way
     assert type(state) is ProvenanceState
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_and_all_else_of_the_state_have_the_bits_of_a_run_without(way):
     params, state = take_steps(CARRYING, STEPS, WAYS[way])
@@ -108,6 +108,7 @@ def test_a_state_goes_through_scan_vmap_and_donation():
     assert jax.tree.map(lambda x: x[1], states).provenance.path == "block"
 
 
+@pytest.mark.slow
 def test_the_second_step_compiles_nothing_again():
     traces = []
 
@@ -155,6 +156,7 @@ def test_devices_of_jit_share_one_provenance():
     assert params["w"].sharding == sharding
 
 
+@pytest.mark.slow
 def test_microbatches_are_counted():
     tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), SCALE, provenance=True)
     _, state = take_steps(tx, STEPS)

@@ -139,6 +139,7 @@ def test_an_nnx_optimizer_that_carries_none_refuses_a_provenance():
         optimizer.update(model, grads, provenance=jmp.numerics.Provenance.empty())
 
 
+@pytest.mark.slow
 def test_a_float8_train_state_hands_its_provenance_on():
     params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"input_scale": jnp.ones(1)}}
     state = jmp.linen.TrainState.create(apply_fn=None, params=params, tx=TX)

@@ -117,6 +117,7 @@ def test_the_state_of_another_optimizer_is_an_error():
         tx.update(PARAMS, optax.adam(1e-2).init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 def test_what_blocks_do_not_fit_small_ones_embeddings_and_integers_are_left():
     params = make_params() | {"steps": jnp.ones((64, 64), jnp.int32), "none": None}
     params |= {"wte": jnp.ones((64, 16)), "my_Embedding": {"table": jnp.ones((64, 16))}, "empty": jnp.ones((0, 64))}

@@ -130,6 +130,7 @@ def test_scale_stays_within_its_bounds_and_comes_back_from_the_floor(scale_and_h
         assert after.max() >= np.median(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CEILING_IN_REACH)
 def test_scale_waits_at_its_ceiling(histories, name):
     assert (histories[name]["loss_scale"] == SCALES[name].max_loss_scale).mean() > 0.1

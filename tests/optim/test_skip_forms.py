@@ -68,14 +68,14 @@ class TestASkippedStepKeepsEveryBit:
         new_params, new_state = _skip(tx, donate_argnums=donated)(_bad(params), state, device_params)
         assert bits((new_params, new_state.inner_state)) == before
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_eagerly(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         state = _state_of_any_bits(tx, params)
         new_params, new_state = jmp.optim.step(tx, _bad(params, np.inf), state, jax.tree.map(jnp.asarray, params))
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_by_update_and_apply_but_for_subnormals_and_nans(self, form):
         """Updates are added, which makes a nan quiet."""
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
@@ -100,7 +100,7 @@ class TestASkippedStepKeepsEveryBit:
         assert bits((new_params, new_state.inner_state)) == bits((params, state.inner_state))
         assert int(new_state.skipped_steps) == 3
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_under_vmap_each_example_decides_for_itself(self, form):
         params, tx = _all_bits(), jmp.optim.skip_nonfinite(SGD())
         if form == "branch":
@@ -200,7 +200,7 @@ class TestEachPlatformGetsItsForm:
         forms = self._forms(jmp.optim.skip_nonfinite(ADAMW()), PARAMS, PARAMS)
         assert forms == {"cpu": "branch", "cuda": "select", "rocm": "select", "tpu": "select"}
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", METHODS)
     def test_of_half_precision_parameters(self, name):
         half = jmp.cast_floating(PARAMS, jnp.bfloat16)
@@ -221,6 +221,7 @@ class TestEachPlatformGetsItsForm:
             exported = self._export(jmp.optim.minimize(loss, tx), *args, platforms=[platform])
             assert bool(_branches(exported.mlir_module())) == branches
 
+    @pytest.mark.slow
     def test_in_an_export_for_all_of_them(self):
         tx = jmp.optim.skip_nonfinite(SGD())
         step = lambda grads, state, params: jmp.optim.step(tx, grads, state, params)

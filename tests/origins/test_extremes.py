@@ -37,7 +37,7 @@ def test_keys_have_the_order_of_all_numbers_and_give_them_back(dtype):
     np.testing.assert_array_equal(back, numbers.astype(np.float32))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32])
 def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
     bits = np.uint16 if np.dtype(dtype).itemsize == 2 else np.uint32
@@ -49,7 +49,7 @@ def test_keys_of_nan_are_beyond_those_of_infinity(dtype):
     assert encode_keys(jnp.array([np.inf, -np.inf], dtype)).tolist() == [INFINITY, ~INFINITY]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, ml_dtypes.float8_e5m2, np.complex64])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (64, 129)])
 def test_extremes_are_those_of_numpy(dtype, shape):
@@ -119,7 +119,7 @@ def test_a_while_inside_of_a_while_has_both_turns():
 NUMBERS = np.array([0, 1e-45, 1, 65504, 3.4028235e38, np.inf, np.nan], np.float32)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "fun",
     [

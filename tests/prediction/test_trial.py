@@ -96,7 +96,7 @@ IGNORED = ("convert_element_type", "custom_jvp_call")
 """Casts are what a policy adds; a function with a derivative of its own is what is inside of it."""
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fun", [square, loop, twice, checkpointed], ids=lambda fun: fun.__name__)
 def test_autocast_writes_what_is_predicted(fun, policy):

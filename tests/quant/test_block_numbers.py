@@ -126,7 +126,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "axis", "block_size", "dtype"), CASES, ids=str)
 def test_blocks_may_lie_along_any_axis_and_have_any_size(shape, axis, block_size, dtype):
     x = normal(*shape, dtype=dtype)
@@ -221,7 +221,7 @@ def test_two_levels_of_scales_are_right_in_every_bit(case):
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-44, 1e-40, 1e-38, 1e-36, 1e-34, 1e-30, 1.0, 1e30, HUGE])
 def test_tensors_of_any_size_keep_their_numbers_and_overflow_nowhere(size):
     x = np.random.default_rng().uniform(-1, 1, (64, 64))
@@ -296,6 +296,7 @@ def test_random_rounding_takes_the_noise_of_its_key(shape):
     ).any()
 
 
+@pytest.mark.slow
 def test_noise_is_uniform_and_has_no_neighbours_alike():
     bits = np.asarray(draw_noise(jax.random.key(3), (64, 1024), 1)).ravel()
     counts = np.bincount(bits, minlength=256)
@@ -374,7 +375,7 @@ def test_rounded_numbers_are_not_rounded_again(name, rounding):
         np.testing.assert_array_equal(again.scale.astype(jnp.float32), blocks.scale.astype(jnp.float32))
 
 
-@examples(30)
+@examples(12)
 @given(strategies.data())
 def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
     shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, max_side=4))
@@ -389,7 +390,7 @@ def test_pairs_of_numbers_go_into_a_byte_and_come_back(data):
     np.testing.assert_array_equal(np.asarray(back).view(np.uint8), codes)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FORMATS, "nv"])
 def test_scaled_dot_multiplies_these_numbers(name):
     x, w = normal(24, 128), normal(128, 16)

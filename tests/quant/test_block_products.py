@@ -116,7 +116,7 @@ def check(equation, format, dtype, lengths):
         assert (error <= (count + 4) * UNIT["float32"] * magnitude + UNIT[wanted] * np.abs(exact)).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "format", "dtype"),
     [
@@ -135,7 +135,7 @@ FIVE = ("mxfp8/8", "mxfp4/8(activations=true)", "nvfp4/8", "mxfp8/8(activations=
 """With and without rounded inputs."""
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.float16])
 @pytest.mark.parametrize("format", FIVE)
 def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operands(format, preferred):
@@ -219,7 +219,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_and_in_all_gradients_that_
         assert np.isfinite(spoilt_weight[:, :5]).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_large_arrays_are_rounded_as_small_ones(format):
     x, w = random_array(4, 512), random_array(512, 256)
@@ -233,7 +233,7 @@ def test_large_arrays_are_rounded_as_small_ones(format):
 FORMATS_OF = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

@@ -95,7 +95,7 @@ def test_gradients_are_followed_to_the_products_that_sum_them(format):
         np.testing.assert_array_equal(reduced[1][layer]["kernel"], plain[1][layer]["kernel"])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_autocast_leaves_the_products_alone(format):
     loss_fn, args = make_step(format)

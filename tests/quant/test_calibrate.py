@@ -86,6 +86,7 @@ def test_what_is_calibrated_is_what_quantized_products_clip_to(linen_model):
     assert jnp.allclose(out[0], clipped @ kernel + dense["bias"], atol=8 * clips["first"] / 254 * float(kernel.max()))
 
 
+@pytest.mark.slow
 def test_layers_without_numbers_are_left_out_and_named():
     model = jmp.with_policy(Model(), POLICY)
     variables = jax.jit(model.init)(jax.random.key(0), batches()[0])
@@ -154,6 +155,7 @@ def test_a_clip_is_chosen_among_those_that_were_tried_on_every_batch():
     assert statistics.clip("mse") == 1e5
 
 
+@pytest.mark.slow
 def test_what_a_module_multiplies_after_its_parts_is_its_own():
     calibration, x = Calibration(), jnp.ones((4, 8))
 

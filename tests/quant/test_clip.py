@@ -51,7 +51,7 @@ def test_mse_is_the_best_fraction_of_a_search_in_float64_and_never_worse_than_ab
     assert format == "int8" or (best < 0.99 * whole).any()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("percentile", [100, 99.5, 90])
 def test_a_percentile_is_that_of_the_magnitudes(percentile):
     weight = heavy_tailed()

@@ -108,6 +108,7 @@ def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
         comparison["haed"]
 
 
+@pytest.mark.slow
 def test_layers_of_nnx_say_why_they_were_left():
     model = NnxModel(nnx.Rngs(0))
     comparison = quant.compare(model, quant.quantize(model, "int8(min_size=64)_from_float32"), X)

@@ -90,6 +90,7 @@ def quantize_and_dequantize(inputs, scale, name):
     return clipped.astype(FORMATS[name]).astype(np.float32) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_delay_of_two_is_the_scaling_of_keras(length):
     """The stored scale acts, and the one that is stored comes from the history as it was before this step."""

@@ -85,6 +85,7 @@ def test_reuse_takes_the_maximum_and_remat_updates_once():
     check_state(plain, state, input=np.abs(x).max(), kernel=np.abs(w).max(), output_grad=np.abs(t).max())
 
 
+@pytest.mark.slow
 def test_remat_gives_the_same_bits():
     x, w, grad, state = arrays(16, 16), arrays(16, 16), arrays(16, 16), fresh_state(3)
     remat = lambda x, w, *, state, quantization: jax.checkpoint(lambda *a: product(*a[:2], state=a[2]))(x, w, state)
@@ -107,6 +108,7 @@ def test_vmap_sees_all_examples_of_a_shared_state_and_each_of_its_own():
         check_state(jax.tree.map(lambda leaf, i=i: leaf[i], states), state, **seen)
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_not_taken_keeps_its_state():
     x, w, state = arrays(16, 16), arrays(16, 16), {KEY: fresh_state(3)}
 
@@ -175,6 +177,7 @@ def test_devices_have_the_maximum_of_what_they_all_saw(product, shapes, is_check
     check_state(after[KEY], variables[KEY], **seen)
 
 
+@pytest.mark.slow
 def test_forward_mode_is_refused_by_jax():
     x, w, state = arrays(16, 16), arrays(16, 16), fresh_state(3)
     with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):

@@ -92,6 +92,7 @@ def test_eager_equals_jit_bit_for_bit(format, dtype):
     np.testing.assert_array_equal(eager.dequantize(), jax.jit(lambda array: array.dequantize())(jitted))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_number_that_is_not_finite_spoils_what_shares_its_scale_and_nothing_else(format, bad):
@@ -136,7 +137,7 @@ def test_the_largest_numbers_of_a_dtype_neither_overflow_nor_lose_their_scale(dt
         assert np.abs(error).max() <= largest / steps * (HALF + 2.0**-4)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "axis"), [((1,), 0), ((1, 1), -1), ((7, 3), 0), ((2, 7, 3), -2), ((8, 3), 0)])
 def test_what_was_packed_two_to_a_byte_is_unpacked(shape, axis):
     values = np.random.default_rng().integers(0, 16, shape).astype(np.uint8)
@@ -166,6 +167,7 @@ def test_one_element_and_one_of_each_channel_are_their_own_scale():
         np.testing.assert_allclose(rows.dequantize(), [[0.3, -5]], rtol=2**-21)
 
 
+@pytest.mark.slow
 def test_int4_per_output_channel_is_one_block_however_long():
     weight = jnp.asarray(reference.fresh(LENGTH * 8, 4))
     whole, block = (quantized(weight, f"int4/{size}") for size in (-1, LENGTH * 8))

@@ -52,7 +52,7 @@ def test_bounds_are_infinite_where_a_number_is_not_finite(bad):
     assert not_finite.tolist() == [row == 3 for row in range(ROWS)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_bad_input_is_not_made_finite(name):
     product = _product(name)

@@ -81,7 +81,7 @@ def dots(draw):
 
 
 @given(dots())
-@examples(8)
+@examples(4)
 def test_any_dot_general_is_that_of_the_integers(case):
     equation, numbers, shapes = case
     x, w = (array(*shape) for shape in shapes)
@@ -193,6 +193,7 @@ def test_a_number_that_is_not_finite_spoils_its_own_row_and_no_other(bad):
         np.testing.assert_array_equal(np.delete(spoilt, 2, axis=0), np.delete(plain, 2, axis=0))
 
 
+@pytest.mark.slow
 def test_scales_whose_product_is_too_small_or_too_large_lose_nothing():
     tiny = jnp.full((1, 64), 1e-17)
     product = multiplied(tiny, tiny.T, "int8")
@@ -237,7 +238,7 @@ def test_take_gives_the_rows_of_the_dequantized_table(format):
     assert jax.eval_shape(take, stored, indices).dtype == jnp.float32
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["highest", "BF16_BF16_F32"])
 def test_a_matmul_precision_is_for_floats_and_integers_ignore_it(precision):
     x, w = array(5, 16), array(16, 6)

@@ -66,7 +66,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(format, dtype):
     assert (dx.dtype, dw.dtype) == (dtype, jnp.float32)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_stored_weight_gets_no_gradient_and_the_input_gets_its_own(format):
     x, w, cotangent = array(5, 16), array(16, 6), array(5, 6)
@@ -77,6 +77,7 @@ def test_a_stored_weight_gets_no_gradient_and_the_input_gets_its_own(format):
     assert not any(leaf.any() for leaf in jax.tree.leaves(dw) if leaf.dtype == jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_table_passes_gradients_to_the_rows_that_were_read():
     table, indices = array(7, 16), jnp.array([0, 3, 3])
     weight = lambda table: Unquantized(table, Int8(), table_layout(table.shape))
@@ -165,6 +166,7 @@ IMAGE, FILTER = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 9, 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("stored", [True, False])
 def test_hardware_gets_products_of_integers(stored, platform):

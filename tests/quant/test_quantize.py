@@ -174,6 +174,7 @@ def test_patterns_of_stacks_cover_what_is_inside_and_add_an_axis_each():
     assert scale(["blocks", "blocks/dense"]) == (2, 3, 1, 64)
 
 
+@pytest.mark.slow
 def test_the_clip_of_inputs_has_a_number_for_each_layer_of_a_stack():
     params = {"blocks": {"kernel": jnp.ones((2, 64, 64))}, "head": {"kernel": KERNEL}}
     new = quant.quantize(params, "int8_from_float32", stacked=["blocks"], input_clips={"blocks": 2.0, "head": 3})
@@ -207,6 +208,7 @@ def test_an_nnx_model_is_quantized_as_a_copy():
     assert new(jnp.arange(3)).shape == (3, 8)
 
 
+@pytest.mark.slow
 def test_a_weight_of_two_layers_stays_one():
     model = Model(nnx.Rngs(0))
     model.small = nnx.Linear(64, 64, rngs=nnx.Rngs(1))
@@ -215,6 +217,7 @@ def test_a_weight_of_two_layers_stays_one():
     assert new.small.kernel is new.up.kernel
 
 
+@pytest.mark.slow
 def test_a_layer_with_functions_of_its_author_is_left():
     model = Model(nnx.Rngs(0))
     model.up = nnx.Linear(64, 64, dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args), rngs=nnx.Rngs(1))
@@ -317,6 +320,7 @@ def test_a_table_has_eight_bits_unless_told_otherwise(policy, format):
     assert quantized["up"]["kernel"].format == jmp.get_policy(policy).quantization
 
 
+@pytest.mark.slow
 def test_a_table_may_be_stored_by_a_policy_that_differs_for_tables_alone():
     stored = quant.quantize_array(jnp.ones((64, 64)), "int4(table_bits=4)")
     assert match_format(stored, quant.Int4()).format == quant.Int4()

@@ -40,7 +40,7 @@ def weights(dtype="float32"):
     st.sampled_from(["int8", "int4/2", "int4/1000", "int4/-1", "mxfp8/2", "mxfp4/2", "nvfp4/2"]),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )
-@examples(15)
+@examples(8)
 def test_it_has_the_shape_and_dtype_of_the_weight_and_the_bytes_of_its_arrays(shape, channels, summed, format, dtype):
     summed = min(summed, len(shape))
     channels = min(channels, len(shape) - summed)
@@ -63,7 +63,7 @@ def test_bytes_of_a_weight_are_a_quarter_and_an_eighth_and_what_the_scales_take(
     assert (int8, int4) == (0.25 + 1 / 512, 0.125 + 5 / 4 / 128)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "bits", "error"),
     [
@@ -116,6 +116,7 @@ def test_copies_and_pickles_are_equal(round_trip):
         jax.tree.map(np.testing.assert_array_equal, again, array)
 
 
+@pytest.mark.slow
 def test_a_pickle_from_before_there_were_blocks_has_no_scale_of_the_tensor():
     array = weights()[2]
     state = {name: value for name, value in vars(array).items() if name != "tensor_scale"}

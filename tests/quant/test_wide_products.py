@@ -88,7 +88,7 @@ def test_results_and_gradients_are_sums_in_float32(name, compute):
     assert error(right_grad, true[2]) < 1e-6
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     left, right, grad = (x.astype(jnp.bfloat16) for x in operands(name, "bfloat16"))
@@ -128,7 +128,7 @@ def test_jax_itself_rounds_the_gradient_of_a_float32_weight():
     assert error(right_grad, exact("dense", left, right, grad)[2]) > 1e-3
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["bfloat16", "float32", "float64"])
 def test_the_result_has_the_accumulate_dtype_that_jax_has(accumulate):
     left, right, _ = operands("dense", "bfloat16")

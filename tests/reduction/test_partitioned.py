@@ -89,6 +89,7 @@ def test_a_sum_over_an_explicit_axis_is_widened_where_it_is_of_a_constant():
             assert [row.dtype for row in jmp.numerics.collectives(grad)(*arguments).rows] == [dtype]
 
 
+@pytest.mark.slow
 def test_what_is_widened_keeps_its_name():
     def loss(w, x):
         with jax.named_scope("head"):
@@ -100,6 +101,7 @@ def test_what_is_widened_keeps_its_name():
         assert [row.path for row in jmp.numerics.collectives(grad)(*arguments).rows] == ["head"]
 
 
+@pytest.mark.slow
 def test_what_reduces_inside_of_shard_map_is_widened_too():
     params, batch = make_arguments(dense)
 

@@ -83,7 +83,11 @@ def test_gradients_take_the_reduce_dtype_of_a_policy_that_they_meet(program):
     assert count_widened_products(found, params) == products
 
 
-@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap, "scan", "shard_map"], ids=lambda around: getattr(around, "__name__", around))
+@pytest.mark.parametrize(
+    "around",
+    [jax.jit, jax.checkpoint, jax.vmap, "scan", "shard_map"],
+    ids=["jit", "checkpoint", "vmap", "scan", "shard_map"],
+)
 def test_and_they_meet_it_inside_of_transformations(around, program):
     """Also a second time: a jitted function is not traced again, and would not meet its policy."""
     apply, params, products = program

@@ -72,7 +72,7 @@ def test_sums_are_those_of_float32():
         assert error.max() < np.abs(np.asarray(narrow[name], np.float64) - exact[name]).max()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [
@@ -266,6 +266,7 @@ def test_or_a_warning_at_the_users_line_and_the_others_are_widened():
     np.testing.assert_array_equal(grads["layer"]["b"], expected["b"])
 
 
+@pytest.mark.slow
 def test_a_narrower_reduction_is_refused_whatever_strict_says():
     params, x = make_arguments(one_example)
     wide = lambda p, x: jnp.mean((x.astype(jnp.float32) @ p["w"]) ** 2)

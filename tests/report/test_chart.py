@@ -79,6 +79,7 @@ def test_no_text_is_cut(figure):
         assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text
 
 
+@pytest.mark.sample(1)
 def test_every_axis_has_a_label(figure):
     for axes in figure.axes:
         assert axes.get_title()

@@ -63,7 +63,7 @@ def test_a_text_in_a_kernel_is_that_of_a_terminal_of_its_width(name, outputs, mo
     assert read_stream(outputs[name, "print"]) == f"{text}\n"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_kernel_displays_the_page(name, outputs):
     [shown] = outputs[name, "display"]

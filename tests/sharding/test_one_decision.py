@@ -125,6 +125,7 @@ def test_float8_magnitudes_are_those_of_one_device(axis_type):
     assert bits(found) == bits(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu("the passes are those of XLA:CPU")
 def test_the_check_of_many_leaves_is_one_collective_once_xla_has_combined_them():
     """The partitioner makes one for each leaf. For one of all, it would have to be given them in parts of one shape;

@@ -149,6 +149,7 @@ def test_the_losses_are_those_of_one_device(name, mesh_name):
     np.testing.assert_allclose(found, expected, rtol=2.0**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNER)
 def test_everything_is_donated_and_nothing_that_is_as_large_as_a_parameter_is_on_every_device(name):
     step, args = compile_step(name, "data x fsdp")
@@ -162,7 +163,7 @@ def test_everything_is_donated_and_nothing_that_is_as_large_as_a_parameter_is_on
     assert memory.argument_size_in_bytes - batch == sum(x.nbytes for x in small) + sum(x.nbytes // 2 for x in large)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_decision_is_one_scalar_and_gradients_move_in_the_dtypes_of_the_policy(check_vma):
     step, args = make_step("float32", make_auto_mesh(data=2, fsdp=2), ("data", "fsdp"), check_vma=check_vma)

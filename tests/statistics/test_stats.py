@@ -120,6 +120,7 @@ def test_leading_axes_are_merged_where_rows_are_read():
     assert_same_rows(stack([stack(many[:2]), stack([many[2], many[2].empty()])]).rows(), merged.rows())
 
 
+@pytest.mark.slow
 def test_a_merge_sees_all_numbers_of_both():
     left, right = draw_tensors(2, spread=3), draw_tensors(3, spread=20)
     merged = make_stats(left).merge(make_stats(right)).rows()
@@ -150,6 +151,7 @@ def test_equal_layouts_are_one_object_and_compare_by_identity():
     assert make_layout(*map(make_site, PATHS), formats=("float16",)) is not LAYOUT
 
 
+@pytest.mark.slow
 def test_a_second_call_does_not_trace_again():
     traces = []
 
@@ -198,6 +200,7 @@ def test_a_branch_may_skip():
     assert sum(row.count for row in skip_or_take(False, stats)) == 0
 
 
+@pytest.mark.slow
 def test_empty_of_a_batch_has_its_axes():
     batch = stack([make_stats(draw_tensors(0))] * 2)
     assert list(map(jnp.shape, batch.empty().record)) == list(map(jnp.shape, batch.record))

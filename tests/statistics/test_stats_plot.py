@@ -86,6 +86,7 @@ def test_texts_do_not_collide_and_are_not_cut(name):
         assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text
 
 
+@pytest.mark.slow
 def test_bars_are_the_shares_of_numbers():
     tensors = np.random.default_rng(0).normal(size=(3, *SHAPE)) * 2.0**-22
     tensors[0, 0, :4] = 0

@@ -52,6 +52,7 @@ def test_arguments_that_are_no_tuple():
     check(TypeError, "tune takes a tuple of arguments, got ", net, ARGS[0], HALF)
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_finite_in_float32():
     check(ValueError, "log returns nan or infinity in float32, and nothing can be", jnp.log, (-jnp.ones(3),), HALF)
 

@@ -51,6 +51,7 @@ def test_interrupted_and_resumed_is_as_never_interrupted(stop, tmp_path, monkeyp
     assert again.calls == repeated
 
 
+@pytest.mark.slow
 def test_another_tolerance_uses_the_same_trials(tmp_path):
     file = tmp_path / "trials.jsonl"
     tune(Counted(), trials_file=file)
