@@ -1,8 +1,8 @@
-"""Chooses which cases of a parametrized test run by default; the others are `slow`.
+"""Chooses which cases of a parametrized test run by default; a few others are `slow`, and the rest `exhaustive`.
 
 A test with one parameter runs all of its cases. A test over a product of parameters runs each value of each parameter
-at least once. `@pytest.mark.sample(n)` runs `n` cases, spread over the list; `@pytest.mark.every_case` runs the whole
-product.
+at least once. `@pytest.mark.sample(n)` runs `n` cases, spread over the list, and `@pytest.mark.every_case` all of a
+product. In a test that is `slow` as a whole, the chosen cases are slow and the others exhaustive.
 """
 
 import itertools
@@ -10,22 +10,32 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+MORE = 4
+"""How many further cases of a test are slow."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow all cases that the default run can spare."""
+    """Marks the cases that the default run can spare."""
     parametrized = [item for item in items if hasattr(item, "callspec")]
-    for _, cases in itertools.groupby(parametrized, lambda item: item.nodeid.partition("[")[0]):
-        plain = [case for case in cases if {"slow", "exhaustive"}.isdisjoint(mark.name for mark in case.iter_markers())]
-        kept = choose(plain)
-        for number, case in enumerate(plain):
-            if number not in kept:
-                case.add_marker(pytest.mark.slow)
+    for _, group in itertools.groupby(parametrized, lambda item: item.nodeid.partition("[")[0]):
+        cases = [case for case in group if not has_marker(case, "exhaustive")]
+        plain = [case for case in cases if not has_marker(case, "slow")]
+        kept = choose(plain or cases)
+        spared = [case for number, case in enumerate(plain or cases) if number not in kept]
+        few = spread(MORE, len(spared)) if plain else set()
+        for number, case in enumerate(spared):
+            case.add_marker(pytest.mark.slow if number in few else pytest.mark.exhaustive)
+
+
+def has_marker(case: pytest.Item, name: str) -> bool:
+    """Returns whether a case has a marker of that name, of its own or of its test or module."""
+    return case.get_closest_marker(name) is not None
 
 
 def choose(cases: Sequence[pytest.Item]) -> set[int]:
     """Returns the positions of the cases of one test that run by default."""
-    if not cases or cases[0].get_closest_marker("every_case"):
+    if not cases or has_marker(cases[0], "every_case"):
         return set(range(len(cases)))
     if sample := cases[0].get_closest_marker("sample"):
         return spread(sample.args[0], len(cases))
