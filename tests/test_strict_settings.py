@@ -228,6 +228,7 @@ def test_quantized_layers_trace_under_strict_settings(setting, format_name):
         jax.make_jaxpr(grad)(variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", ["int8", "int4/2"])
 def test_stored_weights_are_the_same_under_x64(format_name):
     stored = jmp.quant.quantize_array(W * np.arange(4, dtype=np.float32), format_name)

@@ -274,6 +274,7 @@ def test_there_is_no_forward_mode_outside():
     assert inside(w).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

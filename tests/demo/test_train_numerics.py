@@ -60,6 +60,7 @@ def test_the_first_and_every_nth_step_is_measured_and_a_report_ends_the_run(fold
     assert "<title>numerics of a run</title>" in (path / "numerics.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_run_that_is_measured_trains_as_one_that_is_not(folder):
     measured = run(folder, numerics=2, out=folder / "measured")

@@ -153,6 +153,7 @@ def test_methods_of_an_authors_subclass_find_the_compute_dtype():
     assert not is_rounded(grads["kernel"][...])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Linear", "Einsum", "attend", "Conv"])
 @pytest.mark.parametrize("format", FORMATS)

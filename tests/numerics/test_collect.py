@@ -249,6 +249,7 @@ def test_arguments_can_be_donated():
     assert_is(find(stats, "result", path="result/first")[0], new["first"])
 
 
+@pytest.mark.slow
 def test_every_step_that_is_skipped_keeps_its_bits_and_has_empty_rows():
     train = jax.value_and_grad(loss_fn)
     observed, plain = jax.jit(observe(train, every=3)), jax.jit(train)

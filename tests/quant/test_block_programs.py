@@ -75,6 +75,7 @@ def test_records_measure_the_products(format):
     np.testing.assert_allclose(loss, jax.jit(loss_fn)(*args), rtol=2.0**-20)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("format", ["mxfp8(min_size=0)", "mxfp4(activations=true,min_size=0)", "nvfp4(min_size=0)"])
 def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
