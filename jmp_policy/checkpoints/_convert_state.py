@@ -53,7 +53,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
 
     Raises:
       TypeError: `saved` is no state, but a path, bytes or `None`.
-      ValueError: an array is missing, or left over, or of another shape: the error lists all of them. Or a pattern of
+      ValueError: an array is missing, or left over, or of another shape, or a saved scale is nan, infinite, negative,
+        or zero where that divides by zero: the error lists all of them. Or a pattern of
         `ignore` matches nothing; or it is not clear which parameters a saved master belongs to.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
