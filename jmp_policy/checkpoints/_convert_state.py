@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._dtypes import did_you_mean
-from .._messages import describe
+from .._messages import describe, escape_controls
 from .._paths import list_paths_to
 from ._conversion import Conversion
 from ._entries import is_whole, list_entries
@@ -130,7 +130,7 @@ def _covers(pattern: str, name: str) -> bool:
 
 
 def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
-    lines = "".join(f"\n  {name or 'it'} {what}" for name, what in sorted(problems.items()))
+    lines = "".join(f"\n  {escape_controls(name, keep='') or 'it'} {what}" for name, what in sorted(problems.items()))
     return (
         f"The checkpoint does not fit the target:{lines}\n"
         "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "
