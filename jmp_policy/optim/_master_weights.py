@@ -129,8 +129,8 @@ class _Split(Storage):
     def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         halves = map_half(lambda p, w: split_float32(w), params, wide, otherwise=lambda p, w: (w, no_memory()))
-        narrowed, remainder = (jax.tree.map(lambda p, pair: pair[i], params, halves) for i in (0, 1))
-        return narrowed, remainder
+        narrowed = jax.tree.map(lambda p, pair: pair[0], params, halves)
+        return narrowed, jax.tree.map(lambda p, pair: pair[1], params, halves)
 
 
 COPIES: Storage = _Copies()
