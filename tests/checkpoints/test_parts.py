@@ -34,7 +34,7 @@ def test_dynamic_scale_stays_within_the_bounds_of_the_target_and_moves_as_the_ta
 def test_a_saved_loss_scale_that_cannot_be_one_is_refused(scale, saver):
     target = {"opt": loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0)).init({"w": W})}
     bad = jax.tree.map(lambda x: jnp.full_like(x, scale) if x.dtype == jnp.float32 else x, target["opt"])
-    message = rf"\n  opt/loss_scale/loss_scale was saved as {scale}, and a scale is a positive finite number, such as 10"
+    message = rf"\n  opt/loss_scale/loss_scale was saved as {scale}, and a scale is a positive finite number"
     with pytest.raises(ValueError, match=message):
         jmp.convert_state(SAVERS[saver]({"opt": bad}), target)
     kept = jmp.convert_state(SAVERS[saver]({"opt": bad}), target, ignore="opt/loss_scale")
@@ -140,7 +140,7 @@ def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
     kernel = weight["dense"]["kernel"]
     bad = {"dense": {"kernel": dataclasses.replace(kernel, scale=jnp.full_like(kernel.scale, jnp.nan))}}
     for target in (weight, {"dense": {"kernel": W}}):
-        with pytest.raises(ValueError, match=r"\n  dense/kernel was saved with a scale of nan, which no weight of fini"):
+        with pytest.raises(ValueError, match=r"\n  dense/kernel was saved with a scale of nan, which no weight"):
             jmp.convert_state(SAVERS[saver](bad), target)
 
 
