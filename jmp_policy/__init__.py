@@ -86,6 +86,18 @@ _LAZY_NAMES = {
     **dict.fromkeys(("Trial", "Tuning", "tune"), ".tuning"),
 }
 
+_ELSEWHERE = {
+    **{name: f"numerics.{name}" for name in ("audit", "collect", "first_nonfinite", "predict")},
+    **{name: f"optim.{name}" for name in ("loss_scaled", "master_weights", "minimize", "skip_nonfinite", "step")},
+    **{name: f"quant.{name}" for name in ("calibrate", "dot_general", "quantize")},
+    "gather_params": "sharding.gather_params",
+    "GradScaler": "DynamicLossScale, with value_and_grad and optim.loss_scaled",
+    "DynamicScale": "DynamicLossScale",
+    "LossScaleOptimizer": "compat.keras.LossScaleOptimizer, or optim.loss_scaled",
+    "TrainState": "linen.TrainState",
+}
+"""Names that are looked for here and stand elsewhere."""
+
 if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one that is loaded later
 
     def __getattr__(name: str) -> object:
@@ -93,7 +105,8 @@ if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one
             return _importlib.import_module(f".{name}", __name__)
         if name in _LAZY_NAMES:
             return getattr(_importlib.import_module(_LAZY_NAMES[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        remedy = f". It is jmp_policy.{_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,9 @@
 """The one parser of everything that stands for a policy, and the default policy."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from ._messages import quote
 from ._policy import Policy, read_default, read_origin, set_default, temporarily_set_default
 from ._policy_map import PolicyMap
 from ._signatures import PolicySpec, SupportsPolicy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # The nearest answer first: the dtypes of a `Policy | PolicyMap` do not complete.
@@ -132,8 +135,8 @@ def set_default_policy(spec: "PolicySpec") -> None:
     set_default(get_policy(spec), spec)
 
 
-def use_policy(spec: "PolicySpec") -> AbstractContextManager[None]:
-    """A context manager in which the default policy is another one, in this thread.
+def use_policy(spec: "PolicySpec") -> "TemporaryDefault":
+    """A context manager in which the default policy is another one, in this thread; above a function, for each call.
 
     Args:
       spec: anything that `get_policy` reads.
@@ -143,4 +146,30 @@ def use_policy(spec: "PolicySpec") -> AbstractContextManager[None]:
     ...     jmp.default_policy().name
     'mixed_bfloat16'
     """
-    return temporarily_set_default(get_policy(spec), spec)
+    return TemporaryDefault(get_policy(spec), spec)
+
+
+class TemporaryDefault(AbstractContextManager[None]):
+    """What `use_policy` returns: a context manager, and a decorator as those of `contextlib.contextmanager` are."""
+
+    def __init__(self, policy: "Policy | PolicyMap", spec: "PolicySpec"):
+        self._given = policy, spec
+        self._contexts: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = temporarily_set_default(*self._given)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__(*error)
+
+    def __call__(self, fun: F) -> F:
+        """Gives each call of a function the default policy, in whatever thread it is."""
+
+        @functools.wraps(fun)
+        def call_with_default(*args: Any, **kwargs: Any) -> Any:
+            with temporarily_set_default(*self._given):
+                return fun(*args, **kwargs)
+
+        return call_with_default  # type: ignore[return-value]

@@ -51,6 +51,7 @@ _INFERRING = {
 }
 _KIND = re.compile(rf"({'|'.join(KINDS)})\b")
 _QUANTIZED = re.compile(f"(?P<format>.*?){FROM}(?P<source>.*)", re.IGNORECASE | re.DOTALL)
+_LIGHTNING = re.compile("(bf16|bfloat16|fp16|float16|16|32|64)-(mixed|true)")
 _MIXED = "mixed_"
 _FLOAT32_VARS = "_with_float32_vars"
 
@@ -75,6 +76,8 @@ def parse_policy(text: str) -> Policy:
     if separator := re.search("[:;]", name):
         remedy = f"Write key=dtype, with commas between. For example: {EXAMPLE!r}."
         _fail(f"Unknown separator {quote(separator[0])}", text, remedy)
+    if (lightning := _LIGHTNING.fullmatch(name)) and (here := _of_lightning(*lightning.groups())):
+        _fail(f"{quote(name)} is a name of Lightning's", text, f"Here it is {here!r}.")
     if "=" in name:
         return _parse_fields(text)
     if name in _INFERRING:
@@ -86,6 +89,14 @@ def parse_policy(text: str) -> Policy:
         dtype = _parse_dtype_name(name.removesuffix(_FLOAT32_VARS), text)
         return Policy("float32", dtype, dtype)
     return Policy(*[_parse_whole(name, text)] * 3)
+
+
+def _of_lightning(word: str, kind: str) -> str:
+    """The policy that Lightning calls `16-mixed`, `bf16-mixed`, `16-true`; the empty string for one that it has not."""
+    dtype = parse_dtype(f"float{word}" if word.isdecimal() else word).name
+    if kind == "true":
+        return dtype
+    return f"{_MIXED}{dtype}" if dtype in ("float16", "bfloat16") else ""
 
 
 def _parse_quantized(format: str, source: str, text: str) -> Policy:

@@ -19,6 +19,7 @@ from ._scale_settings import (
     check_scale,
     check_settings,
     clamp,
+    refuse_other_names,
     warn_if_not_floating,
 )
 from ._trees import Uncast, is_floating
@@ -173,6 +174,7 @@ class DynamicLossScale(LossScale):
     credits: jax.Array | None
     _settings: tuple = dataclasses.field(init=False, repr=False)
 
+    @refuse_other_names
     def __init__(
         self,
         loss_scale: Any = 2.0**15,
@@ -188,9 +190,9 @@ class DynamicLossScale(LossScale):
         credits: Any = None,
     ):
         register_with_flax()
+        start = check_scale(loss_scale)
         warn_if_not_floating(loss_scale, "loss_scale")
         warn_if_not_floating(min_loss_scale, "min_loss_scale")
-        start = check_scale(loss_scale)
         settings = check_settings(period, factor, min_loss_scale, backoff_factor, max_loss_scale, hysteresis)
         settings["consecutive_hysteresis"] = bool(consecutive_hysteresis)
         for name, value in (("counter", counter), ("credits", credits)):

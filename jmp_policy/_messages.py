@@ -21,7 +21,7 @@ def warn_user(message: str) -> None:
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(escape_controls(message), stacklevel=level)
 
 
 def warn_once(about: object, message: str) -> None:
@@ -40,6 +40,21 @@ def warn_once(about: object, message: str) -> None:
 def forget_warnings(about: object) -> None:
     """Has warnings given again, as where an object is handed to `with_policy` once more."""
     _SAID.pop(about, None)
+
+
+def escape_controls(text: str, keep: str = "\n") -> str:
+    r"""Escapes the characters of a text that a terminal would obey, which the name of a module or a file may have.
+
+    Args:
+      text: what is to be shown.
+      keep: the characters among them that stay.
+
+    >>> escape_controls("head\x1b[31m")
+    'head\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def quote(value: object) -> str:

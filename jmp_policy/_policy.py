@@ -168,7 +168,8 @@ class Policy:
             return f"{self.quantization}{FROM}{self.replace(quantization=None).name}"
         param, compute, output = (_spell(d) for d in (self.param_dtype, self.compute_dtype, self.output_dtype))
         options = (self.precision, self.reduce_dtype, self.accumulate_dtype)
-        if options == (None, None, None) and compute == output:
+        has_options = any(option is not None for option in options)  # NumPy has float64 equal None
+        if not has_options and compute == output:
             if param == compute:
                 return "infer" if param == "none" else param
             if param == "float32" and compute in ("float16", "bfloat16"):

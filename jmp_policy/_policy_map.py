@@ -7,7 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -97,6 +97,12 @@ class PolicyMap:
     def __getitem__(self, path: str) -> Policy:
         """The policy of the module at `path`, by the string keys alone."""
         return self.resolve(path)
+
+    def __contains__(self, path: object) -> NoReturn:
+        raise TypeError(f"{quote(path)} is in every PolicyMap: all paths have a policy. Ask map.rules for its keys.")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("A PolicyMap has no end of paths. For its keys: [rule.key for rule in map.rules].")
 
     def resolve(self, path: str, module_type: type | Mapping[str, type] | None = None) -> Policy:
         """The policy of a module.
@@ -272,7 +278,7 @@ def _rule_pairs(rules: Iterable[MapRule]) -> list[tuple[Key, Policy]]:
 
 
 def _check_pairs(rules: Any) -> Iterable[Any]:
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
+    if isinstance(rules, str | PolicyMap) or not isinstance(rules, Iterable):
         raise TypeError(
             f"The rules of a PolicyMap are a mapping or pairs, got {describe(rules)}. "
             "For example: PolicyMap({'head': 'float32'}, default='mixed_bfloat16')."

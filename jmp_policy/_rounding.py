@@ -96,8 +96,22 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([1.0, 1.0078125, -1.0], [0, 32768, 8389])
     """
     words = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
-    high = ((words + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16)
-    return lax.bitcast_convert_type(high, jnp.bfloat16), words.astype(jnp.uint16)
+    # Both halves read one array in memory. Fused with what computes `x`, each could read a value of its own, with other
+    # fused multiply-adds in it, and the two halves of different numbers join to a third one.
+    high, low = lax.platform_dependent(words, cpu=_split_in_loop, default=_split_behind_barrier)
+    return lax.bitcast_convert_type(high, jnp.bfloat16), low
+
+
+def _split_behind_barrier(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    words = lax.optimization_barrier(words)
+    return ((words + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16), words.astype(jnp.uint16)
+
+
+def _split_in_loop(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits on a CPU, where XLA drops barriers before it fuses, but fuses nothing into a loop."""
+    offsets_and_shifts = jnp.uint32([0x8000, 0]), jnp.uint32([16, 0])
+    high, low = lax.map(lambda pair: ((words + pair[0]) >> pair[1]).astype(jnp.uint16), offsets_and_shifts)
+    return high, low
 
 
 def join_float32(high: jax.Array, low: jax.Array) -> jax.Array:

@@ -1,8 +1,10 @@
 """What the settings of loss scales may be, as far as can be told: a number may be traced, or on other hosts."""
 
+import functools
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from ._messages import quote, warn_user
+
+F = TypeVar("F", bound=Callable[..., None])
 
 SMALLEST = 2.0**-126
 """The smallest normal number of float32: what is below, XLA may flush to zero, and gradients with it."""
@@ -76,6 +80,41 @@ def check_settings(
         "max_loss_scale": ceiling,
         "hysteresis": _read_count(hysteresis, "hysteresis", "2"),
     }
+
+
+_OTHER_NAMES = {
+    "init_scale": "loss_scale",
+    "initial_scale": "loss_scale",
+    "scale": "loss_scale",
+    "growth_interval": "period",
+    "dynamic_growth_steps": "period",
+    "scale_window": "period",
+    "growth_factor": "factor",
+    "scale_factor": "factor",
+    "minimum_scale": "min_loss_scale",
+    "min_scale": "min_loss_scale",
+    "max_scale": "max_loss_scale",
+    "fin_steps": "counter",
+}
+"""The arguments of the loss scales of PyTorch, Flax, Keras, Apex and DeepSpeed, and what they are called here."""
+
+
+def refuse_other_names(init: F) -> F:
+    """Lets a constructor say what the arguments of other libraries' loss scales are called here.
+
+    Raises:
+      TypeError: when it is called with one.
+    """
+
+    @functools.wraps(init)
+    def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() & _OTHER_NAMES.keys():
+            kind, here, given = type(self).__name__, _OTHER_NAMES[name], quote(kwargs[name])
+            example = f"For example: {kind}({here}={given})."
+            raise TypeError(f"{kind} has no argument {name!r}: here it is {here!r}. {example}")
+        init(self, *args, **kwargs)
+
+    return init_or_refuse  # type: ignore[return-value]
 
 
 def check_scalar(value: object, name: str) -> None:
@@ -162,6 +201,8 @@ def _read_count(value: Any, name: str, example: str) -> int:
 
 def _read_scalar(value: Any, name: str) -> float | None:
     """The number in a value, if it has one that can be read here and now."""
+    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    _check(not is_truth, name, value, "a positive number", "2.0**15")
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
     if is_array:
         check_scalar(value, name)

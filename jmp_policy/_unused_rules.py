@@ -21,7 +21,10 @@ def explain_unused_key(key: str | type, hiding: str | type | None, types: Mappin
     """
     if hiding is not None:
         return f"policy rule {spell_key(key)} decides nothing: the earlier rule {spell_key(hiding)} hides it"
-    near = _find_nearest_type(key, types) if isinstance(key, type) else _find_nearest_path(key, types)
+    if isinstance(key, type):
+        near = _find_nearest_type(key, types)
+    else:
+        near = _name_type(key, types) or _find_nearest_path(key, types)
     return f"policy rule {spell_key(key)} matches no module{near and '; ' + near}"
 
 
@@ -43,6 +46,16 @@ def _find_nearest_path(key: str, paths: Iterable[str]) -> str:
         return f"the closest path is {ends[near[0]]!r}, which r'(.*/)?{near[0]}' matches"
     shown = [*map(repr, paths[:_SHOWN]), *["..."] * (len(paths) > _SHOWN)]
     return f"the model has the paths {', '.join(shown)}" if paths else ""
+
+
+def _name_type(key: str, types: Mapping[str, Any]) -> str:
+    """Proposes the type of modules as the key where a pattern is its name."""
+    kind = next((kind for kind in types.values() if isinstance(kind, type) and kind.__name__ == key), None)
+    if kind is None:
+        return ""
+    prefix = {"flax.linen": "nn.", "flax.nnx": "nnx."}
+    where = next((short for package, short in prefix.items() if kind.__module__.startswith(package)), "")
+    return f"{key} is a type of modules here, whose key is the type itself: {where}{key}, without quotes"
 
 
 def _find_nearest_type(key: type, types: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import string
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from properties import examples
 
 import jmp_policy as jmp
@@ -154,6 +154,8 @@ accumulates = st.sampled_from([None, "float64"])  # which holds the numbers of a
 
 
 @given(dtypes, dtypes, dtypes, precisions, quantizations, dtypes, accumulates)
+@example("float64", "float64", "float64", None, None, "float64", None)
+@example(None, None, None, None, None, None, "float64")
 @examples(40)
 def test_every_policy_survives_its_strings(param, compute, output, precision, quantization, reduce, accumulate):
     options = {"precision": precision, "quantization": quantization, "reduce_dtype": reduce}

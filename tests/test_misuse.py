@@ -1,6 +1,7 @@
 """What newcomers write by mistake, or by the habit of another library, and what the errors tell them to write."""
 
 import inspect
+import operator
 import re
 import warnings
 
@@ -190,3 +191,73 @@ def test_gradients_of_another_tree_are_named_beside_the_error_of_jax(tx, grads):
         jmp.optim.step(tx, grads, tx.init(PARAMS), PARAMS)
     note = f"The gradients are a {type(grads).__name__} of another structure than the parameters, a dict. Take them of"
     assert any(note in text for text in error.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"init_scale": 1024.0}, r"has no argument 'init_scale': here it is 'loss_scale'\. For .*\(loss_scale=1024"),
+        ({"growth_interval": 100}, r"has no argument 'growth_interval': here it is 'period'\. For .*\(period=100\)\.$"),
+        ({"nothing": 1}, r"unexpected keyword argument 'nothing'"),
+    ],
+)
+def test_arguments_of_other_loss_scales_lead_to_ours(given, message):
+    with pytest.raises(TypeError, match=message):
+        jmp.DynamicLossScale(**given)
+
+
+@pytest.mark.parametrize("make", [jmp.DynamicLossScale, jmp.StaticLossScale])
+def test_a_truth_value_is_no_loss_scale(make):
+    for value in (True, False):
+        with pytest.raises(ValueError, match=rf"^loss_scale must be a positive number, got {value}\. For exam"):
+            make(value)
+
+
+@pytest.mark.parametrize(("name", "where"), jmp._ELSEWHERE.items())
+def test_names_that_stand_elsewhere_lead_there(name, where):
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. It is jmp_policy\.{re.escape(where)}\.$"):
+        getattr(jmp, name)
+    assert operator.attrgetter(where.split(",")[0])(jmp) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("float16-mixed", "mixed_float16"), ("16-mixed", "mixed_float16"), ("bf16-mixed", "mixed_bfloat16"),
+     ("bf16-true", "bfloat16"), ("32-true", "float32")],
+)  # fmt: skip
+def test_names_of_lightning_lead_to_ours(name, ours):
+    with pytest.raises(ValueError, match=rf"is a name of Lightning's in policy '{name}'\. Here it is '{ours}'\.$"):
+        jmp.get_policy(name)
+    with pytest.raises(ValueError, match=r"^Unknown dtype or policy '32-mixed'\."):
+        jmp.get_policy("32-mixed")
+
+
+def test_a_rule_by_the_name_of_a_type_is_told_of_the_type():
+    types = {"": nn.Sequential, "layers_0": nn.Dense, "layers_1": nn.LayerNorm}
+    [message] = jmp.PolicyMap({"LayerNorm": "float32"}).explain_unused(types)
+    assert message.endswith("of modules here, whose key is the type itself: nn.LayerNorm, without quotes")
+
+
+def test_a_map_is_no_container():
+    policies = jmp.PolicyMap({"head": "float32"})
+    with pytest.raises(TypeError, match=r"^'head' is in every PolicyMap: all paths have a policy\. Ask map\.rules for"):
+        "head" in policies  # noqa: B015
+    with pytest.raises(TypeError, match=r"^A PolicyMap has no end of paths\. For its keys: \[rule"):
+        list(policies)
+    with pytest.raises(TypeError, match=r"^The rules of a PolicyMap are a mapping or pairs, got PolicyMap\("):
+        jmp.PolicyMap(policies)
+
+
+def test_quantize_with_the_policy_first_shows_no_matrix():
+    params = {"dense": {"kernel": jnp.ones((64, 64))}}
+    with pytest.raises(TypeError, match=r"^quantize takes the policy in second place, got 'int8_.* and a dict in sec"):
+        jmp.quant.quantize("int8_from_float32", params)
+
+
+def test_use_policy_decorates_a_function():
+    @jmp.use_policy("mixed_bfloat16")
+    def read(depth=1):
+        """Reads."""
+        return [jmp.default_policy().name, *(read(depth - 1) if depth else [])]
+
+    assert (read(), read.__doc__, jmp.default_policy().name) == (["mixed_bfloat16"] * 2, "Reads.", "float32")

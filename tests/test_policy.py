@@ -144,6 +144,14 @@ def test_names_are_the_shortest_spelling():
     assert Policy("float32", "float64", "float64").name == "params=float32,compute=float64,output=float64"
 
 
+@pytest.mark.parametrize("option", ["reduce_dtype", "accumulate_dtype"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", None])
+def test_a_name_says_a_float64_option_which_numpy_has_equal_none(option, dtype):
+    policy = Policy(dtype, dtype, dtype, **{option: "float64"})
+    assert f"{option.removesuffix('_dtype')}=float64" in policy.name
+    assert jmp.get_policy(policy.name) is policy
+
+
 def test_policies_are_immutable(any_policy):
     with pytest.raises(dataclasses.FrozenInstanceError):
         any_policy.compute_dtype = np.float32

@@ -1,5 +1,7 @@
 """Rounding by hand is the rounding of ml_dtypes, and splitting loses no bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +98,21 @@ def test_only_16_bit_floats_are_half():
         True, True, False, False, False
     ]  # fmt: skip
     assert not is_half(1.0)
+
+
+def test_both_halves_are_of_one_value_where_xla_fuses_and_optimizes_nothing():
+    """Fused twice, the sum had a fused multiply-add in one half alone: at this level in 60 of 100,000 numbers."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def step(high, low, grad):
+        return split_float32(join_float32(high, low) + grad.astype(jnp.float32) * -0.1)
+
+    start, *grads = (jax.random.normal(jax.random.key(i), (100_000,), jnp.bfloat16) for i in range(4))
+    halves = start, jnp.zeros_like(start, jnp.uint16)
+    for grad in grads:
+        halves = step(*halves, grad)
+    want = np.asarray(start, np.float64) - sum(np.asarray(grad, np.float64) for grad in grads) * np.float32(0.1)
+    error = np.abs(np.asarray(join_float32(*halves), np.float64) - want)
+    # Each step rounds a product and a sum of numbers below 8 to float32, by 2**-22 at most, and a factor of two is
+    # spared. Halves of two values join to a number that is off by a unit of bfloat16: by 0.004 in the worst place.
+    assert error.max() < 6 * 2**-21

@@ -323,7 +323,8 @@ class CastingRule(Rule):
         ]
         kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
         params = self._rewrite_operators(eqn.params, kind)
-        if eqn.params.get("preferred_element_type") not in (None, kind.dtype):
+        preferred = eqn.params.get("preferred_element_type")
+        if preferred is not None and preferred != kind.dtype:
             params = {**eqn.params, "preferred_element_type": kind.dtype}
         return body.append(eqn, atoms, kinds, params)
 
@@ -391,7 +392,7 @@ def _is_of_jax(eqn: JaxprEqn) -> bool:
 
 
 def _has_other_dtype(program: Program, kind: Kind) -> bool:
-    return any(float_dtype(var) not in (None, kind.dtype) for var in body_of(program).invars)
+    return any(is_float(var) and float_dtype(var) != kind.dtype for var in body_of(program).invars)
 
 
 def _shape_of(atom: Atom) -> tuple[int, ...]:

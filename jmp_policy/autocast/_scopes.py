@@ -168,7 +168,9 @@ def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
 
 def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
     """The dtype in which products hand over their sums; `None` where that is the compute dtype."""
-    return None if accumulate_dtype is None or accumulate_dtype == compute_dtype else accumulate_dtype
+    if accumulate_dtype is None or compute_dtype is None:  # not by ==: NumPy has float64 equal None
+        return accumulate_dtype
+    return None if accumulate_dtype == compute_dtype else accumulate_dtype
 
 
 def root_policy(policy: Policy | PolicyMap) -> Policy:

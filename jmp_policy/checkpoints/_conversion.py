@@ -14,7 +14,7 @@ from ..quant._array import ARRAYS
 from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
 from ._moments import Moment, find_roles, pair_scales
-from ._values import Misfit, convert_value, fit_history, is_abstract
+from ._values import Misfit, check_scale, convert_value, fit_history, is_abstract
 
 _MISSING = "is not in the checkpoint"
 
@@ -104,10 +104,13 @@ class Conversion:
             return convert_value(value if entry is moment.entry else scale, entry.value)
         if saved_moment.is_quantized:
             return convert_value(saved_moment.widen(), entry.value)
+        is_loss_scale = entry.path[-1:] == ("loss_scale",) and entry.name in self._scales
+        if is_loss_scale or (entry.part == "float8" and entry.path[-1].endswith("scale")):
+            check_scale(found.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
         value = self._params.get(entry.path, Parameter(entry)).narrow(saved)[0]
-        if entry.path[-1:] == ("loss_scale",) and entry.name in self._scales:
+        if is_loss_scale:
             value = _clip(value, self._scales[entry.name])
         return convert_value(value, entry.value)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._dtypes import did_you_mean
-from .._messages import describe
+from .._messages import describe, escape_controls
 from .._paths import list_paths_to
 from ._conversion import Conversion
 from ._entries import is_whole, list_entries
@@ -53,7 +53,8 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
 
     Raises:
       TypeError: `saved` is no state, but a path, bytes or `None`.
-      ValueError: an array is missing, or left over, or of another shape: the error lists all of them. Or a pattern of
+      ValueError: an array is missing, or left over, or of another shape, or a saved scale is nan, infinite, negative,
+        or zero where that divides by zero: the error lists all of them. Or a pattern of
         `ignore` matches nothing; or it is not clear which parameters a saved master belongs to.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -129,7 +130,7 @@ def _covers(pattern: str, name: str) -> bool:
 
 
 def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
-    lines = "".join(f"\n  {name or 'it'} {what}" for name, what in sorted(problems.items()))
+    lines = "".join(f"\n  {escape_controls(name, keep='') or 'it'} {what}" for name, what in sorted(problems.items()))
     return (
         f"The checkpoint does not fit the target:{lines}\n"
         "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "

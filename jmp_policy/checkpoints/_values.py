@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
 from .._dtypes import is_floating_dtype
@@ -32,6 +33,8 @@ def convert_value(saved: Any, like: Any) -> Any:
     Raises:
       Misfit: it cannot be, because of a shape, a kind of dtype or a quantized format.
     """
+    if isinstance(saved, QuantizedArray | Mapping):
+        _check_stored_scales(saved)
     if isinstance(like, QuantizedArray):
         new = _requantize(saved, like)
         if like.input_clip is None:  # of a model that was calibrated, the range goes with its weights
@@ -58,9 +61,42 @@ def fit_history(saved: Any, like: Any) -> Any:
     return jnp.concatenate([newest, unknown, others], -1)
 
 
+def check_scale(saved: Any) -> None:
+    """Checks that values may be divided by what was saved as a scale.
+
+    Raises:
+      Misfit: it is nan, zero, negative or infinite.
+    """
+    numbers = _read_numbers(saved)
+    bad = numbers[~((numbers > 0) & (numbers < np.inf))]
+    if bad.size:
+        raise Misfit(f"was saved as {bad[0]}, and a scale is a positive finite number, such as 1024.0")
+
+
 def is_abstract(like: Any) -> bool:
     """Whether a value only describes an array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
+
+
+def _check_stored_scales(saved: Any) -> None:
+    """Checks the scales of a quantized weight, which are zero where all that share one are.
+
+    Raises:
+      Misfit: one is nan, negative or infinite.
+    """
+    for name in ("scale", "tensor_scale", "input_clip"):
+        array = saved.get(name) if isinstance(saved, Mapping) else getattr(saved, name)
+        numbers = _read_numbers(array)
+        bad = numbers[~((numbers >= 0) & (numbers < np.inf))]
+        if bad.size:
+            raise Misfit(f"was saved with a {name} of {bad[0]}, which no weight of finite values has")
+
+
+def _read_numbers(saved: Any) -> np.ndarray:
+    """The numbers of a saved array; none of `None`, or where this process cannot read them all."""
+    is_readable = not isinstance(saved, jax.Array) or (not isinstance(saved, Tracer) and saved.is_fully_addressable)
+    is_given = saved is not None and is_readable and not isinstance(saved, jax.ShapeDtypeStruct)
+    return np.asarray(saved).astype(np.float32).reshape(-1) if is_given else np.zeros(0, np.float32)
 
 
 def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:

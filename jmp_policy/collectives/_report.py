@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._dtypes import DTypeLike, did_you_mean, is_floating_dtype, parse_dtype
+from .._messages import escape_controls
 from ..report import Column, Report, Table, format_bytes, shorten_dtypes
 from ._collective import DIRECTIONS, KINDS, Collective
 
@@ -233,7 +234,7 @@ def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> No
 
 
 def _list_lines(rows: Iterable[Collective]) -> str:
-    return "".join(f"\n  {_describe(row)}" for row in rows)
+    return "".join(f"\n  {escape_controls(_describe(row), keep='')}" for row in rows)
 
 
 def _describe(row: Collective) -> str:

@@ -194,6 +194,8 @@ def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, 
 
 
 def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
+    if result.dtype is None:
+        return frozenset()
     same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
     return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._dtypes import DTypeLike, did_you_mean, parse_dtype
+from .._messages import escape_controls
 from ..explanation._half_sums import REMEDY
 from ..report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
 
@@ -207,7 +208,7 @@ class AuditReport(Report):
             raise AssertionError(f"There is no matrix product or convolution, in {wanted} or any other dtype.")
         others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
         if others:
-            lines = "".join(f"\n  {_describe_matmul(matmul)}" for matmul in others)
+            lines = "".join(f"\n  {escape_controls(_describe_matmul(matmul), keep='')}" for matmul in others)
             counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
             raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
 
@@ -223,7 +224,7 @@ class AuditReport(Report):
                 raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
         found = [finding for finding in self.findings if not ids or finding.id in ids]
         if found:
-            lines = "".join(f"\n  {finding}" for finding in found)
+            lines = "".join(f"\n  {escape_controls(str(finding), keep='')}" for finding in found)
             raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{lines}")
 
     def to_dict(self) -> dict[str, Any]:

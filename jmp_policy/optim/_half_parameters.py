@@ -31,10 +31,12 @@ class Storage(abc.ABC):
     Attributes:
       name: the public name of the transformation.
       state_type: the type of its state, of an inner state and a memory.
+      is_exact: true if `widen` returns every bit of what `narrow` stored in two parts.
     """
 
     name: str
     state_type: Any
+    is_exact: bool = False
 
     @abc.abstractmethod
     def init(self, params: PyTree) -> Any:
@@ -83,7 +85,9 @@ class _HalfParametersUpdate(ParameterUpdate):
         wide, wide_grads = self._wide(updates, state, params)
         wide_updates, inner_state = with_extra_args(self._inner).update(wide_grads, state[0], wide, **extra)
         wide = optax.apply_updates(wide, wide_updates)
-        target, _ = self._storage.narrow(wide, params, state[1])
+        target, memory = self._storage.narrow(wide, params, state[1])
+        if self._storage.is_exact:  # the value that was stored, which XLA may compute otherwise for another use of it
+            wide = self._storage.widen(target, memory)
         updates = map_half(_difference, params, target, wide_updates, otherwise=lambda p, t, update: update)
         # A sum in float32 misses its target where a parameter shrinks to a small fraction of itself in one step, and
         # at -0.0. What is remembered must fit the parameter that comes of it.

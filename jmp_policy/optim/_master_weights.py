@@ -111,6 +111,7 @@ class _Copies(Storage):
 class _Split(Storage):
     name = "master_weights"
     state_type = SplitWeightsState
+    is_exact = True
 
     def init(self, params: PyTree) -> Any:
         for path, param in jax.tree_util.tree_leaves_with_path(params):
@@ -127,8 +128,9 @@ class _Split(Storage):
 
     def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
-        narrowed = map_half(lambda p, w: split_float32(w)[0], params, wide, otherwise=lambda p, w: w)
-        return narrowed, map_half(lambda p, w: split_float32(w)[1], params, wide, otherwise=no_memory)
+        halves = map_half(lambda p, w: split_float32(w), params, wide, otherwise=lambda p, w: (w, no_memory()))
+        narrowed = jax.tree.map(lambda p, pair: pair[0], params, halves)
+        return narrowed, jax.tree.map(lambda p, pair: pair[1], params, halves)
 
 
 COPIES: Storage = _Copies()

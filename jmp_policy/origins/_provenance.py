@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._messages import escape_controls
 from ._remedies import find_remedy
 from ._words import TEXT_LENGTH, Words, read_words
 
@@ -159,10 +160,10 @@ class Provenance(_Fields):
         if one.status == NOT_REPRODUCED:
             return "a result was not finite; run again, all were"
         if self.argument:
-            return f"{self.kind} in argument `{self.argument}`"
+            return escape_controls(f"{self.kind} in argument `{self.argument}`", keep="")
         place = [f"{self.kind} in {_name_place(self)}", _shorten(self.source), f"`{self.code}`" if self.code else ""]
         turns = f"turn {', '.join(map(str, self.turns))}" if self.turns else ""
-        return ", ".join(filter(None, [*place, turns, self.direction]))
+        return escape_controls(", ".join(filter(None, [*place, turns, self.direction])), keep="")
 
     def __repr__(self) -> str:
         return f"<Provenance: {'inside of a program' if isinstance(self.status, Tracer) else self}>"
@@ -190,7 +191,7 @@ class Provenance(_Fields):
         root = cause or self
         words = _read_words(root)
         given = words.primitive, root.kind, words.dtype, words.direction, words.path, words.argument, root.operands
-        return " ".join(filter(None, [*sentences, find_remedy(*given)]))
+        return escape_controls(" ".join(filter(None, [*sentences, find_remedy(*given)])))
 
 
 def _say_what_happened(one: Provenance) -> str:

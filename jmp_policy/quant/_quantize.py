@@ -10,8 +10,9 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from .._adapter import find_adapter, is_flax_object
-from .._get_policy import get_policy
+from .._get_policy import get_policy, is_policy_spec
 from .._messages import warn_user
+from .._misuse import refuse_order
 from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import PolicyMap, match_policy
@@ -87,6 +88,8 @@ def quantize(
     >>> jmp.quant.quantize(params, "int8_from_float32")["dense"]["kernel"]
     QuantizedArray(int8, shape=(64, 64), dtype=float32)
     """
+    if is_policy_spec(target) and not is_policy_spec(policy):
+        refuse_order("quantize", target, policy)
     quantizer = Quantizer(get_policy(policy), clip, input_clips or {})
     adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and adapter.quantize is not None:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Var
 from jax.extend.source_info_util import new_name_stack
 
-from ..interpreter import Body, float_dtype, without_mesh
+from ..interpreter import Body, float_dtype, is_float, without_mesh
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> Var:
@@ -24,7 +24,7 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) 
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
     direct = eqn.replace(invars=list(atoms), outvars=outvars, params=params)
-    if not any(float_dtype(atom) not in (None, dtype) for atom in atoms):
+    if all(float_dtype(atom) == dtype for atom in atoms if is_float(atom)):
         body.equations.append(direct)
         return outvars[0]
     casting = _CASTING.get(eqn.primitive.name, ("cpu",))

@@ -1,10 +1,12 @@
 """A report: tables with notes below them, as text in a terminal and as HTML in a notebook."""
 
 import abc
+import dataclasses
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
 
+from .._messages import escape_controls
 from ._table import Table, draw_html_note, draw_html_table
 from ._terminal import DEFAULT_WIDTH, draw_table, measure_width, wrap_note
 
@@ -51,11 +53,22 @@ class Report(abc.ABC):
     def __str__(self) -> str:
         measured = measure_width()
         width = measured or DEFAULT_WIDTH
-        tables = [draw_table(table, width) for table in self._list_tables(width)]
-        return "\n\n".join([*tables, "\n".join(wrap_note(note, measured) for note in self._list_notes())])
+        tables = [draw_table(table, width) for table in map(_escape_table, self._list_tables(width))]
+        return "\n\n".join([*tables, "\n".join(wrap_note(note, measured) for note in self._list_escaped_notes())])
 
     def _repr_html_(self) -> str:
-        return "".join([*map(draw_html_table, self._list_tables(None)), *map(draw_html_note, self._list_notes())])
+        tables = map(_escape_table, self._list_tables(None))
+        return "".join([*map(draw_html_table, tables), *map(draw_html_note, self._list_escaped_notes())])
+
+    def _list_escaped_notes(self) -> list[str]:
+        return [escape_controls(note, keep="") for note in self._list_notes()]
+
+
+def _escape_table(table: Table) -> Table:
+    """Escapes control characters in the names of modules, functions and files that cells show."""
+    rows = [[escape_controls(cell, keep="") for cell in row] for row in table.rows]
+    headings = None if table.headings is None else [escape_controls(heading, keep="") for heading in table.headings]
+    return dataclasses.replace(table, rows=rows, headings=headings)
 
 
 def draw_document(report: Report, title: str, note: str = "") -> str:

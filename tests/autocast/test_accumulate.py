@@ -425,3 +425,5 @@ def test_an_accumulate_dtype_that_autocast_has_not_is_refused():
         jmp.autocast(mlp, policy)
     with pytest.raises(ValueError, match=r"cannot accumulate in 'float64'.*for the key 'head' of a PolicyMap"):
         jmp.autocast(mlp, jmp.PolicyMap({"head": policy}, PLAIN))
+    with pytest.raises(ValueError, match=r"^autocast cannot accumulate in 'float64'"):  # no dtype to compare it with
+        jmp.autocast(mlp, "params=float32,compute=none,output=none,accumulate=float64")

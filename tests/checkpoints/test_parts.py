@@ -29,6 +29,18 @@ def test_dynamic_scale_stays_within_the_bounds_of_the_target_and_moves_as_the_ta
     assert float(low.loss_scale) == 4.0
 
 
+@pytest.mark.parametrize("scale", [np.nan, 0.0, -8.0, np.inf])
+@pytest.mark.parametrize("saver", SAVERS)
+def test_a_saved_loss_scale_that_cannot_be_one_is_refused(scale, saver):
+    target = {"opt": loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0)).init({"w": W})}
+    bad = jax.tree.map(lambda x: jnp.full_like(x, scale) if x.dtype == jnp.float32 else x, target["opt"])
+    message = rf"\n  opt/loss_scale/loss_scale was saved as {scale}, and a scale is a positive finite number"
+    with pytest.raises(ValueError, match=message):
+        jmp.convert_state(SAVERS[saver]({"opt": bad}), target)
+    kept = jmp.convert_state(SAVERS[saver]({"opt": bad}), target, ignore="opt/loss_scale")
+    assert float(kept["opt"].loss_scale.loss_scale) == 4.0
+
+
 def test_credits_of_hysteresis_begin_as_the_targets_where_none_were_saved():
     new = jmp.convert_state(jmp.DynamicLossScale(64.0), jmp.DynamicLossScale(8.0, hysteresis=3))
     assert (float(new.loss_scale), int(new.credits)) == (64.0, 2)
@@ -122,6 +134,17 @@ def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     assert_same(jmp.convert_state(variables, jax.eval_shape(lambda: target)), expected)
 
 
+@pytest.mark.parametrize("saver", ["structure", "msgpack"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
+    weight = jmp.quant.quantize({"dense": {"kernel": W}}, f"{kind}_from_float32")
+    kernel = weight["dense"]["kernel"]
+    bad = {"dense": {"kernel": dataclasses.replace(kernel, scale=jnp.full_like(kernel.scale, jnp.nan))}}
+    for target in (weight, {"dense": {"kernel": W}}):
+        with pytest.raises(ValueError, match=r"\n  dense/kernel was saved with a scale of nan, which no weight"):
+            jmp.convert_state(SAVERS[saver](bad), target)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("kind", [*KINDS, "int4/-1", "int4/2", "mxfp8/2", "nvfp4/2"])
@@ -168,6 +191,13 @@ def test_float8_state_begins_anew_or_is_dropped():
     assert_same(jmp.convert_state({"w": W}, fresh), fresh | {"w": W})
     assert_same(jmp.convert_state({"w": W}, jax.eval_shape(lambda: fresh)), fresh | {"w": W})
     assert_same(jmp.convert_state(variables, {"w": W + 1}), {"w": W})
+
+
+def test_a_saved_float8_scale_of_zero_is_refused():
+    saved = float8_variables(4)
+    bad = saved | {"state": saved["state"] | {"input_scale": jnp.zeros_like(saved["state"]["input_scale"])}}
+    with pytest.raises(ValueError, match=r"\n  state/input_scale was saved as 0.0, and a scale is a positive finite"):
+        jmp.convert_state(bad, saved)
 
 
 def test_float8_history_keeps_the_newest():

@@ -7,11 +7,15 @@ import re
 import sys
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from hypothesis import given, strategies as st
 from reports import NAMES, REPORTS
 from rich.cells import cell_len
 
+import jmp_policy as jmp
 from jmp_policy.report import Column, Report, Table
 from jmp_policy.report._terminal import draw_table, is_fitting, measure_width, wrap_note
 from jmp_policy.tuning import Tuning
@@ -225,3 +229,37 @@ def test_every_kind_of_report_is_looked_at():
         for kind in Report.__subclasses__()
         if kind.__module__.startswith("jmp_policy.") and "test" not in kind.__module__
     }
+
+
+EVIL = "head\x1b[31m\x07\u202e"
+SHOWN = r"head\x1b[31m\x07\u202e"
+
+
+class Evil(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.log(nn.Dense(2, name=EVIL)(x) - 1e9)
+
+
+def test_control_characters_of_a_name_never_reach_the_terminal():
+    x, model = jnp.ones((2, 2)), jmp.with_policy(Evil(), "mixed_bfloat16")
+    variables = jax.tree.map(jnp.ones_like, jax.eval_shape(model.init, jax.random.key(0), x))
+    audit = jmp.numerics.audit(model.apply)(variables, x)
+    _, stats = jmp.numerics.collect(model.apply)(variables, x)
+    texts = [str(jmp.explain(model, x)), jmp.explain(model, x)._repr_html_(), str(stats), repr(stats), str(audit)]
+    with pytest.raises(ValueError, match="does not fit the target") as unfit:
+        jmp.convert_state({EVIL: x}, {})
+    with pytest.raises(AssertionError, match="matmuls are not in float16") as matmuls:
+        audit.assert_matmuls_in("float16")
+    with pytest.warns(UserWarning, match="matches no module") as unused:
+        jmp.with_policy(Evil(), jmp.PolicyMap({"x\x1by": "float32"}, "mixed_bfloat16")).apply(variables, x)
+    texts += [str(unfit.value), str(matmuls.value), *(str(warning.message) for warning in unused)]
+    assert all(SHOWN in text for text in (*texts[:3], str(unfit.value), str(matmuls.value)))
+    assert all(text.replace("\n", "").isprintable() for text in texts)
+
+
+def test_control_characters_of_an_argument_never_reach_the_terminal():
+    _, origin = jmp.numerics.first_nonfinite(lambda tree: tree[EVIL] * 2)({EVIL: jnp.array([jnp.inf])})
+    assert SHOWN in str(origin)
+    assert str(origin).isprintable()
+    assert origin.describe().isprintable()
