@@ -16,7 +16,7 @@ from .._contexts import TRACING
 from .._finite import all_finite
 from .._mapped_axes import vary, vary_everywhere
 from .._trees import Args, Kwargs, PyTree
-from ..autocast._modules import Register
+from ..autocast._modules import Register, refuse_casting
 from ..interpreter import (
     Line,
     call,
@@ -71,7 +71,8 @@ def first_nonfinite(
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference.
+      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference. Or
+        `autocast` is around it, which changes dtypes afterwards: put it inside, `first_nonfinite(autocast(fun))`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
@@ -91,6 +92,7 @@ def first_nonfinite(
 
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
+        refuse_casting("first_nonfinite")
         opened, args, kwargs = open_partials(fun, args, kwargs)
         run = _Run(register, find_signature(opened), (args, kwargs))
         watched = register.watch(opened if of is None else run.note_results(opened, of))

@@ -28,7 +28,7 @@ _SINGULAR = (
     "The matrix is singular, or nearly so: add an epsilon to its diagonal, or use `jnp.linalg.pinv` or "
     "`jnp.linalg.lstsq`."
 )
-_GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, with an epsilon or `jnp.maximum`."
+_GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, as with `jnp.maximum`."
 _OPAQUE = "This is a single operation here: {} makes it of operands that are finite. Look there."
 
 REMEDIES = {
@@ -143,7 +143,7 @@ def _advise_float32(direction: str, path: str) -> str:
 def _explain_power(operands: Sequence[Range]) -> str:
     """Says which power it is the derivative of, as far as one exponent tells."""
     low, high = (operands[1] if len(operands) > 1 else None) or (math.nan, math.nan)
-    if low != high or not -1 < low:
+    if low != high or low <= -1:
         return REMEDIES["pow"]
     return (
         f"A power of {low:.4g} is infinite at zero, and it is the derivative of a power of {1 + low:.4g}. "

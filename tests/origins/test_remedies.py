@@ -1,4 +1,4 @@
-"""What `Provenance.describe` suggests fits the operation: poles, derivatives at zero, guards, indices, single operations."""
+"""What `Provenance.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,9 @@ def run_kernel(x):
 
 
 SUGGESTIONS = {
-    "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "derivative of a power of 0.5. Keep the b"),
-    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "a power of 0.5. Keep the b"),
-    "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where` uses"),
+    "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
+    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "power of 0.5. Keep the base"),
+    "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
     "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
     "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),
     "gradient of log at zero": (grad_of(lambda x: x * jnp.log(x)), ZERO, "the derivative of a logarithm, which is inf"),
@@ -54,7 +54,7 @@ SUGGESTIONS = {
     "solution of a singular system": (
         lambda a: jnp.linalg.solve(a, jnp.ones(2)), np.ones((2, 2), np.float32), "The matrix is singular"
     ),
-    "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds, where `jnp.take`"),
+    "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds"),
     "callback": (call_on_host, ZERO, "its function on the host makes it of operands that are finite"),
     "pallas kernel": (run_kernel, ZERO, "its kernel makes it of operands that are finite"),
     "erf_inv at its end in float16": (
