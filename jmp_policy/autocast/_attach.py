@@ -25,7 +25,7 @@ from ..interpreter import Kind, Rewriter, explain_tracing, float_dtype, open_par
 from ..interpreter._module_paths import AUTOCAST
 from ._casting import Casting, CastingRule
 from ._marks import Colour, Mark
-from ._modules import Register
+from ._modules import Register, note_casting
 from ._place import EquationPlace, explain_unused_functions
 from ._rules import AutocastRules, has_scopes
 from ._scopes import COMPUTE_DTYPES, Scopes, check_policy, root_policy
@@ -113,7 +113,7 @@ class _Autocast:
         """Makes the function that is traced: its result is checked and cast, and its modules are entered."""
 
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
-            with matmul_precision(policy), explain_tracing():
+            with matmul_precision(policy), explain_tracing(), note_casting():
                 out = cast_result(policy, fun(*args, **kwargs))
             _check_result(fun, out)
             return out

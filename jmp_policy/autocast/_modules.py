@@ -1,8 +1,8 @@
 """The Flax modules that are called while a function is traced: where their paths stand in its name stacks."""
 
 import contextvars
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -14,6 +14,28 @@ from ..interpreter._module_paths import ELSEWHERE, Modules
 _LINEN: contextvars.ContextVar[str] = contextvars.ContextVar("_LINEN", default="")
 _NNX: contextvars.ContextVar[str] = contextvars.ContextVar("_NNX", default="")
 """The paths of the linen and of the nnx module whose method is being traced; each begins at a root of its own."""
+
+_CASTING: contextvars.ContextVar[bool] = contextvars.ContextVar("_CASTING", default=False)
+"""True while `autocast` traces a function, which it then rewrites."""
+
+
+@contextmanager
+def note_casting() -> Iterator[None]:
+    """Has `refuse_casting` raise inside."""
+    token = _CASTING.set(True)
+    try:
+        yield
+    finally:
+        _CASTING.reset(token)
+
+
+def refuse_casting(instrument: str) -> None:
+    """Raises a `ValueError` where a program is measured that `autocast` then rewrites."""
+    if _CASTING.get():
+        raise ValueError(
+            f"{instrument} inside of autocast would report the dtypes that the function was traced with, and not those "
+            f"that it runs in: put it outside. For example: {instrument}(autocast(loss_fn, 'mixed_bfloat16'))."
+        )
 
 
 class Register:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from .._contexts import TRACING
 from .._mapped_axes import vary_everywhere
 from .._trees import Args, Kwargs, PyTree
-from ..autocast._modules import Register
+from ..autocast._modules import Register, refuse_casting
 from ..interpreter import (
     Line,
     Order,
@@ -98,7 +98,8 @@ def collect(
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: a format, a pass or a way with loops is unknown; when called, `where` matches nothing.
+      ValueError: a format, a pass or a way with loops is unknown; when called, `where` matches nothing, or `autocast`
+        is around it, which changes dtypes afterwards: put it inside, `collect(autocast(fun))`.
 
     Source: the histograms are those of Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
 
@@ -118,6 +119,7 @@ def collect(
 
     @functools.wraps(fun)
     def run_collect(*args: Any, **kwargs: Any) -> tuple[Any, Stats]:
+        refuse_casting("collect")
         step, args = take_step(request.every, args)
         opened, args, kwargs = open_partials(fun, args, kwargs)
         watched = register.watch(opened)

@@ -16,7 +16,7 @@ from .._contexts import TRACING
 from .._finite import all_finite
 from .._mapped_axes import vary, vary_everywhere
 from .._trees import Args, Kwargs, PyTree
-from ..autocast._modules import Register
+from ..autocast._modules import Register, refuse_casting
 from ..interpreter import (
     Line,
     call,
@@ -34,6 +34,7 @@ from ..origins._chase import find_origin as chase_origin
 from ..origins._extremes import Extremes, ExtremesRecorder, is_measurable
 from ..origins._graph import build_graph
 from ..origins._provenance import Provenance
+from ..origins._roles import find_roles
 from ..origins._words import Words
 from ._choice import find_direction
 from ._ends import Results, find_signature, name_results, spell_arguments
@@ -70,7 +71,8 @@ def first_nonfinite(
 
     Raises:
       TypeError: `fun` is not a function.
-      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference.
+      ValueError: when called, `fun` cannot run twice: it has an `io_callback`, or reads or writes a reference. Or
+        `autocast` is around it, which changes dtypes afterwards: put it inside, `first_nonfinite(autocast(fun))`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
@@ -90,6 +92,7 @@ def first_nonfinite(
 
     @functools.wraps(fun)
     def run_and_find(*args: Any, **kwargs: Any) -> tuple[Any, Provenance]:
+        refuse_casting("first_nonfinite")
         opened, args, kwargs = open_partials(fun, args, kwargs)
         run = _Run(register, find_signature(opened), (args, kwargs))
         watched = register.watch(opened if of is None else run.note_results(opened, of))
@@ -193,7 +196,7 @@ def _make_search(
     arguments = [i for i, var in enumerate(body.invars) if is_measurable(var)]
     recorded, lines = record_program(replay, recorder, None, arguments=arguments)
     words = [Words(argument=names[i], dtype=str(body.invars[i].aval.dtype)) for i in arguments]
-    words += _Describer(paths).describe_all(lines)
+    words += _Describer(paths, find_roles(body)).describe_all(lines)
     if not words:
         return None
 
@@ -208,8 +211,8 @@ def _make_search(
 class _Describer:
     """Says what a row is of; the turns of a loop share what is said."""
 
-    def __init__(self, paths: ModulePaths):
-        self._paths = paths
+    def __init__(self, paths: ModulePaths, roles: dict[int, str]):
+        self._paths, self._roles = paths, roles
         self._said: dict[Any, Words] = {}
 
     def describe_all(self, lines: Sequence[Line]) -> list[Words]:
@@ -224,7 +227,8 @@ class _Describer:
             code = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
             dtype: Any = step.results[line.result].aval
             where = self._paths.read_stack(step.scope), find_direction(step.scope), str(dtype.dtype)
-            self._said[key] = Words(step.name, source, function, code, *where)
+            role = self._roles.get(id(step.eqn), "")
+            self._said[key] = Words(step.name, source, function, code, *where, role=role)
         return self._said[key]
 
 

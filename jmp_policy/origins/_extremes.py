@@ -177,7 +177,7 @@ class Telling(NamedTuple):
 
     Attributes:
       operand: which.
-      scale: the result is so many times the operand; nan where it is no such line.
+      scale: the result is so many times the operand.
       shift: and so much more.
     """
 
@@ -201,8 +201,8 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
     name = eqn.primitive.name
     if moves_only(eqn):
         return Telling(result)
-    if name in ("neg", "abs"):
-        return Telling(0, -1.0 if name == "neg" else math.nan)
+    if name == "neg":
+        return Telling(0, -1.0)
     numbers = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
     if len(numbers) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[numbers[0]]):
         return None

@@ -1,6 +1,5 @@
 """Which value of a program was made of which: tables of integers, in which a compiled program finds its way back."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ class Edge(NamedTuple):
       value: which.
       carried: the loop around it that carried it to another turn, by its place among those whose turns have no rows of
         their own; `None` if none did.
-      scale: the other has so many times its numbers; nan where only the kinds of numbers are the same.
+      scale: the other has so many times its numbers.
       shift: and so much more.
     """
 
@@ -157,7 +156,7 @@ class _EdgeFinder:
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
             edges = self._follow(atom, line.step.around, line.turns)
             number = None if edges else self._find_number(atom, line.step.around)
-            edge = next((edge for edge in edges if not math.isnan(edge.scale)), None)
+            edge = next(iter(edges), None)
             if edge is not None:
                 found.append((edge.value, edge.scale, edge.shift))
             else:

@@ -189,9 +189,8 @@ class Provenance(_Fields):
         if cause is not None:
             sentences.append(f"It was made of infinities. {_say_what_happened(cause)}")
         root = cause or self
-        words = _read_words(root)
-        given = words.primitive, root.kind, words.dtype, words.direction, words.path, words.argument, root.operands
-        return escape_controls(" ".join(filter(None, [*sentences, find_remedy(*given)])))
+        remedy = find_remedy(_read_words(root), root.kind, root.operands, is_cause=cause is not None)
+        return escape_controls(" ".join(filter(None, [*sentences, remedy])))
 
 
 def _say_what_happened(one: Provenance) -> str:

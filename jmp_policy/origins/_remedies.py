@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from ..interpreter import DEVICE_SUMS
+from ._words import GUARDED, Words
+
 Range = tuple[float, float] | None
 
 LARGEST_HALF = 65504.0
@@ -15,6 +18,18 @@ _TRAP = (
     "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)`: the gradient of the branch that is not taken is zero times this."
 )
 _ROOT = "Keep what is under the root positive, with an epsilon or `jnp.maximum`. " + _TRAP
+
+_DERIVATIVE = "This is the derivative of {}, which is infinite at zero. "
+_GUARD = (
+    "A branch of a `jnp.where` uses it, and the gradient of a branch that is not taken is zero times infinity, a nan. "
+    "Guard the input of the operation as well, as in `jnp.where(ok, f(jnp.where(ok, x, 0.0)), other)`."
+)
+_SINGULAR = (
+    "The matrix is singular, or nearly so: add an epsilon to its diagonal, or use `jnp.linalg.pinv` or "
+    "`jnp.linalg.lstsq`."
+)
+_GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, as with `jnp.maximum`."
+_OPAQUE = "This is a single operation here: {} makes it of operands that are finite. Look there."
 
 REMEDIES = {
     "div": _EPSILON.format("divisor") + " " + _TRAP,
@@ -36,30 +51,58 @@ REMEDIES = {
     "acosh": "Keep what goes into it at 1 or above.",
     "erf_inv": "Keep what goes into it within -1 and 1, ends left out.",
     "cholesky": "The matrix has to be positive definite: add an epsilon to its diagonal.",
+    "custom_linear_solve": _SINGULAR,
+    "triangular_solve": _SINGULAR,
+    "lu": _SINGULAR,
+    "lgamma": _GAMMA,
+    "digamma": _GAMMA,
+    "polygamma": _GAMMA,
+    "igamma": "Keep both operands positive.",
+    "igammac": "Keep both operands positive.",
+    "zeta": "It has a pole where its first operand is 1: keep that above 1.",
+    "gather": "An index is out of bounds, where `jnp.take` and `x.at[i].get(mode='fill')` return nan: keep the indices "
+    "within the axis, or pass `mode='clip'`.",
+    "pure_callback": _OPAQUE.format("its function on the host"),
+    "ffi_call": _OPAQUE.format("the code that it calls"),
+    "pallas_call": _OPAQUE.format("its kernel"),
+    "custom_jvp_call": _OPAQUE.format("its function"),
+    "custom_vjp_call": _OPAQUE.format("its function"),
 }
 """By primitive, where the numbers themselves are at fault and not their format."""
 
+_OVERFLOWING = DEVICE_SUMS | {
+    "add", "add_any", "conv_general_dilated", "convert_element_type", "cosh", "cumlogsumexp", "cumprod", "cumsum",
+    "div", "dot_general", "exp", "exp2", "expm1", "integer_pow", "lgamma", "mul", "pow", "ragged_dot_general",
+    "reduce_precision", "reduce_prod", "reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul",
+    "select_and_scatter_add", "sinh", "square", "sub",
+}  # fmt: skip
+"""Primitives that overflow for finite operands, however small: a sum may have many terms."""
 
-def find_remedy(
-    primitive: str, kind: str, dtype: str, direction: str, path: str, argument: str, operands: Sequence[Range]
-) -> str:
+_DERIVATIVES = {
+    "sqrt": _DERIVATIVE.format("a square root") + "Add an epsilon under the root, as in `jnp.sqrt(x + 1e-6)`, and of a "
+    "norm in `jnp.sqrt(jnp.sum(x * x) + 1e-6)`. " + _TRAP,
+    "cbrt": _DERIVATIVE.format("a cube root") + _EPSILON.format("operand of the root") + " " + _TRAP,
+    "log": _DERIVATIVE.format("a logarithm") + _EPSILON.format("operand of the logarithm") + " " + _TRAP,
+}
+"""By the primitive whose derivative an operation computes, where that has a pole at zero."""
+
+
+def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bool = False) -> str:
     """Says what helps; the empty string where nothing is known.
 
     Args:
-      primitive: the name of the operation; the empty string for an argument.
+      words: what is said of the operation or argument.
       kind: `"nan"` or `"inf"`.
-      dtype: of its result.
-      direction: the pass.
-      path: the module it is in.
-      argument: the argument that came in with it; else the empty string.
       operands: the smallest and the largest number of each operand.
+      is_cause: whether another operation made a nan of its infinities.
 
-    >>> find_remedy("log", "inf", "float32", "forward", "head", "", [(0.0, 1.0)])[:55]
+    >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
     'Keep what goes into the logarithm positive, with an eps'
-    >>> find_remedy("dot_general", "inf", "float16", "forward", "head", "", [(-3.0, 4e4), (0.0, 2.0)])[:46]
+    >>> find_remedy(Words("dot_general", path="head", dtype="float16"), "inf", [(-3.0, 4e4), (0.0, 2.0)])[:46]
     'float16 ends at 65504. Keep this in float32: `'
     """
-    if argument:
+    primitive, dtype, path = words.primitive, words.dtype, words.path
+    if words.argument:
         return (
             "It was there before the function ran: look at the batch, or at the step before, which a transformation "
             "such as `optim.skip_nonfinite` would have skipped."
@@ -69,20 +112,55 @@ def find_remedy(
             "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
             "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
         )
-    if kind == "inf" and dtype == "float16" and not has_pole(primitive, operands, dtype):
-        if direction == "backward":
-            return (
-                "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
-                "as `DynamicLossScale(2.0**10)`, which a dynamic one finds by itself after some skipped steps."
-            )
-        island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
-        return f"float16 ends at 65504. Keep this in float32: {island}."
-    is_too_large = kind == "inf" and primitive in ("pow", "integer_pow") and not has_pole(primitive, operands, dtype)
-    if primitive in REMEDIES and not is_too_large:
+    if words.role == GUARDED and is_cause:
+        return _GUARD
+    if words.role in _DERIVATIVES and has_pole(primitive, operands, dtype):
+        return _DERIVATIVES[words.role]
+    is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
+    if is_too_large and dtype == "float16":
+        return _advise_float32(words.direction, path)
+    if primitive == "pow" and has_pole(primitive, operands, dtype):
+        return _explain_power(operands)
+    if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
         return REMEDIES[primitive]
-    if kind == "inf":
+    if is_too_large:
         return f"The numbers are too large for {dtype}: smaller steps, clipped gradients or a norm before this help."
+    if kind == "inf" and any(operands):
+        return "None of its operands is large: look for a pole, or for an end of the domain, among them."
     return ""
+
+
+def _advise_float32(direction: str, path: str) -> str:
+    if direction == "backward":
+        return (
+            "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
+            "as `DynamicLossScale(2.0**10)`, which a dynamic one finds by itself after some skipped steps."
+        )
+    island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
+    return f"float16 ends at 65504. Keep this in float32: {island}."
+
+
+def _explain_power(operands: Sequence[Range]) -> str:
+    """Says which power it is the derivative of, as far as one exponent tells."""
+    low, high = (operands[1] if len(operands) > 1 else None) or (math.nan, math.nan)
+    if low != high or low <= -1:
+        return REMEDIES["pow"]
+    return (
+        f"A power of {low:.4g} is infinite at zero, and it is the derivative of a power of {1 + low:.4g}. "
+        "Keep the base away from zero, as in `(jnp.abs(x) + 1e-6) ** p`. " + _TRAP
+    )
+
+
+def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
+    """Whether an infinity is an overflow, and not a pole or something inside of an operation that nothing is known of.
+
+    >>> _overflows("add", [(1.0, 2.0)], "float32"), _overflows("zeta", [(1.0, 1.0), (1.0, 1.0)], "float32")
+    (True, False)
+    """
+    if primitive in _OVERFLOWING:
+        return not has_pole(primitive, operands, dtype)
+    largest = max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
+    return primitive not in REMEDIES and largest > float(jnp.finfo(dtype).max) ** 0.25
 
 
 def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
@@ -94,12 +172,16 @@ def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
     >>> has_pole("integer_pow", [(-600.0, 700.0)], "float16"), has_pole("integer_pow", [(0.0, 2.0)], "float16")
     (False, True)
     """
-    poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0}
+    poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0, "lgamma": 0}
     i = poles.get(primitive)
     if i is None or i >= len(operands):
         return False
     pair = operands[i]
-    if pair is None or not pair[0] <= 0 <= pair[1]:
+    if pair is None or pair[0] > 0:
+        return False
+    if primitive == "lgamma":  # which has more below zero
+        return True
+    if pair[1] < 0:
         return False
     if primitive == "pow" and len(operands) > 1 and operands[1] is not None:
         return operands[1][0] < 0

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+GUARDED = "where"
+"""The role of an operation that a branch of a `jnp.where` uses."""
+
 
 class Words(NamedTuple):
     """What is said of an equation or an argument.
@@ -17,6 +20,7 @@ class Words(NamedTuple):
       direction: `"forward"`, `"recomputed"` or `"backward"`.
       dtype: the name of the dtype of its result.
       argument: the argument, `"batch['x']"`; the empty string for an equation.
+      role: the primitive whose derivative an equation computes, or `GUARDED`; else the empty string.
     """
 
     primitive: str = ""
@@ -27,10 +31,14 @@ class Words(NamedTuple):
     direction: str = "forward"
     dtype: str = ""
     argument: str = ""
+    role: str = ""
 
 
-_WIDTHS = (32, 160, 48, 96, 128, 12, 16, 112)
-"""How many bytes each may have. Of a longer one its end is kept, but of code its beginning."""
+_WIDTHS = (32, 160, 48, 96, 128, 12, 16, 103, 8)
+"""How many bytes each may have. Of a longer one its end is kept, but of code its beginning.
+
+Their sum, with a byte after each, stays: a saved state holds the text. One without a role is read as such.
+"""
 
 TEXT_LENGTH = sum(_WIDTHS) + len(_WIDTHS)
 

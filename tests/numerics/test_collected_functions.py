@@ -12,7 +12,8 @@ from flax import linen as nn, nnx
 from jax import lax
 from observed import assert_row_is, assert_same, check_collect, find, observe
 
-from jmp_policy.numerics import audit, collect
+from jmp_policy import autocast
+from jmp_policy.numerics import audit, collect, first_nonfinite
 
 X = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(2).normal(size=(3, 3)), jnp.float32)
@@ -226,3 +227,13 @@ def test_the_nearest_path_of_a_model_is_named():
 def test_what_are_no_strings_are_refused(option):
     with pytest.raises(TypeError, match=rf"{option} takes strings, got 3. For example: {option}=\('"):
         collect(loss_fn, **{option: 3})
+
+
+@pytest.mark.parametrize("instrument", [collect, first_nonfinite])
+def test_inside_of_autocast_it_is_refused_as_dtypes_would_be_those_before(instrument):
+    message = rf"{instrument.__name__} inside of autocast .* those that it runs in: put it outside. For example: "
+    for fun in (instrument(loss_fn), jax.grad(instrument(loss_fn), has_aux=True)):
+        with pytest.raises(ValueError, match=message + rf"{instrument.__name__}\(autocast\(loss_fn, 'mixed_bf"):
+            jax.eval_shape(autocast(fun, "mixed_bfloat16"), W, X)
+    _, found = jax.eval_shape(instrument(autocast(loss_fn, "mixed_bfloat16")), W, X)
+    assert found is not None

@@ -1,0 +1,63 @@
+"""Which operations of a program compute the derivative of another one, and which are in a branch of a `jnp.where`."""
+
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from ..interpreter import Step, walk
+from ._words import GUARDED
+
+
+def find_roles(program: Jaxpr) -> dict[int, str]:
+    """Finds the roles of equations, by their ids: see `Words.role`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> program = jax.make_jaxpr(jax.grad(jnp.sqrt))(1.0)
+    >>> roles = find_roles(program.jaxpr)
+    >>> [(eqn.primitive.name, roles[id(eqn)]) for eqn in program.eqns if id(eqn) in roles]
+    [('div', 'sqrt')]
+    """
+    steps = list(walk(program))
+    makers: dict[int, list[Step]] = {}
+    for step in steps:
+        for var in step.results:
+            makers.setdefault(id(var), []).append(step)
+    roles = {id(eqn): GUARDED for eqn in _list_guarded(steps, makers)}
+    logarithms = {id(step.operands[0]) for step in steps if step.name == "log"}
+    for step in steps:
+        if "jvp(" not in step.scope:  # which is around the backward pass, too
+            continue
+        if step.name == "integer_pow" and _is_made_by("cbrt", step.operands[0], makers):
+            roles[id(step.eqn)] = "cbrt"
+        elif step.name == "div":
+            dividend, divisor = step.operands
+            is_half = isinstance(dividend, Literal) and float(dividend.val) == 0.5
+            if is_half and _is_made_by("sqrt", divisor, makers):
+                roles[id(step.eqn)] = "sqrt"
+            elif "transpose(" in step.scope and id(divisor) in logarithms:
+                roles[id(step.eqn)] = "log"
+    return roles
+
+
+def _is_made_by(name: str, atom: Any, makers: dict[int, list[Step]]) -> bool:
+    return any(step.name == name for step in makers.get(id(atom), ()))
+
+
+def _list_guarded(steps: list[Step], makers: dict[int, list[Step]]) -> list[Any]:
+    """The equations from which a branch of a `select_n` comes, up to sums and products of them."""
+    found, seen = [], set()
+    queue = [atom for step in steps if step.name == "select_n" for atom in step.operands[1:]]
+    while queue:
+        atom = queue.pop()
+        if id(atom) in seen:
+            continue
+        seen.add(id(atom))
+        for step in makers.get(id(atom), ()):
+            if step.name not in ("link", "carry"):
+                found.append(step.eqn)
+            if step.name in _FOLLOWED:
+                queue += step.operands
+    return found
+
+
+_FOLLOWED = ("add", "broadcast_in_dim", "convert_element_type", "div", "link", "mul", "neg", "reshape", "sub")

@@ -1,0 +1,121 @@
+"""What `Provenance.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.scipy.special import digamma, gammaln
+
+import jmp_policy as jmp
+from jmp_policy.interpreter import walk
+from jmp_policy.origins._remedies import find_remedy
+from jmp_policy.origins._roles import find_roles
+from jmp_policy.origins._words import Words, read_words, write_words
+
+ZERO = np.array([0.0, 2.0], np.float32)
+
+
+def grad_of(fun):
+    return jax.grad(lambda x: jnp.sum(fun(x)))
+
+
+def describe(fun, *args):
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jit(jmp.numerics.first_nonfinite(fun))(*args)[1].describe()
+
+
+def call_host(x):
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(x))
+
+
+def call_on_host(x):
+    return jax.pure_callback(call_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def run_kernel(x):
+    def kernel(given, out):
+        out[...] = jnp.log(given[...])
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+SUGGESTIONS = {
+    "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
+    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "power of 0.5. Keep the base"),
+    "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
+    "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
+    "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),
+    "gradient of log at zero": (grad_of(lambda x: x * jnp.log(x)), ZERO, "the derivative of a logarithm, which is inf"),
+    "gammaln at zero": (gammaln, ZERO, "poles at zero and at the negative integers"),
+    "digamma at zero in float16": (digamma, ZERO.astype(np.float16), "poles at zero and at the negative integers"),
+    "inverse of a singular matrix": (jnp.linalg.inv, np.ones((2, 2), np.float32), "The matrix is singular"),
+    "solution of a singular system": (
+        lambda a: jnp.linalg.solve(a, jnp.ones(2)), np.ones((2, 2), np.float32), "The matrix is singular"
+    ),
+    "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds"),
+    "callback": (call_on_host, ZERO, "its function on the host makes it of operands that are finite"),
+    "pallas kernel": (run_kernel, ZERO, "its kernel makes it of operands that are finite"),
+    "erf_inv at its end in float16": (
+        jax.scipy.special.erfinv, np.ones(1, np.float16), "Keep what goes into it within -1 and 1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SUGGESTIONS)
+def test_the_suggestion_fits_the_operation(name):
+    fun, x, expected = SUGGESTIONS[name]
+    text = describe(fun, x)
+    assert expected in text
+    assert not any(words in text for words in ("too large", "Subtract the largest", "the divisor", "ends at 65504"))
+
+
+def list_roles(fun, *args):
+    program = jax.make_jaxpr(fun)(*args).jaxpr
+    roles = find_roles(program)
+    names = {}
+    for step in walk(program):
+        if id(step.eqn) in roles:
+            names.setdefault(roles[id(step.eqn)], set()).add(step.name)
+    return names
+
+
+def test_derivatives_with_a_pole_at_zero_have_the_role_of_their_function():
+    assert list_roles(grad_of(jnp.sqrt), ZERO) == {"sqrt": {"div"}}
+    assert list_roles(grad_of(jax.jit(jnp.sqrt)), ZERO) == {"sqrt": {"div"}}
+    assert list_roles(grad_of(jnp.log), ZERO) == {"log": {"div"}}
+    assert list_roles(grad_of(jnp.cbrt), ZERO) == {"cbrt": {"integer_pow"}}
+    assert list_roles(lambda x: 0.5 / jnp.sqrt(x), ZERO) == {}
+    assert list_roles(grad_of(lambda x: x / (x + 1)), ZERO) == {}
+
+
+def test_an_exponential_is_guarded_only_where_a_branch_uses_it():
+    guarded = list_roles(lambda x: jnp.where(x > 0, x, 2 * (jnp.exp(x) - 1)), ZERO)
+    assert "exp" in guarded["where"]
+    assert list_roles(lambda x: jnp.log(jnp.sum(jnp.exp(x))), ZERO) == {}
+    assert "exp" not in list_roles(lambda x: jnp.exp(jnp.where(x > 0, 0.0, x)), ZERO)["where"]
+
+
+def test_a_guard_is_suggested_only_for_an_infinity_that_did_harm_elsewhere():
+    words = Words("exp", dtype="float16", role="where")
+    assert "Guard the input" in find_remedy(words, "inf", [(-1.0, 20.0)], is_cause=True)
+    assert "float16 ends at 65504" in find_remedy(words, "inf", [(-1.0, 20.0)])
+
+
+def test_size_is_blamed_only_where_an_operand_is_large_or_the_operation_adds():
+    suggest = lambda name, *operands: find_remedy(Words(name, dtype="float32"), "inf", operands)
+    assert "too large for float32" in suggest("reduce_sum", (1.0, 1.0))
+    assert "too large for float32" in suggest("bessel_i0e", (1.0, 1e30))
+    assert "None of its operands is large" in suggest("bessel_i0e", (0.0, 2.0))
+    assert suggest("bessel_i0e", None) == ""
+    assert "too large for float32" in suggest("lgamma", (3.0, 1e38))
+
+
+def test_a_role_is_read_back_and_a_text_that_was_saved_without_one_has_none():
+    words = Words("div", path="a" * 200, argument="b" * 200, role="sqrt")
+    assert read_words(write_words(words)).role == "sqrt"
+    saved = b"\0".join([b"div", b"s" * 160, b"f" * 48, b"c" * 96, b"p" * 128, b"forward", b"float16", b"a" * 112])
+    text = np.frombuffer(saved.ljust(write_words(words).size, b"\0"), np.uint8)
+    assert (read_words(text).argument, read_words(text).role) == ("a" * 112, "")
