@@ -106,7 +106,8 @@ def multiplies_only(eqn: JaxprEqn) -> bool:
 def name_stack(eqn: JaxprEqn) -> str:
     """The scopes in which an equation was traced, outermost first, as JAX prints them.
 
-    The backward pass of a remat carries the stack of the forward pass as well. Here it stands once.
+    The backward pass of a remat, and of a `jax.custom_jvp` function, carries the stack of the forward pass as well.
+    Here it stands once.
 
     >>> import jax, jax.numpy as jnp
     >>> fun = jax.named_scope("net")(jax.grad(jax.checkpoint(jnp.sin)))
@@ -115,7 +116,8 @@ def name_stack(eqn: JaxprEqn) -> str:
     ('net/transpose(jvp(net))/jvp()', 'transpose(net)')
     """
     stack = str(eqn.source_info.name_stack)
-    if eqn.primitive.name not in ("checkpoint", "remat2") or not is_backward(stack):
+    has_forward = eqn.primitive.name in ("checkpoint", "remat2") or ")/jvp(" in stack
+    if not (has_forward and is_backward(stack)):
         return stack
     names = [name for name in strip_transformations(stack).split("/") if name]
     once = names[: len(names) // 2]

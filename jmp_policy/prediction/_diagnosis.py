@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .._paths import list_paths_to
 from .._policy import Policy
 from .._policy_map import Key, PolicyMap
 from ..autocast._scopes import root_policy
@@ -107,7 +108,9 @@ class _Trial:
         self.rows = stats.rows()
         self._observed, self._by = observed, by
         self._operations = list_operations(observed)
-        self.paths = tuple(dict.fromkeys(operation.path for operation in self._operations))
+        paths = dict.fromkeys(operation.path for operation in self._operations)
+        self._places = {path: self._find_place(path) for path in paths}
+        self.paths = tuple(dict.fromkeys(self._places.values()))
         self._noise = find_noise(self._operations, self.rows)
         self._masked = {name: self._find_masked(name) for name in ("float16", "bfloat16")}
         self._find_span = functools.cache(lambda row, format: find_span(self.rows[row], format))
@@ -123,7 +126,13 @@ class _Trial:
         found = list_narrow_values(self._operations, written, self.rows)
         if self._by == "with_policy":
             found += list_quantized_values(self._operations, self._observed, self.rows, policy)
+        found = [value._replace(path=self._places[value.path]) for value in found]
         return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
+
+    def _find_place(self, path: str) -> str:
+        """The path that a rule must name: under `with_policy` that of a module, since it knows no other scopes."""
+        types = self._observed.list_types() if self._by == "with_policy" else {}
+        return next((outer for outer in reversed(list_paths_to(path)) if outer in types), path)
 
     def find_loss(self, value: NarrowValue, exponent: int) -> Loss:
         """What a value loses at a loss scale of two to some power."""
@@ -171,7 +180,9 @@ def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequenc
     What is in no scope at all can be named by the pattern of the root alone, which covers everything: the scopes right
     inside of it get their policy before that.
     """
-    wide = list(culprits)
+    named = set(culprits)
+    # A rule covers all that is inside of its scope, and another one there would decide nothing.
+    wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]
     rules: list[tuple[Key, Policy | str]] = [(re.escape(path), "float32") for path in wide if path]
     old = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
     if "" in wide:

@@ -17,6 +17,11 @@ _MOVES = {name for name, why in CLEAR.items() if why != "chooses among numbers"}
 _ADDING = frozenset(("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"))
 """What makes a number that is nothing but rounding, where large ones cancel."""
 
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+
+_OPAQUE = frozenset(("custom_jvp_call", "custom_vjp_call"))
+"""Functions with derivatives of their own: only their results are measured."""
+
 _ROUNDING = 2.0**-18
 """Some roundings of float32, relative to what was added: what is added is rounded already. Half precision resolves no
 such difference either."""
@@ -64,7 +69,8 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
             own = rows_of.get((chain, _find_index(step)), ()) if step.results[0] in step.eqn.outvars else ()
             sources[step.results[0]] = tuple(own) or tuple(dict.fromkeys(row for rows in reads for row in rows))
             if own:  # of a function with a derivative of its own: its result was measured, and what is inside was not
-                found.append(_describe_opaque(step, chain, tuple(own), paths))
+                given = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.eqn.invars)
+                found.append(_describe_opaque(step, chain, given, tuple(own), paths))
             continue
         makes = tuple(tuple(rows_of.get((chain, i), ())) for i in range(len(step.results)))
         for i, var in enumerate(step.results):
@@ -76,11 +82,13 @@ def list_operations(observed: ObservedProgram) -> list[Operation]:
     return found
 
 
-def _describe_opaque(step: Step, chain: tuple[int, ...], own: tuple[int, ...], paths: ModulePaths) -> Operation:
+def _describe_opaque(
+    step: Step, chain: tuple[int, ...], reads: tuple[tuple[int, ...], ...], own: tuple[int, ...], paths: ModulePaths
+) -> Operation:
     eqn, index = step.eqn, _find_index(step)
     makes = tuple(own if i == index else () for i in range(len(eqn.outvars)))
     where = chain, eqn.primitive.name, paths.read_stack(step.scope), step.scope
-    return Operation(*where, ((),) * len(eqn.invars), makes, True, 1)
+    return Operation(*where, reads, makes, True, 1)
 
 
 def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
@@ -98,11 +106,12 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
         sizes = [max(rows[index].amax for index in indices) for indices in reads]
         noisy = [all(index in noise for index in indices) for indices in reads]
         adds = operation.name in _ADDING
-        is_product = operation.name in ("dot_general", "conv_general_dilated")
+        is_product = operation.name in _PRODUCTS
         largest = math.prod(sizes) if is_product else max(sizes)
         bound = _ROUNDING * math.sqrt(operation.terms) * largest
         cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
-        if cancels or all(noisy) or (any(noisy) and (is_product or not adds)):
+        mixes = adds or operation.name in _OPAQUE  # one noisy operand does not make the result noise
+        if cancels or all(noisy) or (any(noisy) and (is_product or not mixes)):
             noise.update(made)
     return noise
 
@@ -117,7 +126,8 @@ def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: f
         reads = [index for indices in operation.reads for index in indices]
         above = [index for index in reads if rows[index].amax > largest]
         made = [index for indices in operation.makes for index in indices if rows[index].amax > largest]
-        comes_in = not above and operation.unknown and (not reads or operation.name in _MASKING)
+        is_constant = not reads and operation.name not in _OPAQUE | _PRODUCTS
+        comes_in = not above and operation.unknown and (is_constant or operation.name in _MASKING)
         if made and (comes_in or (above and masked.issuperset(above))):
             masked.update(made)
     return masked
