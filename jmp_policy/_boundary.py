@@ -22,6 +22,7 @@ from ._call_casts import (
     matmul_precision,
     name_function,
     resolve_policy,
+    widen_policy,
 )
 from ._get_policy import get_policy, is_policy_spec
 from ._messages import describe, warn_user
@@ -222,11 +223,11 @@ class _Boundary:
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
         """Calls the function, with casts at its outermost call."""
-        fun = self._fun
+        fun, given = self._fun, widen_policy(self._policy)
         if self._recursion.is_running():
-            return self._cast_held(resolve_policy(self._policy, (args, kwargs)))(*args, **kwargs)
+            return self._cast_held(resolve_policy(given, (args, kwargs)))(*args, **kwargs)
         held = None if isinstance(fun, types.FunctionType) else list_held(fun)
-        policy, args, kwargs = cast_arguments(self._policy, fun, self._keep, args, kwargs, held)
+        policy, args, kwargs = cast_arguments(given, fun, self._keep, args, kwargs, held)
         with self._recursion.outermost_call(), matmul_precision(policy):
             out = self._cast_held(policy)(*args, **kwargs)
         out = cast_result(policy, out)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from ._adapter import find_adapter, is_flax_object
+from ._contexts import IN_FULL_PRECISION
+from ._dtypes import at_least_float32
 from ._messages import describe, quote, shorten
 from ._policy import Policy
 from ._trees import Args, Kwargs, PyTree, cast_floating, floating_leaves, is_floating
@@ -82,9 +84,9 @@ def explain_uncast(fun: Callable[..., Any]) -> str:
         is_hidden = is_wrapped and _holds_arrays(list_held(fun))
         if is_hidden or _has_array_attributes(owner) or _has_variables(owner):
             return (
-                f"with_policy casts the arguments of a call, but not the arrays that {_name_holder(fun)} holds: matmuls "
-                "with them stay in their dtype. Give the policy to the partial or pytree itself, inside of jit and vmap; "
-                "give a Flax module its own; or use jmp.autocast, which casts all arrays. "
+                f"with_policy casts the arguments of a call, but not the arrays that {_name_holder(fun)} holds: "
+                "matmuls with them stay in their dtype. Give the policy to the partial or pytree itself, inside of jit "
+                "and vmap; give a Flax module its own; or use jmp.autocast, which casts all arrays. "
                 "For example: jmp.autocast(model, 'mixed_bfloat16')."
             )
         if isinstance(fun, functools.partial):
@@ -128,6 +130,18 @@ def _has_variables(owner: Any) -> bool:
     if adapter is None or adapter.policy_of(owner) is not None:
         return False
     return bool(adapter.find_modules(owner)) or getattr(owner, "scope", None) is not None
+
+
+def widen_policy(policy: Policy) -> Policy:
+    """Returns the policy that holds here: inside of `force_full_precision` one that computes in float32."""
+    return _make_full_precision(policy) if IN_FULL_PRECISION.value else policy
+
+
+@functools.cache
+def _make_full_precision(policy: Policy) -> Policy:
+    # Not the param dtype and the quantization: the parameters are stored as they are.
+    compute, output = (None if d is None else at_least_float32(d) for d in (policy.compute_dtype, policy.output_dtype))
+    return policy.replace(compute_dtype=compute, output_dtype=output, precision="highest", accumulate_dtype=None)
 
 
 def resolve_policy(policy: Policy, inputs: PyTree) -> Policy:

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from .._contexts import ACTIVE_POLICY
+from .._call_casts import widen_policy
+from .._contexts import ACTIVE_POLICY, IN_FULL_PRECISION
 from .._formats import find_kept_name
 from .._memory import remember_on_class
 from .._policy import Policy
@@ -155,6 +156,10 @@ class ActivePolicy:
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is its own, if that is one."""
+        found = self._find_match(module)
+        return dataclasses.replace(found, policy=widen_policy(found.policy)) if IN_FULL_PRECISION.value else found
+
+    def _find_match(self, module: nn.Module) -> Match:
         if isinstance(self.policy, Policy):
             if not self._reads_names:
                 return self._match_everywhere

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from .._call_casts import widen_policy
 from .._formats import stored_format_of
 from .._policy import Policy
 from .._trees import cast_floating
@@ -104,7 +105,7 @@ def _declare_param(
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
-    return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
+    return cast_floating(value, widen_policy(policy).compute_dtype) if reads_in_compute else value
 
 
 def _declare_variable(
