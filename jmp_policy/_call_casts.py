@@ -134,7 +134,12 @@ def _has_variables(owner: Any) -> bool:
 
 def widen_policy(policy: Policy) -> Policy:
     """Returns the policy that holds here: inside of `force_full_precision` one that computes in float32."""
-    return _make_full_precision(policy) if IN_FULL_PRECISION.value else policy
+    return _make_full_precision(policy) if is_in_full_precision() else policy
+
+
+def is_in_full_precision() -> bool:
+    """True inside of `force_full_precision`. A function, because no pickle takes the context that it reads."""
+    return IN_FULL_PRECISION.value
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._contexts import IN_FULL_PRECISION
+from .._call_casts import is_in_full_precision
 from .._float8_state import OVERWRITE
 from .._formats import KeptNVFP4, stored_format_of
 from .._made_classes import make_subclass
@@ -302,7 +302,7 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
         # A shadow, an instance of a decorated class that is still being made, or a layer whose attributes say it all.
-        if spec is None or (spec.effect is CallEffect.NOTHING and not IN_FULL_PRECISION.value):
+        if spec is None or (spec.effect is CallEffect.NOTHING and not is_in_full_precision()):
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
         return run_method(self, spec, method, args, kwargs)
