@@ -135,6 +135,9 @@ def set_default_policy(spec: "PolicySpec") -> None:
 def use_policy(spec: "PolicySpec") -> AbstractContextManager[None]:
     """A context manager in which the default policy is another one, in this thread.
 
+    An asyncio task must leave it before it awaits anything that reads or sets the default in another task, which is an
+    error there.
+
     Args:
       spec: anything that `get_policy` reads.
 
