@@ -43,6 +43,9 @@ class ModuleCall:
     describe_quantization: Callable[[], str] = lambda: ""
 
 
+WRITTEN = "author's dtype"
+"""The rule of a module whose author wrote its dtype."""
+
 Method = str | Callable[..., Any] | None
 """What to call of a module: a method or its name, or a function of the module; `None` for the module itself."""
 
@@ -251,7 +254,7 @@ def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, w
     """
     policy = forget_name(match.policy)
     if written is not None:
-        return ModuleInfo(kind, policy, "author's dtype", np.dtype(written), is_named=True)
+        return ModuleInfo(kind, policy, WRITTEN, np.dtype(written), is_named=True)
     if by_map:
         key = None if match.rule is None else match.rule.key
         rule = "default" if key is None else key if isinstance(key, str) else key.__qualname__

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, overload
@@ -11,9 +12,20 @@ from typing import Any, overload
 import jax
 
 from ._adapter import find_adapter, is_flax_object
-from ._call_casts import cast_arguments, cast_result, check_keep, matmul_precision, name_function
+from ._call_casts import (
+    cast_arguments,
+    cast_held,
+    cast_result,
+    check_keep,
+    explain_uncast,
+    list_held,
+    matmul_precision,
+    name_function,
+    resolve_policy,
+    widen_policy,
+)
 from ._get_policy import get_policy, is_policy_spec
-from ._messages import describe
+from ._messages import describe, warn_user
 from ._misuse import NoContext, refuse_order, refuse_rules, refuse_unknown_arguments
 from ._policy import Policy
 from ._policy_map import PolicyMap
@@ -74,7 +86,9 @@ def with_policy(target: Any = NO_TARGET, policy: "PolicySpec" = None, *, keep: C
        in it computes in the compute dtype. The parameter tree stays the same as
        without a policy.
     4. A function has no weights, and so the quantization of a policy means
-       nothing to it.
+       nothing to it. What a partial, a callable pytree (a module of Equinox) or
+       a method of one holds is cast as its arguments are. What else holds
+       arrays gives a warning, and what a function closes over stays as it is.
     5. Nothing is changed in place: a function, an instance and a class each
        give a new one. A new nnx instance shares its Variables with the old one.
 
@@ -185,6 +199,8 @@ def _give_policy(target: Any, policy: Policy | PolicyMap, keep: Collection[str])
 
 def _wrap_function(fun: Callable[..., Any], given: Policy | PolicyMap, keep: Collection[str]) -> Any:
     check_keep(fun, keep)
+    if message := explain_uncast(fun):
+        warn_user(message)
     boundary = _Boundary(fun, given, frozenset(keep))
 
     @functools.wraps(fun)
@@ -207,14 +223,19 @@ class _Boundary:
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
         """Calls the function, with casts at its outermost call."""
+        fun, given = self._fun, widen_policy(self._policy)
         if self._recursion.is_running():
-            return self._fun(*args, **kwargs)
-        policy, args, kwargs = cast_arguments(self._policy, self._fun, self._keep, args, kwargs)
+            return self._cast_held(resolve_policy(given, (args, kwargs)))(*args, **kwargs)
+        held = None if isinstance(fun, types.FunctionType) else list_held(fun)
+        policy, args, kwargs = cast_arguments(given, fun, self._keep, args, kwargs, held)
         with self._recursion.outermost_call(), matmul_precision(policy):
-            out = self._fun(*args, **kwargs)
+            out = self._cast_held(policy)(*args, **kwargs)
         out = cast_result(policy, out)
         _check_made_no_module(self._fun, (args, kwargs), out)
         return out
+
+    def _cast_held(self, policy: Policy) -> Callable[..., Any]:
+        return self._fun if isinstance(self._fun, types.FunctionType) else cast_held(policy, self._fun, self._keep)
 
     def __reduce__(self) -> tuple:  # who is running is of this process
         return _Boundary, (self._fun, self._given, self._keep)

@@ -10,6 +10,9 @@ import jax
 ACTIVE_POLICY = jax.make_user_context(None)
 """What refers to the policy whose linen modules are running."""
 
+IN_FULL_PRECISION = jax.make_user_context(False)
+"""Whether a call of `force_full_precision` runs. A policy inside computes in float32."""
+
 INFERRED = jax.make_user_context(None)
 """The policy of the innermost nnx call that inferred a dtype, and the dtype.
 

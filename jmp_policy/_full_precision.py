@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._adapter import is_flax_object
+from ._contexts import IN_FULL_PRECISION
 from ._dtypes import at_least_float32
 from ._signatures import Jitted, P, R
 from ._trees import PyTree, cast_floating, floating_leaves, is_floating
@@ -30,6 +31,9 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     `jnp.result_type` gives the floating inputs together; without a floating input they leave as they are. Flax modules
     and Variables, which `fun` may write to, are handed to it as they are.
 
+    Flax layers and functions with a policy that `fun` calls compute in float32 as well, whatever their policy says. A
+    `dtype` that an author wrote on a layer stays, and so does the quantization of a policy.
+
     Args:
       fun: any function of trees of arrays.
 
@@ -41,7 +45,7 @@ def force_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def in_full_precision(*args: Any, **kwargs: Any) -> Any:
         wide_args, wide_kwargs = jax.tree.map(_widened, (args, kwargs), is_leaf=is_flax_object)
-        with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION):
+        with jax.default_matmul_precision("highest"), jax.named_scope(FULL_PRECISION), IN_FULL_PRECISION(True):
             out = fun(*wide_args, **wide_kwargs)
         return cast_floating(out, _joint_dtype((args, kwargs)), is_leaf=is_flax_object)
 

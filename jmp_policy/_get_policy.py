@@ -138,6 +138,9 @@ def set_default_policy(spec: "PolicySpec") -> None:
 def use_policy(spec: "PolicySpec") -> "TemporaryDefault":
     """A context manager in which the default policy is another one, in this thread; above a function, for each call.
 
+    An asyncio task must leave it before it awaits anything that reads or sets the default in another task, which is an
+    error there.
+
     Args:
       spec: anything that `get_policy` reads.
 

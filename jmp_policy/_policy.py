@@ -1,8 +1,11 @@
 """The policy: which dtype parameters are stored in, computed in, and returned in; and the default policy's context."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+import threading
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -290,10 +293,16 @@ class KeyedDefault:
 # Not a ContextVar or a module global: either, read while tracing, goes stale at the second call of a jitted function.
 _CONTEXT = jax.make_user_context(Policy("float32", "float32", "float32"))
 
+# JAX's contexts belong to a thread, and asyncio runs many tasks in one: a task would see, and restore, the default of
+# another. So a ContextVar, which belongs to a task, holds what `use_policy` set last, and in which thread.
+_SCOPED: contextvars.ContextVar[tuple[int, Any] | None] = contextvars.ContextVar("_SCOPED", default=None)
+_GLOBAL = [_CONTEXT.value]
+
 
 def read_default() -> Any:
     """The policy or map that is the default one."""
     value = _CONTEXT.value
+    _check_task(value)
     return value.policy if isinstance(value, KeyedDefault) else value
 
 
@@ -306,12 +315,37 @@ def read_origin() -> Any:
 
 def set_default(policy: Hashable, spec: Any) -> None:
     """Makes a policy, and what it was made from, the default one."""
-    _CONTEXT.set_global(_key_by_origin(policy, spec))
+    _GLOBAL[0] = _key_by_origin(policy, spec)
+    _CONTEXT.set_global(_GLOBAL[0])
 
 
-def temporarily_set_default(policy: Hashable, spec: Any) -> Any:
+@contextlib.contextmanager
+def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
     """A context manager in which a policy, and what it was made from, is the default one, in this thread."""
-    return _CONTEXT(_key_by_origin(policy, spec))
+    _check_task(_CONTEXT.value)
+    value = _key_by_origin(policy, spec)
+    token = _SCOPED.set((threading.get_ident(), value))
+    try:
+        with _CONTEXT(value):
+            yield
+    finally:
+        _SCOPED.reset(token)
+
+
+def _check_task(value: Any) -> None:
+    """Checks that the default policy of this thread is the one of this asyncio task.
+
+    Raises:
+      RuntimeError: another task is inside of `use_policy`.
+    """
+    scoped = _SCOPED.get()
+    expected = scoped[1] if scoped is not None and scoped[0] == threading.get_ident() else _GLOBAL[0]
+    if value != expected:
+        raise RuntimeError(
+            f"The default policy is {quote(value)}, which another asyncio task of this thread set by use_policy and "
+            "has yet to leave. JAX keeps it for the whole thread, so leave use_policy before the next await, or hand "
+            "the policy on. For example: jmp.with_policy(model, 'mixed_bfloat16')."
+        )
 
 
 def _key_by_origin(policy: Hashable, spec: Any) -> Any:

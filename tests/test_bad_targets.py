@@ -104,11 +104,6 @@ def test_static_and_class_methods_stay_what_they_are():
         assert owner.static(X).dtype == owner.of_class(X).dtype == BF16
 
 
-def test_arguments_that_a_partial_holds_are_its_authors():
-    policied = jmp.with_policy(functools.partial(lambda held, x: (held.dtype, x.dtype), X), "bfloat16")
-    assert policied(X) == (jnp.float32, BF16)
-
-
 def test_keep_needs_the_names_of_arguments():
     message = (
         "keep names ['x'], but Python knows no argument names of max. Give the policy to a function that calls it. "

@@ -1,5 +1,6 @@
 """Law 11: what stands for a policy, and when the default is read."""
 
+import asyncio
 import threading
 
 import jax
@@ -212,3 +213,36 @@ def test_no_constructor_repeats_a_long_input_either(make):
     with pytest.raises((ValueError, TypeError)) as raised:
         make()
     assert len(str(raised.value)) < 3000
+
+
+def test_use_policy_of_one_asyncio_task_is_an_error_in_another_and_leaves_no_default_behind():
+    async def hold():
+        with jmp.use_policy("mixed_bfloat16"):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert jmp.default_policy().name == "mixed_bfloat16"
+
+    async def interleave():
+        message = r"The default policy is Policy.* which another asyncio task .* yet to leave.*jmp\.with_policy"
+        with pytest.raises(RuntimeError, match=message):
+            jmp.default_policy()
+        with pytest.raises(RuntimeError, match=message), jmp.use_policy("float16"):
+            await asyncio.sleep(0)
+
+    async def run():
+        await asyncio.gather(hold(), interleave())
+
+    before = jmp.default_policy()
+    asyncio.run(run())
+    assert jmp.default_policy() is before
+
+
+def test_asyncio_tasks_inside_use_policy_have_its_policy():
+    async def nest():
+        assert jmp.default_policy().name == "mixed_bfloat16"
+        with jmp.use_policy("float16"):
+            assert jmp.default_policy().name == "float16"
+        return await asyncio.to_thread(lambda: jmp.default_policy().name)
+
+    with jmp.use_policy("mixed_bfloat16"):
+        assert asyncio.run(nest()) == "float32"  # in another thread: the default of the process

@@ -1,5 +1,6 @@
 """Making the rows out of what an adapter knows and what was seen."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._adapter import ModelInfo, ModuleInfo
+from .._adapter import WRITTEN, ModelInfo, ModuleInfo
+from .._call_casts import widen_policy
+from .._contexts import IN_FULL_PRECISION
 from .._dtypes import is_floating_dtype
+from .._full_precision import FULL_PRECISION
 from .._paths import list_paths_to
 from ._explanation import Explanation, Row
 from ._observation import Observation
@@ -32,7 +36,9 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     assert observation.program is not None
     program = list(walk_operations(observation.program))
     computed, made, summed = collect_compute_dtypes(program), collect_made_dtypes(program), collect_half_sums(program)
-    modules, leaking = model.modules, find_leaks(program, model.modules)
+    modules = {**model.modules}
+    modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
+    leaking = find_leaks(program, modules)
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]
@@ -54,6 +60,15 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip
     return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
+
+
+def _widen(module: ModuleInfo) -> ModuleInfo:
+    """What holds at a module that runs inside of `force_full_precision`, whatever its policy says."""
+    if module.policy is None or module.rule == WRITTEN:
+        return module
+    with IN_FULL_PRECISION(True):
+        policy = widen_policy(module.policy)
+    return dataclasses.replace(module, policy=policy, rule=FULL_PRECISION, compute_dtype=policy.compute_dtype)
 
 
 def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._adapter import ModuleCall, is_flax_object
-from .._contexts import OBSERVING
+from .._contexts import IN_FULL_PRECISION, OBSERVING
 from .._trees import Args, Kwargs, PyTree, is_array
 
 _SCOPE = "jmp_policy_module_"
@@ -26,12 +26,14 @@ class Observation:
       inputs: the dtypes of the arrays that each module was called with.
       outputs: the dtypes of the arrays that it returned.
       program: what was traced.
+      widened: the paths of the modules that ran inside of `force_full_precision` at their last call.
     """
 
     def __init__(self) -> None:
         self.inputs: dict[str, tuple[str, ...]] = {}
         self.outputs: dict[str, tuple[str, ...]] = {}
         self.program: Jaxpr | None = None
+        self.widened: set[str] = set()
         self._running: set[str] = set()
 
     def trace(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -53,6 +55,7 @@ class Observation:
         """Calls a method and notes its dtypes; of methods of a module that call each other, the outermost counts."""
         if call.path in self._running:
             return next_fun(*args, **kwargs)
+        (self.widened.add if IN_FULL_PRECISION.value else self.widened.discard)(call.path)
         _add_dtypes(self.inputs, call.path, (args, kwargs))
         self._running.add(call.path)
         try:

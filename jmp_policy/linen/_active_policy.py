@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from .._call_casts import is_in_full_precision, widen_policy
 from .._contexts import ACTIVE_POLICY
 from .._formats import find_kept_name
 from .._memory import remember_on_class
@@ -155,6 +156,10 @@ class ActivePolicy:
 
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is its own, if that is one."""
+        found = self._find_match(module)
+        return dataclasses.replace(found, policy=widen_policy(found.policy)) if is_in_full_precision() else found
+
+    def _find_match(self, module: nn.Module) -> Match:
         if isinstance(self.policy, Policy):
             if not self._reads_names:
                 return self._match_everywhere

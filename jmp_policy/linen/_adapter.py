@@ -1,6 +1,5 @@
 """`LINEN`: what the library asks of linen."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
@@ -115,8 +114,8 @@ def attach_inside(
 
 def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:
     """A copy of a module that is of another class."""
-    module = copy.copy(target)
-    object.__setattr__(module, "__class__", kind)
+    module = object.__new__(kind)  # copy.copy asks for attributes before there are fields: ToLinen recurses for ever
+    vars(module).update(vars(target))
     if target.scope is not None:
         # The copy makes its parameters under the names that the original may have taken, as at a second call of that.
         object.__setattr__(module, "scope", target.scope.rewound())

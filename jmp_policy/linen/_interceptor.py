@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze
 from flax.linen.module import InterceptorContext
 
-from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy
+from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy, widen_policy
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from .._wide_results import keep_wide_results
@@ -62,9 +62,11 @@ def _call_inside(
     """Calls a method of a module inside of the attached one, or of that one itself."""
     # A method that another one of the same module calls finds the fields filled in.
     if INSIDE in vars(module):
-        next_fun = _compute_as(vars(module)[INSIDE], module, context, next_fun)
-        with calling(module):
-            return next_fun(*args, **kwargs)
+        policy = widen_policy(vars(module)[INSIDE])
+        is_filled = policy is vars(module)[INSIDE]  # but for `force_full_precision` between the two methods
+        fields = _UNCHANGED if is_filled else fill_fields(module, policy, until_it_returns=True)
+        with calling(module), fields:
+            return _compute_as(policy, module, context, next_fun)(*args, **kwargs)
 
     # Which policy holds here, and which rule it came from.
     match = active.match(module)

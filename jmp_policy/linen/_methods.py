@@ -9,7 +9,7 @@ from typing import Any
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
-from .._call_casts import cast_arguments, cast_result, matmul_precision
+from .._call_casts import cast_arguments, cast_result, matmul_precision, widen_policy
 from .._messages import warn_once
 from .._policy import Policy
 from .._trees import Args, Kwargs, cast_floating
@@ -167,8 +167,8 @@ def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Arg
 def _read_root_policy(given: ClassPolicy, kind: type) -> Policy:
     """The policy of the attached module itself."""
     if isinstance(given.policy, Policy):
-        return given.policy
-    return given.place.match(given.policy, (), {given.place.path(()): kind}).policy
+        return widen_policy(given.policy)
+    return widen_policy(given.place.match(given.policy, (), {given.place.path(()): kind}).policy)
 
 
 def _cast_first_carry(initialize_carry: Callable[..., Any]) -> Callable[..., Any]:

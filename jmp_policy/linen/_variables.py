@@ -5,6 +5,7 @@ They are made in the dtypes their author wrote, and parameters are stored in ano
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from .._boundary import policy_of, with_policy
+from .._call_casts import widen_policy
 from .._formats import stored_format_of
 from .._policy import Policy
 from .._trees import cast_floating
@@ -62,8 +65,24 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
         values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = functools.partial(_declare_variable, module, module.variable)
+    if _is_bridge(module):
+        values["nnx_class"] = _give_policy_across(vars(module)["nnx_class"], policy)
     filled = temporarily_set(module, values)
     return _fill_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
+
+
+def _is_bridge(module: nn.Module) -> bool:
+    """True if a linen module wraps one of nnx. Without nnx loaded there is none."""
+    bridge = sys.modules.get("flax.nnx.bridge")
+    return bridge is not None and isinstance(module, bridge.ToLinen)
+
+
+def _give_policy_across(nnx_class: Any, policy: Policy) -> Any:
+    """The class of the nnx module that a linen one wraps, with the policy that holds there, unless it has its own."""
+    if not isinstance(nnx_class, type) or policy_of(nnx_class) is not None:
+        return nnx_class
+    # Its outputs stay as they come: the linen module around is the boundary.
+    return with_policy(nnx_class, policy.replace(output_dtype=None, quantization=None))
 
 
 @contextlib.contextmanager
@@ -104,7 +123,7 @@ def _declare_param(
         value = read_quantized_param(module, param, policy, name, init, *init_args)
     else:
         value = param(name, init, *init_args, **kwargs)
-    return cast_floating(value, policy.compute_dtype) if reads_in_compute else value
+    return cast_floating(value, widen_policy(policy).compute_dtype) if reads_in_compute else value
 
 
 def _declare_variable(

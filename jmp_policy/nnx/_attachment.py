@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from .._call_casts import is_in_full_precision
 from .._float8_state import OVERWRITE
 from .._formats import KeptNVFP4, stored_format_of
 from .._made_classes import make_subclass
@@ -280,7 +281,7 @@ def _make_policied_class(_: type, spec: ModuleSpec) -> type:
         SPEC: spec,
         "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy())),
     }
-    if spec.effect is not CallEffect.NOTHING and not issubclass(base, nnx.List | nnx.Dict):
+    if not issubclass(base, nnx.List | nnx.Dict):
         namespace |= wrap_methods(base)
     options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
     return make_subclass(base, namespace, (make_policied_class, (spec,)), **options)
@@ -300,7 +301,8 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
-        if spec is None:  # a shadow, or an instance of a decorated class that is still being made
+        # A shadow, an instance of a decorated class that is still being made, or a layer whose attributes say it all.
+        if spec is None or (spec.effect is CallEffect.NOTHING and not is_in_full_precision()):
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
         return run_method(self, spec, method, args, kwargs)

@@ -8,7 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 from flax import nnx
 
-from .._call_casts import cast_arguments, cast_result, check_keep, keep_carry_dtypes, matmul_precision, resolve_policy
+from .._call_casts import (
+    cast_arguments,
+    cast_result,
+    check_keep,
+    keep_carry_dtypes,
+    matmul_precision,
+    resolve_policy,
+    widen_policy,
+)
 from .._contexts import INFERRED
 from .._policy import Policy
 from .._trees import Args, Kwargs
@@ -65,20 +73,20 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
       args: positional arguments, without the module.
       kwargs: keyword arguments.
     """
-    runs, source = spec.runs, spec.dtype_source
+    runs, source, given = spec.runs, spec.dtype_source, widen_policy(spec.policy)
     carry = find_carry(spec.base, method, args, kwargs)
 
     # A boundary casts its arguments, and without a compute dtype takes theirs. A linen module that is wrapped casts
     # them itself: it knows their names.
     casts = spec.casts and source is not DtypeSource.LINEN_MODULE
     if casts:
-        policy, args, kwargs = cast_arguments(spec.policy, method.__get__(module), spec.keep, args, kwargs)
+        policy, args, kwargs = cast_arguments(given, method.__get__(module), spec.keep, args, kwargs)
     else:
-        policy = infer_policy(spec.policy, args, kwargs)
+        policy = widen_policy(infer_policy(spec.policy, args, kwargs))
 
     # Attaching the policy wrote the dtype where the code finds it, unless only this call could tell.
     changed: Attributes = {}
-    if spec.policy.compute_dtype is None and source is DtypeSource.FIELD:
+    if (spec.policy.compute_dtype is None or given is not spec.policy) and source is DtypeSource.FIELD:
         changed = {"dtype": policy.compute_dtype}
     elif spec.policy.compute_dtype is None and source is DtypeSource.LINEN_MODULE and not spec.casts:
         changed = make_linen_attributes(vars(module), spec, policy.compute_dtype)

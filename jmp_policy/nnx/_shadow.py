@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from .._call_casts import is_in_full_precision
+from .._dtypes import at_least_float32
 from .._memory import remember_on_class
 from .._trees import cast_floating
 from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
@@ -119,7 +121,8 @@ def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.
     """
 
     def get_value(self: nnx.Param, **kwargs: Any) -> Any:
-        return cast_floating(kind.get_value(self, **kwargs), dtype)
+        read_in = at_least_float32(dtype) if is_in_full_precision() and dtype is not None else dtype
+        return cast_floating(kind.get_value(self, **kwargs), read_in)
 
     def set_value(self: nnx.Param, value: Any, **kwargs: Any) -> None:
         stored = getattr(self.get_raw_value(), "dtype", None)

@@ -8,6 +8,7 @@ from nnx_models import BF16_INSIDE, X, is_bfloat16, rngs
 from nnx_transforms import Block
 
 import jmp_policy as jmp
+from jmp_policy.explanation._operations import walk_operations
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 
@@ -143,3 +144,81 @@ class TestWrapper:
         graphdef, state = nnx.split(self.make(BF16_INSIDE))
         assert dtypes(nnx.merge(graphdef, state)(X)) == [BF16, BF16, BF16, F32]
         assert dtypes(nnx.clone(self.make(BF16_INSIDE))(X)) == [BF16, BF16, BF16, F32]
+
+
+class InNnx(nnx.Module):
+    """A module of nnx that wraps a linen layer, and has a layer of its own."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs).lazy_init(X)
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(self.dense(x))
+
+
+class InLinen(nn.Module):
+    """A linen model that wraps a module of nnx."""
+
+    kind: type = nnx.Linear
+    args: tuple = (4, 4)
+
+    @nn.compact
+    def __call__(self, x):
+        return nnx.bridge.to_linen(self.kind, *self.args, name="inner")(x.astype(jnp.float32))
+
+
+def matmuls(model, variables):
+    program = jax.make_jaxpr(model.apply)(variables, X)
+    dots = [step for step in walk_operations(program.jaxpr) if step.name == "dot_general"]
+    return [str(operand.dtype) for dot in dots for operand in dot.operands]
+
+
+class TestInsideLinen:
+    """A module of nnx inside a linen model, which was given a policy or a map."""
+
+    @pytest.mark.parametrize("model", [InLinen(), InLinen(InNnx, ())], ids=["a layer", "nested"])
+    def test_computes_and_stores_as_the_policy_says(self, model):
+        policied = jmp.with_policy(model, BF16_INSIDE)
+        variables = policied.init(jax.random.key(0), X)
+        assert matmuls(policied, variables) .count("float32") == 0
+        assert jax.tree.structure(variables) == jax.tree.structure(model.init(jax.random.key(0), X))
+        assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {F32}
+
+    def test_gradients_reach_the_params_in_their_dtype(self):
+        model = jmp.with_policy(InLinen(), BF16_INSIDE)
+        variables = model.init(jax.random.key(0), X)
+        grads = jax.grad(lambda variables: model.apply(variables, X).sum())(variables)
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {F32}
+
+    def test_rule_of_a_map_names_it(self):
+        model = jmp.with_policy(InLinen(), jmp.PolicyMap({"inner": "p=f32,c=f16,o=f32"}, BF16_INSIDE))
+        variables = model.init(jax.random.key(0), X)
+        assert set(matmuls(model, variables)) == {"float16"}
+
+    def test_class_with_its_own_policy_keeps_it(self):
+        model = jmp.with_policy(InLinen(jmp.with_policy(nnx.Linear, "mixed_float16")), BF16_INSIDE)
+        variables = model.init(jax.random.key(0), X)
+        assert set(matmuls(model, variables)) == {"float16"}
+
+    def test_bridge_itself_takes_a_policy(self):
+        model = jmp.with_policy(nnx.bridge.to_linen(nnx.Linear, 4, 4), BF16_INSIDE)
+        variables = model.init(jax.random.key(0), X)
+        assert set(matmuls(model, variables)) == {"bfloat16"}
+        assert model.apply(variables, X).dtype == F32
+
+    def test_explain_shows_what_it_computes_in(self):
+        rows = {row.path: row for row in jmp.explain(jmp.with_policy(InLinen(), BF16_INSIDE), X).rows}
+        assert "bfloat16" in rows["inner"].compute_dtypes
+        assert rows["inner"].output_dtypes == ("bfloat16",)
+
+
+def test_bridges_inside_bridges_have_the_policy_of_the_nnx_model():
+    class Root(nnx.Module):
+        def __init__(self):
+            self.linen = nnx.bridge.ToNNX(InLinen(), rngs=rngs()).lazy_init(X)
+
+        def __call__(self, x):
+            return str(self.linen(x).dtype)
+
+    assert jmp.with_policy(Root(), BF16_INSIDE)(X) == "bfloat16"
