@@ -93,8 +93,8 @@ def explain_uncast(fun: Callable[..., Any]) -> str:
             )
         if isinstance(fun, functools.partial):
             fun = fun.func
-        elif hasattr(fun, "__wrapped__") and not _holds_arrays(fun):
-            is_wrapped, fun = True, fun.__wrapped__
+        elif (inner := getattr(fun, "__wrapped__", None)) is not None and not _holds_arrays(fun):
+            is_wrapped, fun = True, inner
         else:
             break
     return ""

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Lets what one test compiles serve the session: its other tests, the other workers, and child processes."""
     if _may_find_gpu():
         _add_flags(DETERMINISTIC)
-    elif config.getoption("markexpr") == QUICK:  # trainings run for long
+    elif config.getoption("markexpr") == QUICK:
         _add_flags(UNOPTIMIZED)
     jax.config.update("jax_num_cpu_devices", 8)  # for programs on a mesh
     gc.set_threshold(50_000, 20, 50)  # the default looks through all that was traced and compiled, again and again
@@ -74,6 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in {"jax_compilation_cache_dir": folder.name, **PROGRAMS}.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles without optimizations, unless a test trains for long or measures what they do."""
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
 
 
 def _add_flags(flags: str) -> None:

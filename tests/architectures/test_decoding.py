@@ -13,7 +13,7 @@ from trained import trained
 import jmp_policy as jmp
 from benchmarks.architectures._registry import ARCHITECTURES, make_transformer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -18,6 +18,8 @@ from trained import trained
 
 from benchmarks.architectures._registry import ARCHITECTURES, SMALL_SCALE
 
+pytestmark = pytest.mark.optimized
+
 HALF = ["mixed_bfloat16", "mixed_float16"]
 
 

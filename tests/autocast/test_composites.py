@@ -10,7 +10,7 @@ from jax import lax
 import jmp_policy as jmp
 from jmp_policy.autocast import _tables
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALVES = ["bfloat16", "float16"]
 

@@ -13,7 +13,7 @@ import pytest
 import jmp_policy as jmp
 from jmp_policy.autocast import autocast
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALF = ["bfloat16", "float16"]
 ROWS, WIDTH, CLASSES = 16, 32, 8

@@ -21,6 +21,8 @@ from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import initialize, train_model
 from jmp_policy.demo import GPTConfig
 
+pytestmark = pytest.mark.optimized
+
 NAMES = {"bfloat16": "bf16", "float16": "f16"}
 
 RESNET = dataclasses.replace(

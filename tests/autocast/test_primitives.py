@@ -18,7 +18,7 @@ from meshes import make_mesh
 import jmp_policy as jmp
 from jmp_policy.autocast import _tables, autocast
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALF = ["bfloat16", "float16"]
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALVES = ["bfloat16", "float16"]
 WIDTH = 64

@@ -10,7 +10,7 @@ from jax import lax
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALVES = ["bfloat16", "float16"]
 EYE = np.eye(8, dtype=np.float32)

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import accumulate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 def test_logits_and_gradients_of_weights_lose_nothing():

@@ -8,6 +8,7 @@ pytest.importorskip("qwix")
 from benchmarks import blocks
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
 ]

@@ -13,7 +13,7 @@ from benchmarks import faults
 from benchmarks._fault_contestants import TX, contestants
 from benchmarks._faults import BURST, Fault, fault_tree, plan_faults, with_faults
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.fixture(autouse=True)

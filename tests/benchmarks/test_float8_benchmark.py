@@ -11,6 +11,7 @@ from benchmarks._float8_models import Layer
 from benchmarks._measure import count_operations
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
 ]

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import imports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 def _made(jax_seconds, our_seconds):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.many_modules import contestants, count_calls
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 CASES = [
     ("linen", "nested", "init"),

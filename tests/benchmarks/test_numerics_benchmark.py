@@ -8,7 +8,7 @@ from benchmarks._targets import cpu
 from benchmarks.numerics import MEASURED, cost, gradient, observe
 from jmp_policy.demo._gpt import GPTConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 def test_a_row_for_each_matmul_of_the_demo_costs_no_more_than_it_may():

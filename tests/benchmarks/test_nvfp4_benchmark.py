@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import nvfp4
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 def test_stochastic_rounding_costs_a_draw_and_gains_in_the_mean():

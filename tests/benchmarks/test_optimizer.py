@@ -18,7 +18,7 @@ FLOAT32 = {update.name: update for update in _optimizer_updates.float32_updates(
 HALF = {update.name: update for update in _optimizer_updates.half_updates()}
 STEPS = _optimizer_steps.float16_steps()
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.fixture(autouse=True)

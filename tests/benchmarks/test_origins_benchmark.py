@@ -12,7 +12,7 @@ from benchmarks._origins_cost import check_bits, compare_entries, make_steps, me
 from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, Fault, judge
 from benchmarks._targets import cpu
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 OURS = "`numerics.first_nonfinite`"
 

@@ -27,6 +27,7 @@ from benchmarks._peer_steps import (
 from jmp_policy.demo._gpt import GPTConfig
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of what Keras, PyTorch and qwix import
 ]

@@ -10,6 +10,7 @@ from benchmarks._made_text import made_text
 from jmp_policy.demo import GPTConfig
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
 ]

@@ -11,6 +11,7 @@ pytest.importorskip("qwix")
 from benchmarks import _gemm, _quant_contestants, quant
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning"),  # qwix asks Flax for it
 ]

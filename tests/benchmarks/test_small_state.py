@@ -11,7 +11,7 @@ OPTIMIZERS = small_state_optimizers()
 PARAMS = describe_params(512, 4)
 COUNT = count_parameters(PARAMS)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.fixture(autouse=True)

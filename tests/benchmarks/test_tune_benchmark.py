@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.tune import RANKINGS, search_plantings, tune_chains
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.mark.parametrize("ranking", RANKINGS)

@@ -23,7 +23,7 @@ CASES = [
     for api, policy in zip(_programs.APIS, reversed(_programs.POLICIES), strict=True)
 ]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from jmp_policy.demo._trainer import make_trainer, read_scaling_figures
 WINDOWS = np.random.default_rng(0).integers(97, 101, (4, MODEL.context + 1)).astype(np.uint8)
 
 # Flax's norms and optax's Adam promote by themselves.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.optimized, pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
 FLOAT8 = "float8/4(min_size=0)_from_mixed_bfloat16"
 

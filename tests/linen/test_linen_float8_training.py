@@ -17,7 +17,7 @@ import jmp_policy as jmp
 from jmp_policy.linen import TrainState
 from jmp_policy.optim import loss_scaled, skip_nonfinite
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 POLICY = "float8/4(min_size=0)_from_float32"
 MODEL = jmp.with_policy(nn.Dense(16, name="layer"), POLICY)

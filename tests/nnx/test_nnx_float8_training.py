@@ -13,7 +13,7 @@ from programs import program_text
 import jmp_policy as jmp
 from jmp_policy.quant import dot_general
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 FORMAT = "float8/4(min_size=0)"
 OVERWRITE = "_overwrite_with_gradient"

@@ -16,7 +16,7 @@ from benchmarks._targets import cpu
 from jmp_policy.quant import quantize, quantize_array
 from jmp_policy.quant._layout import table_layout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
 Y = jnp.sin(X @ jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))

@@ -16,7 +16,7 @@ import pytest
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 HALF = "params=float32,compute=float16,output=float32"
 SEEDS, STEPS, MICROBATCHES, EXAMPLES, WIDTHS = 5, 200, 16, 64, (8, 32, 32, 512)

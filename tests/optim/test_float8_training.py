@@ -25,7 +25,7 @@ from meshes import make_mesh
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 VARIABLES = variables_of()
 BATCHES = [batch_of(seed) for seed in range(4)]

@@ -16,7 +16,7 @@ from optimizer_registry import LARGE, WAYS, bits, grads_of, types
 import jmp_policy as jmp
 from jmp_policy import optim
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 MAKE = METHODS | {"cast_state": lambda inner: optim.cast_state(inner, mu_dtype="bfloat16", nu_dtype="float32")}
 TXS = {name: optim.loss_scaled(make(optax.adamw(1e-2)), jmp.DynamicLossScale(2.0**10)) for name, make in MAKE.items()}

@@ -14,7 +14,7 @@ import jmp_policy as jmp
 from jmp_policy import optim
 from jmp_policy._rounding import join_float32
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 STEPS = 1000
 

@@ -16,7 +16,7 @@ from skip_forms import FORMS, forced
 
 import jmp_policy as jmp
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 TALL = jnp.resize(jnp.array([2.0, -0.0]), (LARGE, 1))
 TREES = (

@@ -10,7 +10,7 @@ from training_loops import LOOPS, several_optimizers
 import jmp_policy as jmp
 from jmp_policy.optim import LossScaledState
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 BAD = {1: np.inf, 4: np.nan}  # the steps that overflow, between four good ones
 

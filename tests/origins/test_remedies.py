@@ -43,7 +43,7 @@ def run_kernel(x):
 
 SUGGESTIONS = {
     "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
-    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "power of 0.5. Keep the base"),
+    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "power of 0.5. Keep"),
     "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
     "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
     "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),

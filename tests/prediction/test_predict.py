@@ -406,8 +406,8 @@ def make_activated_loss(activation):
 
 
 def find_largest_error(found, true):
-    errors = (abs(a - b).max() / abs(b).max() for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True))
-    return max(map(float, errors))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
+    return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import jmp_policy as jmp
 from jmp_policy.demo import _gpt_linen, _gpt_nnx
 from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
 
+pytestmark = pytest.mark.optimized
+
 SIZES = GPTConfig(width=32, depth=1, heads=4, context=16)
 POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
 BATCH = 8
