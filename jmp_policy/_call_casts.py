@@ -84,7 +84,9 @@ def explain_uncast(fun: Callable[..., Any]) -> str:
     while not (isinstance(fun, type) or hasattr(fun, "__jmp_attached__") or _is_made_here(fun)):
         owner = getattr(fun, "__self__", fun)
         is_hidden = is_wrapped and _holds_arrays(list_held(fun))
-        if is_hidden or _has_array_attributes(owner) or _has_variables(owner):
+        # A trainer may hand the arrays that it holds to its methods as arguments, so only `__call__` counts.
+        is_object = getattr(fun, "__name__", "__call__") == "__call__"
+        if is_hidden or (is_object and _has_array_attributes(owner)) or _has_variables(owner):
             return (
                 f"with_policy casts the arguments of a call, but not the arrays that {_name_holder(fun)} holds: "
                 "matmuls with them stay in their dtype. Give the policy to the partial or pytree itself, inside of jit "

@@ -6,7 +6,7 @@ import sys
 
 import jax
 import pytest
-from flax import linen as nn
+from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 
@@ -27,3 +27,35 @@ def test_explain_is_there_before_rich_is_loaded():
     code = f"import sys, jmp_policy as jmp; print(jmp.explain.__name__, {heavy} & {{*sys.modules}})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert out.split() == ["explain", "set()"]
+
+
+class LinenHead(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.Dense(3, name="body")(x))
+
+
+class NnxHead(nnx.Module):
+    def __init__(self):
+        self.body, self.head = (nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2))
+
+    def __call__(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("model", [LinenHead(), NnxHead()], ids=["linen", "nnx"])
+def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(model):
+    def explain(default):
+        policied = jmp.with_policy(model, jmp.PolicyMap({"head": "float32"}, default))
+        return jmp.explain(policied, jax.ShapeDtypeStruct((4, 3), "float32"))
+
+    cast = explain("mixed_bfloat16")
+    line = (
+        "head returns f32, and the output dtype of the whole model casts it to bf16; "
+        "give the model an output dtype of float32 to keep it"
+    )
+    assert line in str(cast)
+    assert [row.output_cast for row in cast.rows] == ["", "", "bfloat16"]
+    kept = explain("params=float32,compute=bfloat16,output=float32")
+    assert [row.output_cast for row in kept.rows] == ["", "", ""]
+    assert "whole model" not in str(kept)

@@ -22,6 +22,7 @@ from ._operations import (
     collect_made_dtypes,
     describe_weight,
     find_leaks,
+    find_output_casts,
     walk_operations,
 )
 
@@ -39,6 +40,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
     modules = {**model.modules}
     modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
     leaking = find_leaks(program, modules)
+    cast = find_output_casts(observation.program, program, modules)
     rows = []
     for path in _order_paths(modules, observation):
         module = modules[path]
@@ -56,6 +58,7 @@ def build_explanation(model: ModelInfo, observation: Observation) -> Explanation
             float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
             leaks_into=leaking.get(path, ()),
             quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
+            output_cast=cast.get(path, ""),
             half_sums=summed.get(path, ()),
             accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
         ))  # fmt: skip

@@ -32,7 +32,8 @@ class Row:
       type: the name of its class.
       policy: the policy that holds for it, or `None`.
       rule: where the policy came from: the key of a map's rule, `"default"` where no rule covers the module, `"its own
-        policy"`, `"inherited"` from the module around it, `"author's dtype"`, or the empty string without a policy.
+        policy"`, `"inherited"` from the module around it, `"author's dtype"`, `"force_full_precision"`, or the empty
+        string without a policy.
       param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own.
       input_dtypes: the dtypes of the arrays it was called with, before any cast.
       compute_dtypes: the dtypes that the operations in its own code read; conversions do not count.
@@ -48,6 +49,8 @@ class Row:
         `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
       accumulate_dtype: the dtype in which its products handed over their sums, if its policy has another one for these
         than it computes in; else the empty string, as for a layer whose author wrote how it multiplies.
+      output_cast: the narrower dtype to which the model casts what this module returned, at its own output, if a rule
+        or its author names the module; else the empty string.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import linen as nn
@@ -71,6 +74,7 @@ class Row:
     quantization: str = ""
     half_sums: tuple[str, ...] = ()
     accumulate_dtype: str = ""
+    output_cast: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain strings, numbers and lists."""
@@ -160,7 +164,7 @@ class Explanation(Report):
         return [modules, _make_rule_table(rows, numbers), *(_make_quantization_table(rows) for _ in quantization)]
 
     def _list_notes(self) -> list[str]:
-        found = _describe_bytes(self), *_describe_leaks(self), *_describe_half_sums(self)
+        found = _describe_bytes(self), *_describe_leaks(self), *_describe_output_casts(self), *_describe_half_sums(self)
         return [*found, *self.unused, *self.unknown]
 
 
@@ -269,6 +273,16 @@ def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
     if first.policy is None or meant is None or first.rule == "author's dtype":
         return f"{spread}; cast what it returns, where that is not meant"
     return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
+
+
+def _describe_output_casts(explanation: Explanation) -> list[str]:
+    """A sentence for each module whose wide result the root casts."""
+    return [
+        f"{row.path} returns {shorten_dtypes(row.output_dtypes)}, and the output dtype of the whole model casts it to "
+        f"{shorten_dtypes((row.output_cast,))}; give the model an output dtype of {row.output_dtypes[0]} to keep it"
+        for row in explanation.rows
+        if row.output_cast
+    ]
 
 
 def _describe_half_sums(explanation: Explanation) -> list[str]:

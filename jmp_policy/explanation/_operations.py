@@ -184,6 +184,29 @@ def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) 
     return {source: tuple(paths) for source, paths in found.items()}
 
 
+def find_output_casts(jaxpr: Jaxpr, program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, str]:
+    """Finds the named modules whose wide result the root casts to its own output dtype, by path, and that dtype.
+
+    Args:
+      jaxpr: the program.
+      program: its operations in order.
+      modules: what holds at each path.
+    """
+    outputs = {id(variable) for variable in jaxpr.outvars}
+    marks: Marks = {}
+    found: dict[str, str] = {}
+    for operation in program:
+        path = read_path(operation.scope)
+        for value in operation.results:
+            marks[value.key] = _pass_on(operation, value, marks) | _find_named_around(path, modules)
+        if operation.name != "convert_element_type" or path != "":
+            continue
+        (read, *_), (made, *_) = operation.operands, operation.results
+        if made.key in outputs and read.dtype and made.dtype and read.dtype.itemsize > made.dtype.itemsize:
+            found.update((source, str(made.dtype)) for source in marks.get(read.key, ()))
+    return found
+
+
 def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
     """The modules whose wide result the code at a path computes with, other than those that it is part of."""
     if module.is_layer or module.compute_dtype is None or value.dtype is None:

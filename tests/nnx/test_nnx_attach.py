@@ -307,3 +307,23 @@ def test_attaching_warns_of_nothing_else():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jmp.with_policy(Net(rngs=rngs()), jmp.PolicyMap({"head": "float32"}, "mixed_bfloat16"))(X)
+
+
+def test_capture_of_method_outputs_has_the_keys_that_it_has_without_a_policy():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+            self.last = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.last(self.linear(x))
+
+    def list_keys(model):
+        capture = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
+        return [path for path, _ in nnx.to_flat_state(capture(jnp.ones((1, 2)))[1])]
+
+    model = Net()
+    plain = list_keys(model)
+    assert ("linear", "__call__") in plain
+    for policy in ("float32", "mixed_bfloat16"):
+        assert list_keys(jmp.with_policy(model, policy)) == plain
