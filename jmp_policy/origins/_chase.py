@@ -32,6 +32,8 @@ def find_origin(graph: Graph, record: Extremes) -> Provenance:
 
     From value to value it goes to an operand that is a nan, or where none is, to one that is infinite. Where a nan was
     made of infinities, that is the origin, and theirs is its cause. So what never got into a result is never blamed.
+    Where an infinity was made at a zero, as by a logarithm, and that zero is the reciprocal of an earlier infinity, the
+    origin of that one is its cause.
 
     Args:
       graph: the values of the program.
@@ -40,6 +42,9 @@ def find_origin(graph: Graph, record: Extremes) -> Provenance:
     program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
     tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
     origin, operand = _chase(tables, record, program)
+    operand = jax.tree.map(
+        functools.partial(jnp.where, origin.kind == INFINITE), _find_vanished(tables, record, origin), operand
+    )
     cause, _ = _chase(tables, record, operand)
     places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
     texts, turns, ranges = jax.vmap(functools.partial(_describe, tables, record))(places)
@@ -70,6 +75,39 @@ def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
     before = start._replace(kind=jnp.full_like(start.kind, FINITE))
     origin, operand = lax.while_loop(goes_on, go, (before, start))
     return origin._replace(kind=jnp.where(origin.kind == _PROGRAM, FINITE, origin.kind)), operand
+
+
+def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
+    """Finds an infinity whose reciprocal is a zero that a value was made of; `FINITE` if there is none."""
+    ends = jnp.stack([record.low, record.high])
+    has_zero = jnp.any(decode_key(ends, graph.is_half) == 0, axis=0)
+
+    def choose(edge: jax.Array, chosen: tuple[Place, Place], here: Place) -> tuple[Place, Place]:
+        value = graph.target[edge]
+        (_, _), (score, infinite) = _weigh(graph, record, here, edge)
+        infinite = infinite._replace(turns=record.first[value, 1])
+        # The turn in which it was zero is not known: any.
+        zero = Place(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
+        takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
+        pairs = zip(takes, (zero, infinite), chosen, strict=True)
+        return tuple(jax.tree.map(functools.partial(jnp.where, take), new, old) for take, new, old in pairs)  # type: ignore[return-value]
+
+    def goes_on(state: tuple[jax.Array, Place, Place]) -> jax.Array:
+        steps, here, found = state
+        return (steps < _MOST_STEPS) & (here.kind != FINITE) & (found.kind == FINITE)
+
+    def go(state: tuple[jax.Array, Place, Place]) -> tuple[jax.Array, Place, Place]:
+        steps, here, nowhere = state
+        consider = functools.partial(choose, here=here)
+        edges = graph.start[here.value], graph.start[here.value + 1]
+        return steps + 1, *lax.fori_loop(*edges, consider, (nowhere, nowhere))
+
+    nowhere = origin._replace(kind=jnp.full_like(origin.kind, FINITE))
+    return lax.while_loop(goes_on, go, (jnp.int32(0), origin, nowhere))[2]
+
+
+_MOST_STEPS = 16
+"""How many values lie between an infinity and a zero of its reciprocal, at most."""
 
 
 def _choose(graph: Graph, record: Extremes, place: Place) -> Place:

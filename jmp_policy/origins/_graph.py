@@ -14,6 +14,8 @@ from ._words import Words, write_words
 NONE, CONSTANT, UNKNOWN = -1, -2, -3
 """What stands for an operand that there is not, for a number in the program, and for a value that is not measured."""
 
+_RECIPROCALS = ("div", "integer_pow", "pow", "rsqrt")
+
 Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
 
 
@@ -36,6 +38,7 @@ class Graph(NamedTuple):
         have no rows of their own; int32 of shape `(values, MOST_TURNS)`.
       last: the last turn of such a loop if it runs from last to first, else -1; int32 of shape `(values, MOST_LOOPS)`.
       is_half: whether a value is float16; booleans.
+      is_reciprocal: whether a value may be zero because an operand is infinite, as of a division; booleans.
       text: which text each value has; int32.
       texts: uint8 of shape `(texts, TEXT_LENGTH)`.
     """
@@ -50,6 +53,7 @@ class Graph(NamedTuple):
     turns: np.ndarray
     last: np.ndarray
     is_half: np.ndarray
+    is_reciprocal: np.ndarray
     text: np.ndarray
     texts: np.ndarray
 
@@ -117,6 +121,7 @@ def build_graph(
         turns=_pad([row for row, _ in loops], MOST_TURNS, NONE, np.int32),
         last=_pad([row for _, row in loops], MOST_LOOPS, NONE, np.int32),
         is_half=np.array([float_dtype(atom) == np.float16 for atom in atoms], bool),
+        is_reciprocal=np.array([False] * len(arguments) + [line.step.name in _RECIPROCALS for line in lines], bool),
         text=np.array([places[word] for word in words], np.int32),
         texts=np.stack([write_words(word) for word in distinct]),
     )

@@ -60,7 +60,8 @@ class Provenance(_Fields):
       operands: the smallest and the largest number of each operand; `None` for one that is empty or was not measured.
         In a loop of more than 64 turns they are those of all turns without a nan.
       argument: where it came in, as `"batch['x']"`; `None` for an operation.
-      cause: where the infinities came from that an operation made a nan of; else `None`.
+      cause: where the infinities came from that an operation made a nan of, or whose reciprocal is the zero at which it
+        made an infinity; else `None`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> def loss(w, x):
@@ -187,7 +188,9 @@ class Provenance(_Fields):
         sentences = [_say_what_happened(self)]
         cause = self.cause
         if cause is not None:
-            sentences.append(f"It was made of infinities. {_say_what_happened(cause)}")
+            is_nan = self.kind == "nan"
+            how = "It was made of infinities." if is_nan else "Its zero is the reciprocal of an earlier infinity."
+            sentences.append(f"{how} {_say_what_happened(cause)}")
         root = cause or self
         remedy = find_remedy(_read_words(root), root.kind, root.operands, is_cause=cause is not None)
         return escape_controls(" ".join(filter(None, [*sentences, remedy])))

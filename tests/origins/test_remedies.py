@@ -43,7 +43,7 @@ def run_kernel(x):
 
 SUGGESTIONS = {
     "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
-    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "power of 0.5. Keep"),
+    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "0.5. Keep the base"),
     "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
     "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
     "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),
@@ -70,6 +70,37 @@ def test_the_suggestion_fits_the_operation(name):
     text = describe(fun, x)
     assert expected in text
     assert not any(words in text for words in ("too large", "Subtract the largest", "the divisor", "ends at 65504"))
+
+
+def test_an_overflow_whose_reciprocal_is_the_zero_of_a_logarithm_is_its_cause():
+    def fun(x):
+        return jnp.log(jnp.sum(1 / jnp.sqrt(jnp.sum(x * x, dtype=jnp.float16))))
+
+    _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(np.full(64, 100, np.float16))
+    assert (found.kind, found.primitive, found.cause.kind, found.cause.primitive) == ("inf", "log", "inf", "reduce_sum")
+    text = found.describe()
+    assert "Its zero is the reciprocal of an earlier infinity. An infinity was made by reduce_sum" in text
+    assert "Keep this in float32" in text
+
+
+@pytest.mark.slow
+def test_the_turn_in_which_a_vanished_infinity_was_made_is_told():
+    def body(carry, x):
+        return carry + jax.lax.rsqrt(jnp.exp(x)), None
+
+    fun = lambda xs: jnp.log(jax.lax.scan(body, jnp.float32(0), xs)[0])
+    for turns in (3, 80):  # with rows of their own, and without
+        xs = np.full(turns, 200, np.float32)
+        _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(xs)
+        assert (found.primitive, found.cause.primitive) == ("log", "exp")
+        assert len(found.cause.turns) == 1
+
+
+@pytest.mark.slow
+def test_a_mask_whose_exponential_is_the_zero_of_a_logarithm_is_no_cause():
+    fun = lambda x: jnp.log(jnp.sum(jnp.exp(jnp.where(x > 9, x, -jnp.inf))))
+    _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(ZERO)
+    assert (found.primitive, found.cause) == ("log", None)
 
 
 def list_roles(fun, *args):
