@@ -22,7 +22,7 @@ EXPENSIVE = {
     "jmp_policy/demo/": "an example trains a small GPT",
     "tests/cli/": "commands run whole programs",
     "tests/demo/": "a run trains",
-    "tests/origins/test_random_programs.py": "a program of 40 operations is traced forward and backward",
+    "jmp_policy/numerics/_predict.py": "its example measures a program and predicts it",
     "tests/checkpoints/test_moments_in_8_bits.py": "the first test compiles the rounding to 8 bits",
     "tests/linen/test_linen_float8_transforms.py": "the first test compiles a float8 layer and its gradient",
     "tests/linen/test_linen_nvfp4.py": "the first test compiles an NVFP4 layer and its gradient",
@@ -34,6 +34,9 @@ EXPENSIVE = {
     "tests/test_pickles.py": "starts Python processes",
     "tests/quant/": "the first test of a format compiles its rounding",
     "tests/test_grammar.py": "property tests draw many policies",
+    "tests/optim/test_random_faults.py": "a run of faults takes many steps",
+    "tests/origins/": "the search for an origin is compiled with the program",
+    "tests/prediction/": "a program is measured and then runs under the prediction",
     "tests/tuning/test_tune.py": "a trial compiles a program in two dtypes",
 }
 """Files and folders whose tests may take longer, with the reason."""

@@ -54,8 +54,8 @@ def test_head_in_float32_that_the_root_casts_to_bfloat16_has_a_line(model):
         "head returns f32, and the output dtype of the whole model casts it to bf16; "
         "give the model an output dtype of float32 to keep it"
     )
-    assert line in str(cast)
+    assert line in " ".join(str(cast).split())
     assert [row.output_cast for row in cast.rows] == ["", "", "bfloat16"]
     kept = explain("params=float32,compute=bfloat16,output=float32")
     assert [row.output_cast for row in kept.rows] == ["", "", ""]
-    assert "whole model" not in str(kept)
+    assert "whole model" not in " ".join(str(kept).split())

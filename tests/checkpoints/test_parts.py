@@ -134,6 +134,7 @@ def test_quantized_target_has_the_numbers_of_quantize(kind, dtype):
     assert_same(jmp.convert_state(variables, jax.eval_shape(lambda: target)), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("saver", ["structure", "msgpack"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):

@@ -83,6 +83,7 @@ def find_largest_error(found, true):
     return max(map(float, errors))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 1)) for i, name in enumerate(ACTIVATIONS)]
 )
