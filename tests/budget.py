@@ -12,7 +12,8 @@ TOTAL = 8 * 60.0
 """CPU seconds that all default tests may take together, on one Python with empty caches."""
 
 EACH = 2.0
-"""CPU seconds that one default test may take, unless `EXPENSIVE` has it."""
+"""CPU seconds that one default test may take, unless `EXPENSIVE` has it. Only twice as much fails a run: beside other
+work, the same tests took 1.3 times their CPU time, and the first test of a worker compiles for the others."""
 
 EXPENSIVE = {
     "jmp_policy/nnx/_rounding.py": "its example trains in NVFP4",
@@ -113,7 +114,7 @@ def find_excess(config: pytest.Config) -> list[str]:
     total = measure_total(config)
     lines = [f"Over the budget: all tests took {total:.0f} CPU seconds, limit {TOTAL:.0f}."] if total > TOTAL else []
     for name, seconds in sorted(config.stash[SECONDS].items()):
-        if seconds > EACH and not name.startswith(tuple(EXPENSIVE)):
+        if seconds > 2 * EACH and not name.startswith(tuple(EXPENSIVE)):
             lines.append(
                 f"Over the budget: {name} took {seconds:.1f} CPU seconds, limit {EACH:.0f}. "
                 "Make it cheaper, mark it `slow`, or give a reason in `EXPENSIVE` of tests/budget.py."

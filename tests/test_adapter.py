@@ -80,6 +80,7 @@ def test_hook_runs_in_place_of_each_method_by_path(case):
     assert calls == [("", "__call__", "float32"), ("", "encode", "float32"), ("inner", "__call__", "float32")]
 
 
+@pytest.mark.slow
 def test_hook_may_change_what_goes_in_and_what_comes_out(case):
     adapter, make = case
     model = make()

@@ -231,6 +231,7 @@ def test_haikus_mixed_precision_works_with_the_policy(jmp):
     assert out.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @every_library
 def test_equal_dynamic_scales_are_equal(jmp):
     scale = jmp.DynamicLossScale(jnp.ones([]), jnp.zeros([], jnp.int32), 2000, 2)

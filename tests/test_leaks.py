@@ -98,6 +98,7 @@ def test_fresh_functions_under_a_policy_compile_nothing_again(kind, are_kept):
     assert compiled(jmp.with_policy) == compiled(plain)
 
 
+@pytest.mark.slow
 def test_trainers_under_a_policy_compile_what_they_would_without():
     def compiled(give):
         trainers = [Trainer(give)]

@@ -196,6 +196,7 @@ def test_the_scale_is_never_cast_to_half():
     assert jmp.get_policy("float16").cast_to_compute([scale])[0].loss_scale.dtype == jnp.float32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
 @pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
 def test_scaling_is_done_and_stays_in_float32(scale, dtype):

@@ -52,6 +52,7 @@ def test_a_loss_scale_that_is_no_power_of_two_is_exact_within_rounding_and_leave
         np.testing.assert_allclose(ours[name], expected[name], rtol=3e-7 if name.startswith("output_grad") else 0)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_state_that_was_not_used_is_zero(unscaled):
     assert_same(unscaled[STATE]["idle"], ZEROS)
 

@@ -72,6 +72,7 @@ def test_jmp_breaks_under_lower():
     jax.export.export(step)(jax.eval_shape(lambda: scale), jax.ShapeDtypeStruct((2,), jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initial", [2.0**15, 2.0**16])
 def test_flax_overflows_on_a_float16_loss_of_one(initial):
     loss_fn = lambda w: w.astype(jnp.float16)

@@ -47,6 +47,7 @@ def test_what_has_a_policy_comes_back_out_of_a_pickle_by_value(case, by_value):
     assert same(run, thing, by_value(thing))
 
 
+@pytest.mark.slow
 def test_classes_come_back_as_the_classes_that_they_were():
     classes = [pickled.Decorated, pickled.OfDecorated, pickled.NNXDecorated, jmp.with_policy(pickled.Net, "bfloat16")]
     models = [pickled.nnx_model(policy) for policy in (pickled.POLICY, pickled.INT8, pickled.FLOAT8, pickled.MAP)]

@@ -78,7 +78,7 @@ def test_precision_in_any_spelling(precision):
     assert Policy(None, None, None, precision=precision).precision == "highest"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_policies_have_no_leaves_and_live_in_any_tree(any_policy):
     assert jax.tree.leaves(any_policy) == []
     carried, _ = jax.lax.scan(lambda c, _: (c, None), {"policy": any_policy, "x": jnp.zeros(())}, length=2)

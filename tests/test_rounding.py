@@ -44,6 +44,7 @@ def test_rounded_is_the_nearest_half_precision_number(words, dtype):
     np.testing.assert_array_equal(wide, expected.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_split_float32_joins_to_every_bit(words):
     high, low = jax.jit(split_float32)(words.view(np.float32))
     assert (high.dtype, low.dtype) == (jnp.bfloat16, jnp.uint16)

@@ -188,6 +188,7 @@ def test_all_finite_is_per_example_under_vmap():
     assert jax.jit(jax.vmap(jmp.all_finite))(rows).tolist() == [True, False, False]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), jnp.array(True)], ids=repr)
 def test_select_tree_takes_every_boolean_scalar(pred):
     chosen = jmp.select_tree(pred, {"w": jnp.ones(2), "k": jax.random.key(1), "n": None}, {"w": jnp.zeros(2),

@@ -27,6 +27,7 @@ def test_a_linen_module_is_told_of_apply(target):
         autocast(target, "mixed_bfloat16")
 
 
+@pytest.mark.slow
 def test_an_nnx_module_is_told_of_functions_that_take_it():
     with pytest.raises(TypeError, match=r"Linear\)\. Give it one .*: autocast\(lambda model, x: model\(x\), 'mixed_"):
         autocast(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")

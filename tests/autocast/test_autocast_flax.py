@@ -230,6 +230,7 @@ def test_an_nnx_module_that_is_closed_over_can_be_read():
     assert dtypes(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == ["bfloat16"]
 
 
+@pytest.mark.slow
 def test_an_nnx_module_that_is_closed_over_cannot_be_written_to():
     model = Twin(nnx.Rngs(0))
     with pytest.raises(Exception, match="different trace level") as caught:
@@ -237,6 +238,7 @@ def test_an_nnx_module_that_is_closed_over_cannot_be_written_to():
     assert any("pass an object that it writes to as an argument" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_module_with_a_policy_of_its_own_keeps_it():
     model = jmp.with_policy(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), "params=float32,compute=float16,output=float32")
     assert dtypes(jax.make_jaxpr(autocast(lambda x: model(x), LOW))(X)) == ["float16"]

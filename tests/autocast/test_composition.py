@@ -85,7 +85,7 @@ def matmul_dtypes(fun, *args):
     return [str(step.eqn.outvars[0].aval.dtype) for step in walk(program) if step.name == "dot_general"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad", "hessian", "remat", "grad_of_scan", "jvp"])
 def test_derivatives_inside_come_close_to_float32(name):
     transform = TRANSFORMS[name]

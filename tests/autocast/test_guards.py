@@ -59,7 +59,7 @@ def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, ha
     np.testing.assert_allclose(gradient, exact_gradient, rtol=2e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("chosen", [
     lambda h: jnp.concatenate([h, jnp.full((1, 8), 1e-8)]),
     lambda h: jnp.pad(h, 1, constant_values=1e-8),
@@ -70,7 +70,7 @@ def test_a_small_constant_among_others_stays_what_it_is(chosen):
     np.testing.assert_array_equal(np.min(found), np.float32(1e-8))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("bounded", [
     lambda h: jnp.minimum(h, 1 - 1e-7),
@@ -103,7 +103,7 @@ LARGE = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
 def test_a_large_number_that_is_no_mask_means_itself(large):
     value, gradient = with_gradient(under("float16", large), EYE)
@@ -144,7 +144,7 @@ def test_what_half_precision_can_hold_stays_half(bounded, half):
     assert jax.make_jaxpr(fun)(EYE).eqns[-1].invars[0].aval.dtype == half
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1e6, -1e9, 1e-8])
 def test_a_comparison_with_what_float16_has_not_is_exact_and_warns_of_nothing(number):
     found = under("float16", lambda h: h > number)(EYE)  # warnings are errors in these tests

@@ -97,6 +97,7 @@ def test_a_function_that_is_never_called_is_warned_of():
         dtypes(jax.jit(lambda x: my_softmax(x @ x)), AutocastRules(functions={"my_sotfmax": "full"}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
 def test_warning_of_an_idle_rule_is_at_the_users_line_through_transforms(transform):
     fun = transform(autocast(jnp.sum, LOW, rules=AutocastRules(functions={"my_sotfmax": "low"})))

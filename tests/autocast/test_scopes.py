@@ -246,7 +246,7 @@ class Setup(nn.Module):
         return self.pair(x)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "key", "expected"),
     [
@@ -295,7 +295,7 @@ def nnx_products(fun, model):
     return products(jax.make_jaxpr(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
 )
@@ -342,6 +342,7 @@ def test_nnx_modules_stay_what_they_were():
         assert {path: (type(module), set(vars(module))) for path, module in nnx.iter_modules(tree)} == before
 
 
+@pytest.mark.slow
 def test_equal_rules_share_rewritten_programs(params):
     def text():
         fun = autocast(Model().apply, PolicyMap({"first": "float32"}, LOW))

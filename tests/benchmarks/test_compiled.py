@@ -179,6 +179,7 @@ def test_tables_have_ratios_or_multiples_and_say_what_is_not_installed(monkeypat
     assert "| c | not installed |  |  |  |  |  |" in written
 
 
+@pytest.mark.slow
 def test_every_program_of_the_tables_has_one_name():
     for name, made in compiled.TABLES.items():
         rows = list(made.rows())

@@ -185,6 +185,7 @@ def _measure(table, rows=None):
     return records
 
 
+@pytest.mark.slow
 def test_a_failing_row_does_not_stop_the_others():
     records = _measure(_table(lambda tiny: _work(), _fail, lambda tiny: _work()))
     assert records["t/1"] == {"error": "MemoryError: RESOURCE_EXHAUSTED: too large"}
@@ -201,6 +202,7 @@ def test_a_row_is_measured_without_the_one_it_would_be_compared_with():
     assert "over_first" not in record
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_beside_the_first_is_measured_alone(monkeypatch):
     take_turns = _gpu_measure.take_turns
 
@@ -216,6 +218,7 @@ def test_a_row_that_does_not_fit_beside_the_first_is_measured_alone(monkeypatch)
     assert "over_first" not in record
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_in_its_turns_says_why(monkeypatch):
     def fail(runners, tiny):
         raise MemoryError("too large")
@@ -229,6 +232,7 @@ def test_a_loss_that_is_not_finite_is_no_measurement():
     assert record == {"error": "The loss is nan after some steps: they may not have been the usual ones."}
 
 
+@pytest.mark.slow
 def test_peak_memory_is_read_before_what_a_row_is_compared_with_is_there(monkeypatch):
     log = []
     monkeypatch.setattr(_gpu_measure, "_memory", log.append)

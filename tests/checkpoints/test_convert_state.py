@@ -29,7 +29,7 @@ def expected_state(saved, target):
     return make_state(RUNS[target], wide, RUNS[saved])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", RUNS)
 @pytest.mark.parametrize("saved", ["float32", "masters_float16"])
 def test_a_saved_state_becomes_every_other(saved, target):

@@ -58,6 +58,7 @@ def test_abstract_target_gives_arrays_and_a_scale_that_was_not_saved_begins_at_i
 # Half-precision parameters
 
 
+@pytest.mark.slow
 def test_masters_go_with_their_parameters_where_the_optimizer_begins_anew():
     wide, tx = {"w": W}, master_weights(optax.adam(1.0))
     params = jmp.cast_floating(wide, "bfloat16")
@@ -68,6 +69,7 @@ def test_masters_go_with_their_parameters_where_the_optimizer_begins_anew():
     assert_same(new["params"], params)
 
 
+@pytest.mark.slow
 def test_masters_of_some_parameters_alone_find_them():
     wide = {"a": W[:2], "b": W[:3]}
     params = {"a": wide["a"].astype("bfloat16"), "b": wide["b"]}
@@ -166,7 +168,7 @@ def test_saved_numbers_of_several_channels_are_read_in_their_layout(kind):
     assert_same(new["q"]["kernel"], weight["q"]["kernel"].dequantize())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"), [("int8", "int4/32"), ("mxfp8", "int8"), ("mxfp4/16", "nvfp4"), ("int4/32", "mxfp4")]
 )
@@ -347,6 +349,7 @@ def test_value_of_another_kind_does_not_fit(saved, target, message):
         jmp.convert_state(saved, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", [lambda state: state, save_with_msgpack], ids=["structure", "msgpack"])
 def test_a_saved_range_goes_with_its_weight_and_the_target_has_one_otherwise(saver):
     plain = jmp.quant.quantize({"kernel": W}, "int8_from_float32")

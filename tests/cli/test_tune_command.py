@@ -68,6 +68,7 @@ def test_json_is_one_document_and_its_keys_are_in_the_help(capsys):
     assert [key for key in document if key not in shown] == []
 
 
+@pytest.mark.slow
 def test_a_page_a_plot_and_the_trials_are_written(folder, capsys):
     command = [*NET, "--html", "page.html", "--plot", "plot.png", "--trials", "trials.jsonl"]
     assert main(command) == 0

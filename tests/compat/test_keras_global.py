@@ -47,6 +47,7 @@ def test_a_policy_in_use_is_that_of_its_thread_and_one_that_is_set_that_of_all()
     assert seen == [keras.Policy("mixed_float16")]
 
 
+@pytest.mark.slow
 def test_what_is_compiled_under_one_loss_scale_is_not_run_under_another():
     traced = []
 

@@ -67,6 +67,7 @@ def test_an_overflow_never_raises_a_scale_that_starts_beyond_our_bounds(initial,
     assert float(_scale_of(initial).adjust(jnp.array(False)).loss_scale) == after
 
 
+@pytest.mark.slow
 def test_an_overflow_halves_the_scale_and_changes_no_parameter():
     tx = keras.LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), 8.0)
     params = {"w": jnp.ones(2)}

@@ -29,6 +29,7 @@ def test_states_come_back_with_their_structure_and_dtypes(tmp_path):
         np.testing.assert_array_equal(leaf, expected)
 
 
+@pytest.mark.slow
 def test_the_last_two_checkpoints_are_kept_and_none_is_written_twice(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step is None
@@ -37,6 +38,7 @@ def test_the_last_two_checkpoints_are_kept_and_none_is_written_twice(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_not_finished_is_not_taken_for_one(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state_of(1.0))

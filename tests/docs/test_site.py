@@ -178,6 +178,7 @@ class TestHook:
         pytest.importorskip("mkdocs")
         return importlib.import_module("hook")
 
+    @pytest.mark.slow
     def test_it_adds_the_notebooks_and_what_stands_at_the_root(self):
         pytest.importorskip("mkdocs")
         from mkdocs.config import load_config

@@ -44,6 +44,7 @@ def test_a_slow_machine_has_fewer_turns_and_never_too_few():
     assert seconds == {"a": [1.0] * FEWEST_TURNS}
 
 
+@pytest.mark.slow
 def test_every_kind_is_measured_or_said_to_be_unsupported():
     measured = measure_matmuls(size=32)
     assert [rate.kind for rate in measured] == list(MATMULS)
@@ -56,6 +57,7 @@ def test_a_matmul_in_float32_is_multiplied_in_float32():
     assert measure_matmuls(MATMULS[:1], size=32)[0].multiplied_in == "float32"
 
 
+@pytest.mark.slow
 def test_the_matmuls_of_a_step_are_counted():
     steps = measure_steps(32, 16, dtypes=["float32"])
     assert steps["float32"].multiplied_in == {"float32": 5}  # two forward, three backward

@@ -55,7 +55,7 @@ def test_a_function_of_a_user_is_opaque_unless_it_is_asked_for(wrong, custom_rul
     assert matmul_dtypes(forward, X, W) == [dtype]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "silu", "softplus", "gelu"])
 def test_functions_of_jax_are_rewritten_with_their_derivatives(name):
     fun = getattr(jax.nn, name)

@@ -148,6 +148,7 @@ def test_programs_are_forgotten_with_what_was_made_of_them():
     assert kept() is None
 
 
+@pytest.mark.slow
 def test_equal_equations_are_told_from_those_that_differ_in_little():
     results = autocast(lambda x, y: (x * 0.0, x * -0.0, x * x, x * y), BFLOAT16)(jnp.float32(2), jnp.float32(3))
     assert [str(result) for result in results] == ["0.0", "-0.0", "4.0", "6.0"]

@@ -176,6 +176,7 @@ def test_equal_shapes_share_one_function():
     assert text.count("call @jmp_record_measure") == 16
 
 
+@pytest.mark.slow
 def test_long_loops_have_one_row_and_short_ones_a_row_a_turn():
     fun = lambda x: lax.scan(lambda c, _: (c * 0.5, None), x, length=5)[0]
     x = jnp.float32(32)
@@ -185,6 +186,7 @@ def test_long_loops_have_one_row_and_short_ones_a_row_a_turn():
     assert (merged["sum"].tolist(), merged["times"].tolist()) == ([31], [5])
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_has_empty_rows():
     fun = lambda x, i: lax.switch(i, [jnp.sin, lambda x: jnp.cos(jnp.exp(x)), lambda x: x], x)
     lines = []
@@ -196,6 +198,7 @@ def test_a_branch_that_is_not_taken_has_empty_rows():
     ]
 
 
+@pytest.mark.slow
 def test_dead_equations_are_not_recorded():
     def fun(x):
         jnp.exp(x) @ x

@@ -160,6 +160,7 @@ def test_a_rule_reaches_a_derivative_that_it_opens():
     np.testing.assert_allclose(tangent, X * jnp.cos(X), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["scan", "while"])
 def test_a_carry_has_the_dtype_that_reaches_it_after_some_turns(loop):
     def fun(x):

@@ -38,7 +38,7 @@ def test_float32_gives_the_same_program_forward_and_backward(animal):
         assert_near(*(program.compile(QUICKLY)(*animal.args) for program in (ours, plain)), error=0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_bfloat16_keeps_dtypes_and_comes_close(animal):
     both = jax.jit(lambda *args: (animal.fun(*args), autocast(animal.fun, BFLOAT16)(*args)))
     wide, half = both.lower(*animal.args).compile(QUICKLY)(*animal.args)

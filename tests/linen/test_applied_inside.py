@@ -261,7 +261,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_place_is_known_inside_lifted_transforms(transform, held):

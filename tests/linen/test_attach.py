@@ -234,6 +234,7 @@ class TestMap:
         dtypes = traced_dtypes(jmp.with_policy(Net(), rules), X)
         assert (dtypes["encoder/up"], dtypes["encoder/down"]) == (BF16, F32)
 
+    @pytest.mark.slow
     def test_matched_module_casts_inputs_and_outputs_and_others_leave_them_alone(self):
         class Probe(nn.Module):
             @nn.compact
@@ -331,6 +332,7 @@ class TestMethods:
         assert traced_dtypes(jmp.with_policy(Helpers(), MIXED), X)["dense"] == BF16
 
 
+    @pytest.mark.slow
     def test_method_that_a_subclass_adds_to_a_decorated_class_is_a_boundary(self):
         class Sub(jmp.with_policy(Net, MIXED)):
             def score(self, x):

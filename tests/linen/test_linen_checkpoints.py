@@ -125,6 +125,7 @@ def test_training_goes_on_under_a_policy_with_another_kind_of_loss_scale(saved, 
     assert type(jmp.get_loss_scale(after)) is type(new_scale)
 
 
+@pytest.mark.slow
 def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(saved, tmp_path):
     """Saved by rows over four devices, and restored by columns."""
     _, states = saved

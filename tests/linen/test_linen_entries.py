@@ -104,6 +104,7 @@ def test_table_shows_the_dtypes_inside():
     assert "float32[4,4]" in table
 
 
+@pytest.mark.slow
 def test_captured_and_sown_values_are_those_inside():
     state = MODEL.apply(VARIABLES, X, capture_intermediates=True, mutable=["intermediates", "dtypes"])[1]
     assert {leaf.dtype for leaf in jax.tree.leaves((state["intermediates"]["dense"], state["dtypes"]))} == {BF16}
@@ -190,6 +191,7 @@ class TestMethods:
 class TestPast:
     """A policy holds while a method of its module runs: what is called past that has the policy of the caller."""
 
+    @pytest.mark.slow
     def test_submodule_called_from_outside_is_what_its_author_wrote(self):
         assert MODEL.bind(VARIABLES).dense(X).dtype == F32
         assert not computes_in_bfloat16(MODEL.bind(VARIABLES).dense(X))

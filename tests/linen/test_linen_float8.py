@@ -75,7 +75,7 @@ def test_state_is_beside_the_variables_of_layers_fit_for_it(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} <= {jnp.dtype("float32")}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [CURRENT, BY_ROW])
 def test_current_scaling_has_no_state(policy):
     case = CASES["attention"]
@@ -169,7 +169,7 @@ class Body(nn.Module):
 CURRENT_FORMAT = CURRENT.partition("_from_")[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "quantization", "states"),
     [

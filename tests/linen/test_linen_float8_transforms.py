@@ -175,6 +175,7 @@ def test_layers_that_are_scanned_over_have_a_state_each(states):
     assert_same(states["stacked"], jax.tree.map(lambda *x: np.stack(x), unrolled["first"], unrolled["second"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared", "shared state"])
 def test_layer_that_is_mapped_over_batches_has_one_state_or_one_each(states, name):
     own = states["own"]

@@ -91,6 +91,7 @@ def test_of_two_sources_the_one_that_the_written_order_says_wins(first, second):
     assert dtypes_of(asked) == (computes, stores)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("source", LINEN_SOURCES)
 def test_each_source_alone_decides(source):
     by_author = source == "dtype written on the layer"

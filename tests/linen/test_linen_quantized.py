@@ -147,7 +147,7 @@ def einsum_by_hand(params, x, format):
     return out + params["bias"].astype(x.dtype)[:, None]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, INT4])
 @pytest.mark.parametrize(
     ("name", "by_hand"),

@@ -114,5 +114,6 @@ def test_casts_and_checks_of_trees_leave_integers_alone(dense):
     assert kernel.nbytes == 8 * 8 + 4 * 8
 
 
+@pytest.mark.slow
 def test_plain_function_under_a_quantized_policy_is_cast_and_no_more():
     assert jmp.with_policy(lambda x: x @ x.T, INT8)(X[0]).dtype == jnp.bfloat16

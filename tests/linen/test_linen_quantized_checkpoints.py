@@ -80,7 +80,7 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), saved)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy, tmp_path):
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

@@ -79,6 +79,7 @@ def test_weight_that_blocks_do_not_divide_is_named_in_training(module, path):
         jax.eval_shape(jmp.with_policy(module, "int4/5(min_size=0)_from_float32").init, KEY, X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_integers_without_a_policy_for_them_are_refused(policy):
     model = Net() if policy is None else jmp.with_policy(Net(), policy)

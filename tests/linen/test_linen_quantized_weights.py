@@ -92,7 +92,7 @@ REWRITING = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, INT4, FLOAT8])
 def test_submodules_that_are_called_like_weights_are_explained(policy):
     found = jmp.explain(jmp.with_policy(ViT(), policy), IMAGES)

@@ -19,6 +19,7 @@ def test_replaced_child_gets_the_policy_and_the_object_assigned_does_not():
     assert model.embed.kernel is new.kernel
 
 
+@pytest.mark.slow
 def test_replaced_element_of_a_list_gets_the_policy():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.blocks[1] = nnx.Linear(4, 4, rngs=rngs())
@@ -89,6 +90,7 @@ def test_new_child_whose_parameters_have_another_dtype_is_an_error():
         model(X)
 
 
+@pytest.mark.slow
 def test_child_replaced_under_jit_stays_policied_and_does_not_retrace_for_ever():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = nnx.Linear(4, 4, rngs=rngs())

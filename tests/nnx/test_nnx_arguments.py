@@ -33,6 +33,7 @@ def test_rngs_passed_to_a_model_advance():
     assert int(streams.default.count[...]) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_rngs_and_streams_passed_to_a_function_advance(boundary):
     streams = nnx.Rngs(params=0, dropout=1)

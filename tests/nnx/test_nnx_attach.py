@@ -96,6 +96,7 @@ def test_own_policy_of_a_submodule_wins():
     assert model.head(X.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_second_policy_replaces_the_first():
     first = jmp.with_policy(Net(rngs=rngs()), "mixed_bfloat16")
     second = jmp.with_policy(first, "mixed_float16")
@@ -131,7 +132,7 @@ def test_dtype_that_is_the_default_of_the_constructor_is_not_written():
     assert (written.dtype, written.linear.dtype) == (jnp.float16, jnp.float16)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_wrappers_of_weights_are_left_to_the_layer_they_wrap(wrapper):
     plain = wrapper(nnx.Linear(4, 4, rngs=rngs()), rngs=rngs())
@@ -216,6 +217,7 @@ def test_rules_cover_what_is_inside_by_path_pattern_and_type():
     assert (model.entered, model.scale.read) == ("bfloat16", "float32")
 
 
+@pytest.mark.slow
 def test_rule_leaves_a_dtype_that_the_author_wrote_alone():
     plain = Net(rngs=rngs())
     plain.head = nnx.Linear(4, 3, dtype=jnp.float32, rngs=rngs())

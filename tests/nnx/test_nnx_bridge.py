@@ -40,7 +40,7 @@ def dtypes(out):
     return [out[name] for name in ("entered", "up", "down")] + [out["out"].dtype]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lazily", [False, True])
 def test_linen_module_in_a_bridge_has_the_policy(lazily):
     plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs())
@@ -125,6 +125,7 @@ class TestWrapper:
         model = self.make(jmp.PolicyMap({"up": "p=f32,c=f16,o=f16"}, BF16_INSIDE))
         assert dtypes(model(X)) == [BF16, F16, BF16, F32]
 
+    @pytest.mark.slow
     def test_named_argument_of_the_linen_module_enters_uncast(self):
         model = self.make(BF16_INSIDE, keep=["position"])
         for out in (model(X, X), model(X, position=X)):
@@ -140,6 +141,7 @@ class TestWrapper:
         for dtype in (F16, BF16, F16):
             assert dtypes(model(X.astype(dtype))) == [dtype, dtype, dtype, F32]
 
+    @pytest.mark.slow
     def test_copies_keep_the_policy(self):
         graphdef, state = nnx.split(self.make(BF16_INSIDE))
         assert dtypes(nnx.merge(graphdef, state)(X)) == [BF16, BF16, BF16, F32]

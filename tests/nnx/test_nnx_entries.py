@@ -115,6 +115,7 @@ class TestPast:
         assert made().embed(X).dtype == jnp.bfloat16
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", [BF16_INSIDE, "mixed_bfloat16"])
 def test_carry_of_a_scan_has_the_output_dtype_of_a_policy_inside(policy):
     layer = jmp.with_policy(Block(changes=False, rngs=rngs()), policy)

@@ -192,6 +192,7 @@ class TestTransforms:
         assert [row.path for row in found.rows] == ["", "layers"]
         assert (found["layers"].param_bytes, found["layers"].compute_dtypes) == (3 * 80, ("bfloat16",))
 
+    @pytest.mark.slow
     def test_linen_module_in_a_bridge_is_one_row(self):
         bridge = nnx.bridge.ToNNX(linen.Dense(3), rngs=rngs()).lazy_init(jnp.ones((2, 4)))
         row = jmp.explain(jmp.with_policy(bridge, MIXED), X)[""]

@@ -84,6 +84,7 @@ def test_checkpoints_restore_the_state_into_models_of_arrays_and_of_shapes(model
     assert_same(state_of(nnx.merge(graphdef, state)), state_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["mixed_bfloat16", "float8(recipe=current,min_size=0)_from_mixed_bfloat16", "int8_from_mixed_bfloat16"]
 )

@@ -108,6 +108,7 @@ def test_loss_and_gradients_are_true_whatever_the_scale(scale):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads, expected_grads)
 
 
+@pytest.mark.slow
 def test_no_op_scale_alone_is_the_program_of_flax():
     def jaxpr(value_and_grad):
         model = Net(rngs=rngs())
@@ -138,6 +139,7 @@ def test_state_is_kept_of_every_differentiated_argument():
     assert (int(first.calls[...]), int(second.calls[...]), int(other.calls[...])) == (0, 0, 1)
 
 
+@pytest.mark.slow
 def test_auxiliary_data_and_options_are_passed_on():
     def with_aux(model, x):
         return loss_fn(model, x), x

@@ -39,6 +39,7 @@ def test_without_floating_inputs_it_is_float32():
     assert model(jnp.arange(3)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_layer_alone_is_resolved_too():
     model = jmp.with_policy(nnx.Linear(4, 4, rngs=rngs()), INFER)
     assert model(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -51,6 +52,7 @@ def test_child_called_directly_takes_the_dtype_of_its_own_input():
     assert model.scale.read == "float16"
 
 
+@pytest.mark.slow
 def test_rule_with_a_dtype_holds_inside():
     model = jmp.with_policy(Net(rngs=rngs()), jmp.PolicyMap({"scale": "mixed_float16"}, INFER))
     assert model(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -78,6 +80,7 @@ def test_new_child_deep_inside_takes_the_dtype_of_the_call():
     assert model.net.probe.saw == "bfloat16"
 
 
+@pytest.mark.slow
 def test_layers_under_a_rule_with_a_dtype_keep_theirs():
     class Layers(nnx.Module):
         def __init__(self, *, rngs):
@@ -90,6 +93,7 @@ def test_layers_under_a_rule_with_a_dtype_keep_theirs():
     assert model(X.astype(jnp.bfloat16)) == "float16"
 
 
+@pytest.mark.slow
 def test_an_error_in_a_call_forgets_the_dtype_too():
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
     with pytest.raises(TypeError, match="contracting dimensions"):
@@ -105,6 +109,7 @@ def test_jit_is_keyed_on_the_dtype():
     assert [call(model, X.astype(dtype)).dtype for dtype in dtypes] == dtypes
 
 
+@pytest.mark.slow
 def test_jitted_function_inside_is_traced_for_each_dtype_though_its_arguments_are_the_same():
     @nnx.jit
     def embed(layer, tokens):

@@ -94,7 +94,7 @@ def _shapes(variables):
     return {path: (x.shape, x.dtype) for path, x in jax.tree.leaves_with_path(variables)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "spec"), [*itertools.product(LAYERS, POLICIES), *itertools.product(REPRESENTATIVE, OTHERS)]
 )
@@ -168,7 +168,7 @@ def test_only_what_flax_exports_is_exempt():
     assert EXEMPT.keys() <= (vars(nnx) | vars(nnx.bridge)).keys()
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name):
     plain = _made(name, None)
@@ -193,7 +193,7 @@ def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(nam
     assert jmp.policy_of(jmp.with_policy(cast, "bfloat16")).name == "bfloat16"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["bfloat16", "params=float32,compute=none,output=none"])
 @pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"])
 def test_weight_that_a_layer_rewrites_keeps_its_stored_dtype(name, spec):

@@ -87,6 +87,7 @@ def test_explain_says_by_which_name_a_layer_is_kept(given):
     }
 
 
+@pytest.mark.slow
 def test_a_rule_quantizes_the_head_that_keeps_nothing():
     everything = "nvfp4(keep=none,min_size=0)"
     model = make(jmp.PolicyMap({"head": f"{everything}_from_mixed_bfloat16"}, POLICY))

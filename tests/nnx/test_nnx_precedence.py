@@ -60,7 +60,7 @@ def dtype_of(asked):
         return nnx.eval_shape(lambda: model_of(asked)(X)).dtype
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("first", "second"), pairs(NNX_SOURCES))
 def test_of_two_sources_the_one_that_the_written_order_says_wins(first, second):
     asked = {first: "float16", second: "bfloat16"}

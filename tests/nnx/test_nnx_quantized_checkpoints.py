@@ -59,7 +59,7 @@ def test_a_state_is_restored_into_a_model_made_of_shapes(saved):
     assert_same(nnx.merge(graphdef, restore(folder / "state", target)), model, out)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_a_state_without_variables_is_restored_as_well(saved):
     policy, model, out, folder = saved
     graphdef, target = nnx.split(nnx.eval_shape(lambda: made(policy)))

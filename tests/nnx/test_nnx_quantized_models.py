@@ -185,6 +185,7 @@ def test_a_tied_weight_is_quantized_once_and_stays_tied():
     assert isinstance(apart.body.kernel, QuantizedParam)
 
 
+@pytest.mark.slow
 def test_a_module_assigned_later_is_given_the_policy(net):
     model = jmp.with_policy(net, INT8)
     model.extra = nnx.Linear(8, 8, kernel_init=waves, rngs=nnx.Rngs(1))

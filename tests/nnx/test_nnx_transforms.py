@@ -100,7 +100,7 @@ class Pure(nnx.Module):
         return self.linear(x) * self.scale
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_run_the_policied_program(name):
     model = jmp.with_policy(Pure(rngs=rngs()), "mixed_bfloat16")
@@ -168,6 +168,7 @@ def test_scan_inside_a_policied_model():
     assert grads["layers"]["scale"][...].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_state_that_a_call_writes_lands_in_the_module():
     model = jmp.with_policy(nnx.BatchNorm(4, rngs=rngs()), BF16_INSIDE)
     with jax.numpy_dtype_promotion("standard"):  # Flax's statistics promote
@@ -190,6 +191,7 @@ def test_intermediates_are_captured():
     assert out.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_random_keys_advance_as_without_a_policy():
     plain, model = (nnx.Dropout(0.5, rngs=nnx.Rngs(0)) for _ in range(2))
     model = jmp.with_policy(model, "float32")

@@ -363,6 +363,7 @@ def test_terminal_gets_no_markup():
     assert "[bold]" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_half_sums_that_are_found_lose_numbers_and_those_that_are_not_do_not():
     """XLA adds scattered rows in their own dtype, where a sum of ones stops at 256; it reduces in float32."""
     looked_up, broadcast = 1024, 1024

@@ -34,7 +34,7 @@ def test_a_dynamic_scale_at_its_floor_is_stuck():
         jmp.optim.check(_after(tx, None, NAN, NAN, NAN))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("floor", [0.37, 1 / 3])
 def test_a_floor_that_float32_rounds_up_or_down_is_seen(floor):
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(floor, min_loss_scale=floor))
@@ -48,6 +48,7 @@ def test_a_dynamic_scale_on_its_way_down_is_not_stuck():
     jmp.optim.check(_after(tx, *[NAN] * 15))
 
 
+@pytest.mark.slow
 def test_the_step_that_reaches_the_floor_gets_its_chance():
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(2.0))
     jmp.optim.check(_after(tx, NAN))
@@ -68,6 +69,7 @@ def test_a_scale_that_does_not_change_is_stuck_after_some_patience(scale):
         jmp.optim.check(_after(tx, NAN, NAN, NAN), patience=3)
 
 
+@pytest.mark.slow
 def test_the_message_says_what_to_do():
     state = _after(jmp.optim.skip_nonfinite(optax.sgd(1.0)), NAN)
     with pytest.raises(FloatingPointError, match=r"numerics\.first_nonfinite around the gradient.*bfloat16 has"):

@@ -82,7 +82,7 @@ def test_wrapped_optimizer_trains_as_without_state(name):
     assert_trains_as_without_state(jmp.optim.loss_scaled(OPTIMIZERS[name](), SCALE), name)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_wrapped_half_parameters_train_as_without_state(method):
     tx = jmp.optim.skip_nonfinite(METHODS[method](optax.adamw(0.1)))
@@ -106,6 +106,7 @@ def steps():
         return compiled(all_steps)()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ZEROED)
 def test_optimizer_of_optax_trains_as_without_state(steps, name):
     both, alone = (params[name] for params in steps)
@@ -146,7 +147,7 @@ def test_skipped_step_keeps_every_bit_of_state(way):
     assert int(state.skipped_steps) == 1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_amax_that_is_not_finite_neither_enters_the_state_nor_skips_a_step(way, bad):
@@ -170,6 +171,7 @@ def test_layer_that_did_not_run_keeps_its_state(way):
     assert_same(new_params["model"][STATE], OLD)
 
 
+@pytest.mark.slow
 def test_update_gives_what_makes_state_the_next_one():
     tx, step = compiled_step("update")
     params, grads = with_state(params_of()), with_state(grads_of(0), NEW)
@@ -196,6 +198,7 @@ def test_figures_of_a_wrapped_optimizer_are_those_without_state():
     assert_same(*figures)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [{}, {"state": None}], ids=["left out", "none"])
 def test_state_that_was_not_differentiated_does_not_keep_a_wrapped_optimizer_from_its_update(frozen):
     tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.NoOpLossScale())

@@ -98,13 +98,14 @@ class TestPlacement:
         updates, _ = tx.update({"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}))
         assert updates["w"].tolist() == [-1.0]
 
+    @pytest.mark.slow
     def test_in_a_chain_the_others_see_negative_zeros(self):
         tx = optax.chain(jmp.optim.loss_scaled(optax.scale(-1.0), jmp.DynamicLossScale()), optax.scale(0.5))
         params, state = by_update(tx, grads_of(0, np.inf), tx.init(params_of()), params_of())
         assert bits(params) == bits(params_of())
         assert int(jmp.metrics(state)["skipped_steps"]) == 1
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_the_learning_rate_can_be_set_from_outside(self, way):
         tx = jmp.optim.loss_scaled(optax.inject_hyperparams(optax.sgd)(1.0), jmp.DynamicLossScale())
         state = optax.tree_utils.tree_set(tx.init({"w": jnp.ones(1)}), learning_rate=0.5)
@@ -158,7 +159,7 @@ class TestTrees:
         params, _ = jmp.optim.step(optax.sgd(1.0), grads, optax.sgd(1.0).init(params), params)
         assert (params["w"].tolist(), params["n"].tolist()) == ([0.0], [0, 1])
 
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("params", [{}, {"none": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
     def test_trees_without_numbers_are_finite(self, way, params):
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale())
@@ -205,6 +206,7 @@ class TestEager:
 
         return jmp.optim.loss_scaled(optax.GradientTransformation(sgd.init, update), jmp.DynamicLossScale()), calls
 
+    @pytest.mark.sample(1)
     def test_the_second_step_traces_nothing(self, way, counted):
         tx, calls = counted
         params, state = way(tx, grads_of(0), tx.init(params_of()), params_of())
@@ -223,7 +225,7 @@ class TestEager:
             params, state = step(grads_of(seed, bad), state, params)
         assert calls == [1]
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_python_never_waits_for_the_decision(self, way, monkeypatch):
         tx = jmp.optim.loss_scaled(optax.adam(1e-2), jmp.DynamicLossScale())
         grads, state, params = grads_of(0, np.nan), tx.init(params_of()), params_of()
@@ -331,6 +333,7 @@ def test_gradients_of_another_shape_are_named():
         jmp.optim.step(tx, {"layer": {"w": jnp.ones((3, 2))}}, tx.init(params), params)
 
 
+@pytest.mark.slow
 def test_around_multisteps_the_scale_counts_microbatches():
     tx = jmp.optim.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 3), jmp.DynamicLossScale(8.0, period=2 * 3))
     update = jax.jit(lambda state: tx.update({"w": jnp.ones(2)}, state, {"w": jnp.ones(2)})[1])

@@ -23,7 +23,7 @@ def _trained(method):
     return optim.step(tx, GRADS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_the_optimizer_works_on(method):
     params, state = _trained(method)
@@ -57,6 +57,7 @@ def test_parameters_that_the_optimizer_does_not_train_have_their_own_value(mask)
     assert jax.tree.structure(master) == jax.tree.structure(PARAMS)
 
 
+@pytest.mark.slow
 def test_a_whole_train_state_will_do():
     tx = optim.master_weights(optax.sgd(1.0))
     state = jmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx).apply_gradients(grads=GRADS)
@@ -89,6 +90,7 @@ def test_an_nnx_optimizer_and_its_model_take_float32_values():
     assert bits(nnx.as_pure(optim.master_params(optimizer, nnx.state(model, nnx.Param)))) == bits(master)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", METHODS)
 @pytest.mark.parametrize("before", ["masters", "kahan"])
 def test_training_goes_on_with_another_way_to_keep_float32(before, after):
@@ -114,6 +116,7 @@ def test_float32_parameters_that_are_not_trained_are_rounded():
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_float32_values_of_another_model_are_an_error():
     params, state = _trained("split")
     with pytest.raises(ValueError, match=r"The float32 values do not fit the parameters: \['w'\] is missing, where"):

@@ -141,7 +141,7 @@ def test_what_is_beyond_the_entries_is_clipped(code):
     assert max(encode(code, jnp.float32([np.nan, -np.nan])).tolist()) < 256
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_code
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16])
 def test_rounding_at_random_is_right_on_average(code, dtype):
@@ -158,7 +158,7 @@ def test_rounding_at_random_is_right_on_average(code, dtype):
         assert abs(rounded.mean() - number) <= (b - a) * 0.5**bits * 0.51 + abs(number) * 2.0**-24
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_code
 def test_a_block_divided_by_its_largest_number_with_its_sign_stays_as_it_is(code):
     def write(block):

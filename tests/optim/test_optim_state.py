@@ -60,7 +60,7 @@ def test_flax_bytes_bring_it_back(trained):
     _assert_same(flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state)), state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 def test_flax_state_dicts_are_made_of_names_and_arrays(trained):
     fresh, state = trained
     saved = flax.serialization.to_state_dict(state)
@@ -69,6 +69,7 @@ def test_flax_state_dicts_are_made_of_names_and_arrays(trained):
     _assert_same(flax.serialization.from_state_dict(fresh, saved), state)
 
 
+@pytest.mark.sample(2)
 def test_another_kind_of_scale_is_refused(trained):
     _, state = trained
     saved = flax.serialization.to_state_dict(state)

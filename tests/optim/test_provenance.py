@@ -49,6 +49,7 @@ INF = float("inf")
 STEPS = (None, INF, None, INF, None)
 
 
+@pytest.mark.slow
 def test_without_provenance_a_state_has_the_structure_that_it_always_had():
     state = PLAIN.init(params_of())
     assert type(state) is LossScaledState
@@ -204,7 +205,7 @@ SAVERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", SAVERS)
 def test_a_saved_state_comes_back(saver):
     _, state = take_steps(CARRYING, STEPS)
@@ -322,6 +323,7 @@ def test_a_state_that_was_made_without_is_to_be_converted(way):
         WAYS[way](CARRYING, grads_of(0), PLAIN.init(params), params, provenance=Provenance.empty())
 
 
+@pytest.mark.slow
 def test_an_extra_argument_of_that_name_that_is_none_reaches_the_optimizer():
     seen = []
 

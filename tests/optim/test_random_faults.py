@@ -136,6 +136,7 @@ def test_scale_waits_at_its_ceiling(histories, name):
     assert (histories[name]["loss_scale"] == SCALES[name].max_loss_scale).mean() > 0.1
 
 
+@pytest.mark.slow
 def test_parameters_and_moments_are_finite_at_every_step(scale_and_history):
     assert scale_and_history[1]["all_finite"].all()
 

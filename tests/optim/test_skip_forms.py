@@ -213,6 +213,7 @@ class TestEachPlatformGetsItsForm:
             exported = self._export(tx.update, PARAMS, tx.init(PARAMS), PARAMS, platforms=[platform])
             assert bool(_branches(exported.mlir_module())) == branches
 
+    @pytest.mark.slow
     def test_of_minimize_from_half_precision_gradients(self):
         tx = jmp.optim.loss_scaled(ADAMW(), jmp.DynamicLossScale())
         loss = lambda params, x: jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32) ** 2)

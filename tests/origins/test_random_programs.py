@@ -44,7 +44,7 @@ def test_nothing_is_found_without_the_fault_and_bits_are_the_same(seed, tmp_path
         np.testing.assert_array_equal(np.asarray(leaf).view(np.uint32), np.asarray(other).view(np.uint32))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", QUICK)
 def test_what_was_planted_is_there_number_by_number(seed, tmp_path):
     program = make_program(seed)

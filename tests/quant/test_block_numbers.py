@@ -136,7 +136,7 @@ def test_blocks_may_lie_along_any_axis_and_have_any_size(shape, axis, block_size
     assert_same(compiled_nv(x, axis, block_size), block_model.nv(x, axis, block_size))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_that_are_rounded_up_clip_nothing_and_are_the_least_that_do(name):
     x, largest = np.exp(normal(512, 32) * 9), float(jnp.finfo(FORMATS[name]).max)
@@ -208,7 +208,7 @@ NV_CASES = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NV_CASES)
 def test_two_levels_of_scales_are_right_in_every_bit(case):
     shape, options = NV_CASES[case]
@@ -360,7 +360,7 @@ def test_products_with_a_scale_are_exact_where_they_are_normal(name):
     assert (np.abs(ours[~normal]) <= TINY).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounded_numbers_are_not_rounded_again(name, rounding):
@@ -432,6 +432,7 @@ def test_an_array_is_read_twice_and_never_written_wide(dtype, width):
         assert found.temporaries <= temporaries * x.size
 
 
+@pytest.mark.slow
 def test_bytes_that_are_constants_of_a_program_are_unpacked_as_others_are():
     """XLA of jax 0.10 took their halves for bytes."""
     packed = jnp.asarray(np.random.default_rng().integers(0, 256, (16, 6)), jnp.uint8)

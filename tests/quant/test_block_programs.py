@@ -106,7 +106,7 @@ def test_autocast_leaves_the_products_alone(format):
     assert dtypes(jmp.autocast(loss_fn, "bfloat16")) == dtypes(loss_fn)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "computed"),
     [

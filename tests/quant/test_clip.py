@@ -74,6 +74,7 @@ def test_a_percentile_clips_both_ends_of_four_bits_and_widens_neither():
     assert array.zero_point[0, 0, 0] == 0
 
 
+@pytest.mark.slow
 def test_the_whole_percentile_is_absmax_bit_for_bit():
     weight = heavy_tailed()
     jax.tree.map(np.testing.assert_array_equal, quantized(weight, "int8", clip=100), quantized(weight, "int8"))
@@ -90,6 +91,7 @@ def test_a_number_that_is_not_finite_is_not_clipped_away(clip):
         assert not finite[:, 1:3].any()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bad", ["max", 0, -1, 100.5, True, None, float("nan")])
 def test_a_clip_that_is_none_is_an_error(bad):
     with pytest.raises(ValueError, match=r"^clip is 'absmax', 'mse' or a percentile in \(0, 100\], got .*: clip=99\.9"):

@@ -91,6 +91,7 @@ def test_output_errors_are_those_of_the_layers_side_by_side(linen_comparison):
     assert math.isclose(comparison.output_error, comparison["head"].output_error)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_a_table_a_page_a_plot_and_plain_data(linen_comparison):
     comparison, *_ = linen_comparison
     text = str(comparison)
@@ -167,6 +168,7 @@ class Halved(nnx.Linear):
         return super().__call__(x)
 
 
+@pytest.mark.slow
 def test_of_methods_that_call_each_other_the_outermost_one_is_compared():
     model = Halved(8, 8, rngs=nnx.Rngs(0))
     comparison = quant.compare(model, quant.quantize(model, INT8), X)

@@ -38,6 +38,7 @@ def test_casts_saturate_and_else_round_to_the_nearest_even(name):
     assert np.isfinite(np.asarray(ours, np.float32)[np.isfinite(x)]).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["input", "output_grad"])
 @pytest.mark.parametrize("margin", [0, 3])
 def test_scales_are_those_of_transformer_engine(name, margin):
@@ -57,7 +58,7 @@ def test_the_amax_of_nothing_is_zero_and_of_zeros_is_no_scale():
         assert not any(jnp.any(array) for array in computed(TWO_AXES, format, zeros, zeros, zeros, None)[:3])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", RECIPES, ids=str)
 @pytest.mark.parametrize("size", [1e-40, 1e-30, 1e15])
 def test_numbers_of_any_size_give_finite_products(format, size):
@@ -89,7 +90,7 @@ def test_what_is_not_finite_is_seen_in_the_results_and_not_in_the_state(name, ba
             np.testing.assert_array_equal(after[f"{each}_scale"], scale_from(before.max(), each))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [Float8("current"), Float8()], ids=str)
 def test_a_product_is_the_same_where_nothing_is_differentiated_and_shows_what_is_not_finite(format):
     x, w = (np.random.default_rng().normal(size=(16, 16)).astype(np.float32) for _ in range(2))
@@ -101,7 +102,7 @@ def test_a_product_is_the_same_where_nothing_is_differentiated_and_shows_what_is
     assert not any(jnp.isfinite(out[:3]).any() for out in both(x, w))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.0, -np.inf])
 @pytest.mark.parametrize("recipe", ["delayed", "delayed/2"])
 def test_a_state_of_zeros_or_of_least_numbers_is_as_good_as_a_new_one(recipe, value):

@@ -120,6 +120,7 @@ def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(case, form
     check((CASES | IMAGES)[case], FORMATS[format], dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operand", "axis", "result", "along"),
     [(0, 0, 0, 0), (0, 1, 2, 0), (1, 1, 0, 1), (1, 0, 1, 1), (2, 0, 1, 0), (2, 1, 2, 1)],
@@ -142,6 +143,7 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
     assert (out.dtype, of_x.dtype, of_w.dtype) == (preferred or jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_float16_results_overflow_no_earlier_than_the_exact_ones():
     """448 times 448 is more than float16 holds, and so would be the sum before it is scaled."""
     x = jnp.full((16, 16), 0.5, jnp.float16)

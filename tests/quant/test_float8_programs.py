@@ -62,6 +62,7 @@ class Program:
         return [tuple(re.findall(r"x([a-z]\w*)>", " ".join(found.groups()))) for found in types]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", "bf16"), ("float32", "f32"), ("float16", "f32")])
 @pytest.mark.parametrize("format", [DELAYED, CURRENT], ids=str)
 def test_a_product_is_the_program_that_xla_fuses(format, dtype, sums):

@@ -89,7 +89,7 @@ def test_any_dot_general_is_that_of_the_integers(case):
     check(result, equation, np.asarray(x), np.asarray(w))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("equation", "written"),
     [
@@ -116,7 +116,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_is_that_of_the_integers(name):
     options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}

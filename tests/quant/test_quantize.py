@@ -39,6 +39,7 @@ def is_quantized(tree: object) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_kernels_and_tables_become_integers_and_everything_else_stays():
     before = variables()
     after = quant.quantize(before, "int8_from_float32")
@@ -326,6 +327,7 @@ def test_a_table_may_be_stored_by_a_policy_that_differs_for_tables_alone():
     assert match_format(stored, quant.Int4()).format == quant.Int4()
 
 
+@pytest.mark.slow
 def test_explain_names_the_format_that_a_table_has():
     tokens = jnp.zeros((2,), jnp.int32)
     for embed in (nn.Embed(64, 64), nnx.Embed(64, 64, rngs=nnx.Rngs(0))):

@@ -127,6 +127,7 @@ def test_a_pickle_from_before_there_were_blocks_has_no_scale_of_the_tensor():
     jax.tree.map(np.testing.assert_array_equal, again, array)
 
 
+@pytest.mark.slow
 def test_paths_of_its_arrays_are_their_names():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path({"kernel": weights()[2]})]
     assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].zero_point"]

@@ -103,7 +103,7 @@ def test_half_weights_have_half_gradients_that_were_rounded_once(name):
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_operands_are_half_in_every_product_and_sums_are_not(name, platform):
@@ -120,6 +120,7 @@ def test_a_report_on_a_cpu_shows_the_products_of_accelerators():
     assert matmuls.split()[:3] == ["bfloat16", "1", "2"]
 
 
+@pytest.mark.slow
 def test_jax_itself_rounds_the_gradient_of_a_float32_weight():
     """What this replaces; when it fails, JAX has learnt to hand the sum over."""
     left, right, grad = operands("dense", "bfloat16")

@@ -77,6 +77,7 @@ def test_parameters_in_half_have_gradients_that_are_rounded_after_the_reduction(
     assert {leaf.dtype for leaf in jax.tree.leaves(jax.jit(widened)(params, batch)[1])} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.slow
 def test_a_sum_over_an_explicit_axis_is_widened_where_it_is_of_a_constant():
     def loss(b, x):
         return jnp.sum((x + b.astype(jnp.bfloat16)).astype(jnp.float32))

@@ -223,6 +223,7 @@ def test_float8_state_is_left_alone():
     jax.tree.map(assert_close, found["params"], expected["params"])
 
 
+@pytest.mark.slow
 def test_minimize_hands_it_on():
     params, x = make_arguments(dense)
     tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.StaticLossScale(8.0))

@@ -65,7 +65,7 @@ def read_texts(figure):
     return [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_no_two_texts_collide(figure):
     boxes = read_texts(figure)
     assert [(one, other) for (one, a), (other, b) in itertools.combinations(boxes, 2) if a.overlaps(b)] == []
@@ -87,6 +87,7 @@ def test_every_axis_has_a_label(figure):
     assert figure.axes[0].get_ylabel() == "layer"
 
 
+@pytest.mark.sample(1)
 def test_every_panel_has_room(figure):
     """Long names push nothing together."""
     for axes in figure.axes:

@@ -72,5 +72,6 @@ def test_a_kernel_displays_the_page(name, outputs):
     assert shown.data["text/plain"] == repr(REPORTS[name])
 
 
+@pytest.mark.slow
 def test_the_commands_print_lines_in_a_kernel(outputs):
     assert read_stream(outputs["", "console"]) == "a line\n"

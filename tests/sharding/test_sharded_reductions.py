@@ -33,7 +33,7 @@ def moved(fun, *args):
     return [(kind, dtype) for kind, dtype, _ in list_moved(fun, *args)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", REDUCING)
 def test_half_precision_is_summed_in_float32(name, check_vma):
@@ -54,6 +54,7 @@ def test_half_precision_is_summed_in_float32(name, check_vma):
     assert moved(fun, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)) == [(kind, "f32")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", REDUCING)
 def test_without_a_reduce_dtype_the_program_is_jax_s_own(name):
     options = {"scatter_dimension": 1, "tiled": True} if name == "psum_scatter" else {}
@@ -102,6 +103,7 @@ def test_what_is_no_number_passes_by_identity(name):
     assert [seen[name] is given for name, given in {"key": key, "scale": scale, "int": nothing}.items()] == [True] * 3
 
 
+@pytest.mark.slow
 def test_integers_are_summed_as_integers():
     fun = on_devices(lambda x: jmp.sharding.psum({"count": x}, BOTH, POLICY), out_specs=P())
     assert moved(fun, jnp.arange(4)) == [("all_reduce", "i32")]
@@ -130,6 +132,7 @@ def test_a_tuple_of_axes_is_the_same_as_one_after_the_other():
     assert at_once(x).tolist() == in_turn(x).tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pmean", [jmp.optim.pmean, functools.partial(jmp.sharding.pmean, policy=POLICY)])
 def test_what_is_the_same_along_one_of_several_axes_is_averaged_over_both(pmean):
     """JAX 0.12 refuses such a `lax.pmean`; gradients of parts that were summed along data are of this kind."""

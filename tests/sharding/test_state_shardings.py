@@ -49,6 +49,7 @@ def mesh():
     return make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_arrays_of_the_state_lie_where_their_parameters_do(name):
     """No two parameters here have one shape, and none that of anything else: the shape alone says what is right."""

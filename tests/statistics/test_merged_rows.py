@@ -46,6 +46,7 @@ def test_one_step_is_what_it_was(histogram):
     assert merged.layout.sites == stats.layout.sites
 
 
+@pytest.mark.slow
 def test_all_steps_are_what_their_arrays_are_when_merged():
     parts = [make_stats(seed) for seed in range(3)]
     expected = parts[0].merge(parts[1]).merge(parts[2])

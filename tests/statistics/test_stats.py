@@ -206,6 +206,7 @@ def test_empty_of_a_batch_has_its_axes():
     assert list(map(jnp.shape, batch.empty().record)) == list(map(jnp.shape, batch.record))
 
 
+@pytest.mark.slow
 def test_stats_may_be_donated():
     stats, other = make_stats(draw_tensors(0)), make_stats(draw_tensors(1))
     expected = stats.merge(other).rows()
@@ -254,6 +255,7 @@ def test_a_path_selects_what_is_inside_it():
     assert len(stats) == 4
 
 
+@pytest.mark.slow
 def test_a_selection_may_have_gaps_and_leading_axes():
     layout = make_layout(*map(make_site, ("a", "b", "a", "a/b")))
     stats = stack([make_stats(draw_tensors(seed), layout) for seed in range(2)])
@@ -278,6 +280,7 @@ def test_only_paths_index_stats():
         make_stats(draw_tensors(0))[0]
 
 
+@pytest.mark.slow
 def test_an_empty_program_has_no_rows():
     layout = Layout([], LAYOUT.meter)
     empty = Stats(layout.meter.empty(0), layout)

@@ -102,6 +102,7 @@ def test_bars_are_the_shares_of_numbers():
     assert below.texts[0].get_text() == f"{100 * lost:.1f}% become zero"
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_the_formats():
     _, below = draw(make_stats(1, directions=("forward",)).plot(["float16", "float8_e5m2", "bfloat16"])).axes
     spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
@@ -139,6 +140,7 @@ def test_a_selection_is_drawn_alone():
     assert len(stats.select(lambda site: False)) == 0
 
 
+@pytest.mark.slow
 def test_a_heat_map_has_the_shares_of_each_step():
     history = make_history(2, count=5, directions=("backward",))
     axes = draw(history.plot_underflow("fp16")).axes[0]
@@ -158,6 +160,7 @@ def test_a_pass_that_loses_nothing_is_named_above_the_map():
     assert len(figure.axes) == 2  # one panel, and the colors
 
 
+@pytest.mark.slow
 def test_a_heat_map_pools_the_operations_of_a_layer():
     small, large = np.full(SHAPE, 2.0**-30), np.ones(SHAPE)
     layout = make_layout(make_site("a", line=1), make_site("a", line=2), make_site("a", turn=(0, 3)))
@@ -168,6 +171,7 @@ def test_a_heat_map_pools_the_operations_of_a_layer():
     assert np.asarray(axes.images[0].get_array()).tolist() == [[0.5], [1.0]]
 
 
+@pytest.mark.slow
 def test_a_heat_map_draws_those_that_lose_most():
     tensors = np.ones((MOST_ROWS + 9, *SHAPE))
     tensors[:, 0, 0] = 2.0**-30
@@ -212,6 +216,7 @@ def test_amax_curves_are_exponents_with_the_maxima_of_formats():
     assert max(np.max(line.get_ydata()) for line in named) == math.log2(highest)
 
 
+@pytest.mark.slow
 def test_an_amax_of_zero_is_a_gap():
     history = StatsHistory()
     for step in (1, 2):

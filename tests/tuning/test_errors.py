@@ -55,6 +55,7 @@ def test_against_nothing_but_zeros_any_difference_is_all_error(got, expected):
     assert float(measure_error({"x": jnp.full(3, got)}, {"x": jnp.zeros(3)})) == expected
 
 
+@pytest.mark.slow
 def test_half_and_complex_and_other_leaves():
     leaves = {"half": jnp.ones(3, jnp.bfloat16), "complex": jnp.ones(2, complex), "step": 3, "empty": jnp.ones(0)}
     reference = {"x": leaves}
