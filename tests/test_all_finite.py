@@ -83,7 +83,7 @@ def test_many_large_numbers_are_finite(dtype):
     assert all_finite(np.full(100_003, jnp.finfo(dtype).max, dtype))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED)
 def test_bad_numbers_are_seen_through_what_xla_fuses_into_the_check(name):
     """The array is compared with itself as it is without the check beside it, which is what training would use."""

@@ -79,6 +79,7 @@ def test_class_inside_gets_the_policy(make, dtype):
     assert dtype(jmp.with_policy(POLICY)(make)) == jnp.bfloat16
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("generic", "dtype"), [(GenericNet, linen_dtype), (GenericLinear, nnx_dtype)])
 def test_generic_class_with_a_policy_takes_subscripts(generic, dtype):
     policied = jmp.with_policy(generic, POLICY)

@@ -110,6 +110,7 @@ def test_no_op_leaves_half_gradients_half():
     assert jmp.grad(tiny_gradients, loss_scale=jmp.NoOpLossScale())(jnp.ones(2, jnp.float16)).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_overflows_gives_non_finite_gradients_and_the_true_loss():
     loss, grads = jmp.value_and_grad(lambda w: jnp.sum(w.astype(jnp.float32)) * 100, loss_scale=jmp.DynamicLossScale())(
         jnp.ones(2, jnp.float16)

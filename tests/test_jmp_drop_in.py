@@ -177,7 +177,7 @@ def test_loss_scale_is_the_type_of_all_three(jmp):
         assert isinstance(scale, jmp.LossScale)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @every_library
 def test_the_train_step_of_jmps_readme(jmp):
     policy = jmp.Policy(compute_dtype=jmp.half_dtype(), param_dtype=jnp.float32, output_dtype=jnp.float32)

@@ -68,6 +68,7 @@ in_every_target = pytest.mark.parametrize("make", [function, linen, linen_class,
 however_called = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+@pytest.mark.sample(2)
 @in_every_target
 @however_called
 def test_float_positions_collide_in_half_precision_and_kept_ones_do_not(make, call):
@@ -86,6 +87,7 @@ def test_whole_tree_of_a_kept_argument_enters_uncast(make, call):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), kept, tree)
 
 
+@pytest.mark.slow
 @in_every_target
 def test_timesteps_of_a_diffusion_keep_their_frequencies(make):
     """The highest frequency of a sinusoidal embedding turns by a radian each step: a rounded step is another angle."""

@@ -152,6 +152,7 @@ def test_a_function_that_was_called_inside_of_another_is_told_from_that_one():
     assert seen == ["bfloat16", "float32", "bfloat16", "float32", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_functions_that_run_in_other_threads_are_told_apart():
     seen = []
     (first, call_first), (second, _) = recursive(seen), recursive(seen)
@@ -338,6 +339,7 @@ def test_redefined_classes_in_the_rules_of_autocast_are_freed(scopes):
     assert alive_of(10, define_and_run) == 0
 
 
+@pytest.mark.slow
 def test_fresh_functions_under_autocast_compile_nothing_again():
     def run():
         jmp.autocast(lambda x: inside(x) * jnp.cos(x), MIXED)(X)

@@ -123,7 +123,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "operation",
     [
@@ -196,7 +196,7 @@ def test_the_scale_is_never_cast_to_half():
     assert jmp.get_policy("float16").cast_to_compute([scale])[0].loss_scale.dtype == jnp.float32
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
 @pytest.mark.parametrize("scale", SCALES[1:], ids=repr)
 def test_scaling_is_done_and_stays_in_float32(scale, dtype):
@@ -374,6 +374,7 @@ def test_a_period_longer_than_int32_counts_never_ends():
     assert (float(scale.loss_scale), int(scale.counter), scale.period) == (8.0, 2**31 - 1, 2**40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 3.0, np.int64(3), np.int32(3), np.float32(3)], ids=repr)
 def test_counts_are_whole_numbers_of_any_type(count):
     scale = jmp.DynamicLossScale(period=count, hysteresis=count)

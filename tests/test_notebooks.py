@@ -51,6 +51,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": FOLDER}}).execute()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_imports_public_names_alone(path):
     notebook = nbformat.read(path, as_version=4)

@@ -85,6 +85,7 @@ def test_state_of_a_layer_that_is_used_twice_is_that_of_one_big_batch(used_twice
     assert_same(used_twice[way][STATE], expected | {"idle": ZEROS})
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_not_taken_has_no_state():
     untaken = lambda v: lax.cond(jnp.sum(FIRST["x"]) < jnp.inf, lambda v: 0.0, lambda v: loss_fn(v, FIRST), v)
     grads = compiled(jmp.grad(untaken, loss_scale=SCALE))(VARIABLES)

@@ -12,6 +12,7 @@ import jmp_policy as jmp
 adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
 
 
+@pytest.mark.slow
 def test_jmp_loses_the_floor_in_any_jit_or_tree_map():
     scale = jmp.DynamicLossScale(8.0, min_loss_scale=4.0)
     for through in (jax.jit(lambda s: s), lambda s: jax.tree.map(lambda x: x, s)):
@@ -65,6 +66,7 @@ def test_jmp_recommends_a_name_that_it_rejects(text):
         assert isinstance(jmp.get_policy(name), jmp.Policy)
 
 
+@pytest.mark.slow
 def test_jmp_breaks_under_lower():
     step = jax.jit(lambda scale, x: scale.adjust(jmp.all_finite(scale.unscale(x))))
     scale = jmp.DynamicLossScale()
@@ -120,6 +122,7 @@ def test_flax_does_not_forward_keyword_arguments():
     assert grads.tolist() == [3, 3]
 
 
+@pytest.mark.slow
 def test_mpx_unscales_with_the_scale_of_the_next_step():
     @jax.jit
     def step(w, scale):
@@ -173,6 +176,7 @@ def test_keras_does_not_hand_a_composites_policy_to_its_children():
     assert jmp.PolicyMap({"block": "bfloat16"}, "float32")["block/dense"].name == "bfloat16"
 
 
+@pytest.mark.slow
 def test_transformer_engine_reads_a_global_while_tracing():
     f = jax.jit(lambda x: jmp.get_policy(None).cast_to_compute(x))
     dtypes = []

@@ -31,7 +31,7 @@ def same(run, thing, other):
     return bool((out == again).all())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_has_a_policy_comes_back_out_of_a_pickle(case):
     make, run = CASES[case]

@@ -78,7 +78,7 @@ def test_precision_in_any_spelling(precision):
     assert Policy(None, None, None, precision=precision).precision == "highest"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_policies_have_no_leaves_and_live_in_any_tree(any_policy):
     assert jax.tree.leaves(any_policy) == []
     carried, _ = jax.lax.scan(lambda c, _: (c, None), {"policy": any_policy, "x": jnp.zeros(())}, length=2)
@@ -227,6 +227,7 @@ NARROWER = [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float
             ("bfloat16", "float8_e4m3fn")]  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("compute", "accumulate"), NARROWER)
 def test_an_accumulate_dtype_that_cannot_hold_the_numbers_of_products_is_refused(compute, accumulate):
     text = rf"^Products of '{compute}' cannot be accumulated in '{accumulate}', which does not hold all numbers of .*: "

@@ -32,7 +32,7 @@ def words():
     return words[~np.isnan(words.view(np.float32))]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounded_is_the_nearest_half_precision_number(words, dtype):
     x = words.view(np.float32)
@@ -88,12 +88,13 @@ def test_what_needs_no_rounding_is_left_alone_by_stochastic_rounding(words, dtyp
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(x.astype(dtype)).view(np.uint16))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_rounding_keeps_nan(dtype):
     assert np.isnan(round_stochastically(jnp.full(2**16, jnp.nan), dtype, ALL_BITS).astype(jnp.float32)).all()
 
 
+@pytest.mark.slow
 def test_only_16_bit_floats_are_half():
     assert [is_half(jnp.ones(1, d)) for d in ("bfloat16", "float16", "float32", "int16", "float8_e4m3fn")] == [
         True, True, False, False, False

@@ -138,7 +138,7 @@ def test_first_floating_dtype_is_the_one_jax_computes_in():
     assert first_floating_dtype([1.0, jnp.arange(2)]) is None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", COMPUTABLE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_one_bad_number_is_found_in_every_format_that_has_one(dtype, bad):
@@ -188,7 +188,7 @@ def test_all_finite_is_per_example_under_vmap():
     assert jax.jit(jax.vmap(jmp.all_finite))(rows).tolist() == [True, False, False]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pred", [True, np.bool_(True), np.array(True), jnp.array(True)], ids=repr)
 def test_select_tree_takes_every_boolean_scalar(pred):
     chosen = jmp.select_tree(pred, {"w": jnp.ones(2), "k": jax.random.key(1), "n": None}, {"w": jnp.zeros(2),

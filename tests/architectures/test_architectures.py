@@ -30,7 +30,7 @@ def test_the_program_is_the_one_by_hand(name, policy):
     assert ours == by_hand
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_parameters_and_variables_are_those_without_a_policy(name):
     architecture = ARCHITECTURES[name]

@@ -95,6 +95,7 @@ def test_results_have_the_output_dtype_or_that_of_the_function(output):
     assert out["n"].dtype == jnp.int32
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_an_open_compute_dtype_is_that_of_the_first_floating_input(dtype):
     half = X.astype(dtype)
@@ -107,6 +108,7 @@ def test_the_precision_of_the_policy_is_that_of_products():
     assert "HIGHEST" in str(jax.make_jaxpr(fun)(W, X))
 
 
+@pytest.mark.slow
 def test_wide_and_narrow_values_stay_as_traced():
     with jax.enable_x64(True):
         wide = jnp.ones((2, 2), jnp.float64)

@@ -49,7 +49,7 @@ EPSILONS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("guarded", EPSILONS.values(), ids=EPSILONS)
 def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, half):
@@ -59,7 +59,7 @@ def test_a_guard_too_small_for_half_precision_is_that_of_the_program(guarded, ha
     np.testing.assert_allclose(gradient, exact_gradient, rtol=2e-3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [
     lambda h: jnp.concatenate([h, jnp.full((1, 8), 1e-8)]),
     lambda h: jnp.pad(h, 1, constant_values=1e-8),

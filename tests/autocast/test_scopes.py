@@ -295,7 +295,7 @@ def nnx_products(fun, model):
     return products(jax.make_jaxpr(lambda state: fun(nnx.merge(graphdef, state), X))(state))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "count"), [("enc", 2), ("enc/fc", 2), ("blocks", 2), ("blocks/1/fc", 1), ("head", 1), (Block, 4), ("", 5)]
 )

@@ -27,13 +27,14 @@ def test_an_epsilon_too_small_for_float16_stays_an_epsilon():
     assert np.isfinite(under("float16", lambda h: h / (h + 1e-8))(x)).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", [lambda h: h / 1e6, lambda h: h * 1e6])
 def test_a_factor_too_large_for_float16_means_itself(operation):
     x = np.full((8, 8), 2.0, np.float32)
     np.testing.assert_allclose(under("float16", operation)(x), operation(x), rtol=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mask", [-1e9, float(np.finfo(np.float32).min)])
 def test_a_mask_too_large_for_half_precision_is_its_largest_number(dtype, mask):

@@ -60,6 +60,7 @@ def test_a_run_measures_each_row_and_the_next_none(run, tmp_path, capsys):
     assert "not measured" not in capsys.readouterr().out.replace("| not measured |\n", "")  # but for peak memory
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_rows_and_the_next_goes_on(run, tmp_path, capsys):
     measured = []
 
@@ -91,6 +92,7 @@ def test_a_run_that_dies_while_it_writes_leaves_the_file_whole(run, tmp_path, mo
     assert _read(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_again_measures_anew(run, tmp_path):
     run(lambda key: None)
     measured = []
@@ -156,6 +158,7 @@ def test_a_row_that_takes_longer_than_a_whole_run_has_failed(run, tmp_path):
     assert _read(tmp_path)["rows"] == {"gpt2/bfloat16 by hand": {"error": "It took longer than 9 minutes."}}
 
 
+@pytest.mark.slow
 def test_a_row_that_failed_shows_why_and_is_not_tried_again(run, tmp_path):
     failing = lambda key: {"error": "XlaRuntimeError: out of memory"} if key == KEYS[1] else None
     assert run(failing) == 0

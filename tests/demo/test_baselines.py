@@ -26,6 +26,7 @@ def test_bytes_that_were_never_seen_cost_finitely_many_bits():
     assert np.isfinite(bigram_bits_per_byte(train, unseen))
 
 
+@pytest.mark.slow
 def test_bigram_probabilities_sum_to_one():
     train = np.random.default_rng(1).integers(0, 5, 50).astype(np.uint8)
     for last in (0, 200):

@@ -195,6 +195,7 @@ class TestHook:
         assert added["changelog.md"].content_string.startswith("# Changelog")
         assert "<svg" in added["images/floors.svg"].content_string
 
+    @pytest.mark.slow
     def test_the_page_of_benchmarks_has_the_results_where_there_are_any(self, hook, tmp_path):
         results = tmp_path / "RESULTS.md"
         assert "python -m benchmarks" in hook.read_results(results)

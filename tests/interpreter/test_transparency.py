@@ -26,7 +26,7 @@ def lowered(animal: Specimen, fun):
     return jax.jit(animal.with_gradient(fun)).lower(*animal.args)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_float32_gives_the_same_program_forward_and_backward(animal):
     plain, ours = lowered(animal, animal.fun), lowered(animal, autocast(animal.fun, FLOAT32))
     if program_text(ours) == program_text(plain):

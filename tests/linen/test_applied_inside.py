@@ -151,13 +151,14 @@ def test_a_jitted_function_is_traced_once_for_all_callers_under_one_rule():
     assert len(traces) == 2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["cls", "cls/.*", Head, "cls/decoder"])
 def test_rule_reaches_a_layer_that_runs_through_apply_inside_another_module(key):
     body, transform, decoder = matmul_dtypes(under(MaskedLM(), {key: "float32"}), IDS)
     assert (body, transform, decoder) == (BF16, BF16 if key == "cls/decoder" else F32, F32)
 
 
+@pytest.mark.slow
 def test_without_a_rule_for_its_place_it_has_the_default():
     assert matmul_dtypes(under(MaskedLM(), {"body": "float32"}), IDS) == [F32, BF16, BF16]
     assert matmul_dtypes(jmp.with_policy(MaskedLM(), MIXED), IDS) == [BF16, BF16, BF16]
@@ -167,6 +168,7 @@ def test_rule_for_the_root_alone_is_not_taken_for_one_of_the_layer():
     assert matmul_dtypes(under(MaskedLM(), {"cls": "float32", "": MIXED}), IDS) == [BF16, F32, F32]
 
 
+@pytest.mark.slow
 def test_explain_shows_the_layer_where_it_stands():
     explanation = jmp.explain(under(MaskedLM(), {"cls/decoder": "float32"}), IDS)
     row = explanation["cls/decoder"]
@@ -220,6 +222,7 @@ def test_layer_that_its_caller_does_not_hold_has_the_rules_of_its_caller():
     assert explanation.to_dict()["unknown"] == list(explanation.unknown)
 
 
+@pytest.mark.slow
 def test_one_of_several_layers_of_a_name_has_the_rules_of_its_caller():
     class Caller(nn.Module):
         def setup(self):
@@ -272,7 +275,7 @@ def test_place_is_known_inside_lifted_transforms(transform, held):
         assert matmul_dtypes(under(Blocks(transform(Block)), {"second/layer": "float32"}), x) == [BF16, F32]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_lifted_transforms_inside_keep_the_place(transform):
     class Tied(nn.Module):

@@ -32,6 +32,7 @@ def test_cache_is_made_in_compute_dtype_and_used_in_it():
     assert updated["cache"]["attention"]["cache_index"] == 1
 
 
+@pytest.mark.slow
 def test_cache_of_another_dtype_is_an_error_that_says_where_and_what_to_do():
     variables = Decoder().init(jax.random.key(0), X)
     model = jmp.with_policy(Decoder(), "mixed_bfloat16")

@@ -214,6 +214,7 @@ class TestTransforms:
         assert found["layers/dense"].param_bytes == 3 * 20 * 4
         assert found["layers/dense"].compute_dtypes == ("bfloat16",)
 
+    @pytest.mark.slow
     def test_module_under_nn_jit_is_seen_although_it_was_traced_before(self):
         class Jitted(nn.Module):
             @nn.compact
@@ -270,6 +271,7 @@ def test_compute_dtype_that_is_inferred_is_shown():
     assert row.compute_dtypes == ("float16",)
 
 
+@pytest.mark.slow
 def test_model_too_large_to_exist_is_explained():
     class Huge(nn.Module):
         @nn.compact

@@ -109,7 +109,7 @@ def test_layer_is_the_program_by_hand(name, spec):
     assert _dtypes(updated) == _dtypes({name: variables[name] for name in updated})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", ["mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name, spec):
@@ -132,7 +132,7 @@ DRAWN = [name for name in LAYERS if not name.startswith(("WeightNorm", "Spectral
 DRAWN = [name for name in DRAWN if " " not in name or name in ("RNN of LSTM cells", "SelfAttention with a cache")]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
     plain, half = LAYERS[name].make(), jmp.with_policy(LAYERS[name].make(), "bfloat16")

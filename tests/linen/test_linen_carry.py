@@ -87,6 +87,7 @@ def test_author_of_a_cell_may_derive_it_from_one_with_a_policy():
     assert dtypes(nn.RNN(Ones(3)), SEQUENCE) == ["bfloat16"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [nn.SimpleCell, nn.GRUCell])
 def test_cell_inside_a_model_returns_the_dtype_of_the_carry_it_was_given(kind, dtype):
@@ -110,7 +111,7 @@ def test_carry_given_by_name_keeps_its_dtypes():
     assert dtypes(model, carry, SEQUENCE) == ["float32", "int32", "bfloat16"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["float32", "p=f32,c=bf16,o=bf16", "p=f32,c=bf16,o=f32"])
 @pytest.mark.parametrize("kind", [nn.SimpleCell, nn.LSTMCell])
 def test_cell_under_a_rule_of_a_map_scans_whatever_the_rule_says(kind, spec):

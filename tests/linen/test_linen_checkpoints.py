@@ -142,7 +142,7 @@ def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(sav
     assert_cast(restored, kernel)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -129,6 +129,7 @@ class TestMethods:
         assert lifted().apply({}, X).tolist() == [2, 2]
         assert lifted().apply({}, X, method="encode").dtype == F32
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("lift", [nn.jit, nn.remat, nn.named_call])
     def test_method_that_is_decorated_with_a_transform_is_a_boundary_once(self, lift):
         class Decorated(Tracing):
@@ -138,7 +139,7 @@ class TestMethods:
             assert model.apply({}, X).tolist() == [2, 2]
             assert model.apply({}, X, method="encode").dtype == F32
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("lift", [nn.jit, nn.remat])
     def test_module_that_a_rule_matches_casts_once_though_its_own_code_is_lifted(self, lift):
         class Lifting(Tracing):
@@ -173,6 +174,7 @@ class TestMethods:
             assert set(variables["params"]) == {"kernel", "bias"}
             assert computes_in_bfloat16(out)
 
+    @pytest.mark.slow
     def test_method_under_nowrap_is_the_authors_own(self):
         class Helping(nn.Module):
             @nn.nowrap
@@ -198,6 +200,7 @@ class TestPast:
         out = nn.apply(lambda model, x: model.dense(x), MODEL)(VARIABLES, X)
         assert not computes_in_bfloat16(out)
 
+    @pytest.mark.slow
     def test_apply_with_a_function_of_the_submodule_has_the_policy(self):
         assert computes_in_bfloat16(MODEL.apply(VARIABLES, X, method=lambda model, x: model.dense(x)))
 

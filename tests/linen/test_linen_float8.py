@@ -47,7 +47,7 @@ def _gradients(case, module, variables):
     return jax.make_jaxpr(jax.grad(loss))(variables)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
     case = CASES[name]

@@ -223,6 +223,7 @@ def test_transform_that_does_not_hand_the_state_on_is_named(module):
         jax.eval_shape(lambda: model.apply(model.init(jax.random.key(0), x), x))
 
 
+@pytest.mark.slow
 def test_what_a_model_returns_of_its_state_is_float32():
     model = jmp.with_policy(Net(), POLICY)
     _, mutable = jax.eval_shape(functools.partial(model.apply, mutable=True), VARIABLES, X)

@@ -106,7 +106,7 @@ def test_variables_are_those_of_the_module_without_a_policy(policy):
     assert jax.jit(lambda: make(policy)).lower().as_text() == jax.jit(lambda: make(without)).lower().as_text()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left_alone",
     [

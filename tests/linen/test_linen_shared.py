@@ -66,6 +66,7 @@ def shapes(model):
     return jax.eval_shape(model.init_with_output, KEY, X)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Body, lambda **name: nn.Dense(4, **name)], ids=["with setup", "layer"])
 @pytest.mark.parametrize("make", [InSetup, InCompact, as_field])
 def test_submodule_given_two_policies_computes_in_each_and_keeps_one_set_of_parameters(make, kind):

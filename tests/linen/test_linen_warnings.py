@@ -74,6 +74,7 @@ def test_rule_that_matches_nothing_is_named_once_however_often_the_model_is_trac
     assert [str(w.message).partition(";")[0] for w in caught] == ["policy rule 'haed' matches no module"]
 
 
+@pytest.mark.slow
 def test_rule_that_matches_nothing_is_named_once_for_all_types_that_have_its_map():
     rules = unmatched(heda="float32")
     models = [jmp.with_policy(kind, rules) for kind in (nn.Sequential([nn.Dense(4)]), nn.Dense(4), Mine(0))]
@@ -106,6 +107,7 @@ def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_once_with
         jax.eval_shape(model.init, KEY, jnp.ones((1, 4)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "policy"),
     [

@@ -28,6 +28,7 @@ def test_replaced_element_of_a_list_gets_the_policy():
     assert [block.dtype for block in model.blocks] == [jnp.bfloat16] * 3
 
 
+@pytest.mark.slow
 def test_child_replaced_inside_a_child_that_is_called_directly_gets_the_policy():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):
@@ -47,6 +48,7 @@ def test_layer_of_flax_with_replaced_parts_gives_them_the_policy():
     assert model.out.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_own_policy_of_a_new_child_wins():
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)
     model.embed = jmp.with_policy(nnx.Linear(4, 4, rngs=rngs()), "float32")

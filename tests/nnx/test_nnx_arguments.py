@@ -33,7 +33,7 @@ def test_rngs_passed_to_a_model_advance():
     assert int(streams.default.count[...]) == 2
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_rngs_and_streams_passed_to_a_function_advance(boundary):
     streams = nnx.Rngs(params=0, dropout=1)
@@ -42,6 +42,7 @@ def test_rngs_and_streams_passed_to_a_function_advance(boundary):
     assert int(streams.params.count[...]) == int(streams.dropout.count[...]) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("boundary", BOUNDARIES.values(), ids=BOUNDARIES)
 def test_a_function_writes_to_the_variables_it_was_given_and_narrows_none(boundary):
     mean = nnx.BatchStat(jnp.array(1.0 + 2.0**-20))
@@ -73,6 +74,7 @@ def test_a_train_step_trains_the_model_and_the_optimizer_it_was_given(boundary):
     assert not jnp.array_equal(model.mean[...], jnp.zeros(4))
 
 
+@pytest.mark.slow
 def test_a_model_has_no_say_in_the_dtype_that_an_island_returns():
     model = nnx.Linear(4, 4, rngs=rngs())
     assert jmp.force_full_precision(lambda model, x: model(x))(model, X.astype(jnp.bfloat16)).dtype == jnp.bfloat16

@@ -66,6 +66,7 @@ def test_keep_may_name_an_argument_of_any_public_method():
     assert model.decode(X, X) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_original_is_untouched_and_shares_its_variables():
     plain = Net(rngs=rngs())
     graphdef = nnx.graphdef(plain)
@@ -208,6 +209,7 @@ def test_rule_of_a_map_is_a_boundary_where_it_matches():
     assert (model.entered, model.scale.read, model.encoded) == ("float32", "bfloat16", "float32")
 
 
+@pytest.mark.slow
 def test_rules_cover_what_is_inside_by_path_pattern_and_type():
     rules = jmp.PolicyMap({"blocks": "float32", r"sc.le": "float32", nnx.Linear: "mixed_float16"}, "mixed_bfloat16")
     model = jmp.with_policy(Net(rngs=rngs()), rules)
@@ -254,6 +256,7 @@ def test_shared_submodules_stay_shared():
     assert len(jax.tree.leaves(nnx.state(model))) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m))])
 def test_copies_keep_the_policy(make_copy):
     model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)

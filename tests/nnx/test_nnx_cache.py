@@ -60,6 +60,7 @@ def test_cache_of_a_layer_whose_dtype_its_inputs_tell_is_made_in_the_dtype_that_
     assert nnx.eval_shape(lambda: decode(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_caches_of_other_modules_are_never_narrowed():
     class Cached(nnx.Module):
         def __init__(self):

@@ -50,6 +50,7 @@ def call(module, *args):
     return module(*args)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [nnx.SimpleCell, nnx.GRUCell])
 def test_cell_inside_a_model_returns_the_dtype_of_the_carry_it_was_given(kind, dtype):
@@ -58,6 +59,7 @@ def test_cell_inside_a_model_returns_the_dtype_of_the_carry_it_was_given(kind, d
     assert dtypes(lambda model: model.layers[0](carry, HALF)[0], model) == [dtype]
 
 
+@pytest.mark.slow
 def test_cell_of_a_user_scans_with_a_carry_of_several_dtypes():
     model = jmp.with_policy(nnx.RNN(Counting(rngs=rngs()), return_carry=True), BF16_INSIDE)
     assert dtypes(call, model, SEQUENCE) == ["float32", "int32", "float32"]

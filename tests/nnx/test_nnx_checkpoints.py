@@ -95,7 +95,7 @@ def test_training_saved_under_one_policy_is_restored_in_the_dtypes_of_another(sa
     assert dtypes(jmp.get_loss_scale(optimizer)) <= {"float32", "int32"}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [drawn, given])
 def test_a_model_without_a_policy_and_one_with_it_have_the_same_checkpoint(tmp_path, build):
     plain = filled(nnx.state(nnx.eval_shape(lambda: Net(nnx.Rngs(0)))))
@@ -147,6 +147,7 @@ def test_shards_are_restored_in_another_dtype_onto_the_devices_of_the_target(sav
     assert_cast(state, states["float32"])
 
 
+@pytest.mark.slow
 def test_the_policy_of_a_model_is_saved_beside_its_state_and_read_back(tmp_path):
     policy = jmp.PolicyMap({"head": "float32", nnx.BatchNorm: "p=f32,c=f32,o=bf16"}, "bfloat16")
     model = nnx.eval_shape(lambda: drawn(policy))

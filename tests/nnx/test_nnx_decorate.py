@@ -94,6 +94,7 @@ def test_orthogonal_initializers_that_know_no_bfloat16_are_drawn_in_float32():
     assert {str(p.dtype) for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_unbound_methods_have_the_policy():
     model = Decorated(rngs=rngs())
     assert Decorated.__call__(model, X).dtype == jnp.float32
@@ -101,6 +102,7 @@ def test_unbound_methods_have_the_policy():
     assert model.saw == "bfloat16"
 
 
+@pytest.mark.slow
 def test_decorated_submodule_keeps_its_policy_inside_a_model_with_another():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):

@@ -48,7 +48,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_model_that_went_through_nnx_has_its_policy(name):
     model = WAYS[name](made())
@@ -115,7 +115,7 @@ class TestPast:
         assert made().embed(X).dtype == jnp.bfloat16
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BF16_INSIDE, "mixed_bfloat16"])
 def test_carry_of_a_scan_has_the_output_dtype_of_a_policy_inside(policy):
     layer = jmp.with_policy(Block(changes=False, rngs=rngs()), policy)

@@ -59,6 +59,7 @@ def column(explanation, name):
     return {row.path: getattr(row, name) for row in explanation.rows}
 
 
+@pytest.mark.slow
 def test_each_module_has_its_rule_policy_and_type():
     rules = jmp.PolicyMap({".*norm": "float32", nnx.Linear: "mixed_float16"}, MIXED)
     found = jmp.explain(abstract(Nested, rules), X)
@@ -199,6 +200,7 @@ class TestTransforms:
         assert (row.type, row.param_bytes, row.compute_dtypes) == ("ToNNX", 60, ("bfloat16",))
 
 
+@pytest.mark.slow
 def test_model_stays_as_it_is():
     model = jmp.with_policy(Net(rngs=rngs()), MIXED)
     before = {path: (type(module), set(vars(module))) for path, module in nnx.iter_modules(model)}
@@ -218,6 +220,7 @@ def test_missing_input_is_the_models_own_error():
         jmp.explain(abstract(Net, MIXED))
 
 
+@pytest.mark.slow
 def test_model_too_large_to_exist_is_explained():
     class Huge(nnx.Module):
         def __init__(self, *, rngs):
@@ -258,7 +261,7 @@ def test_quantization_is_the_format_of_a_weight_or_why_it_is_left():
     assert set(column(jmp.explain(abstract(Wide, MIXED), X.update(shape=(2, 64))), "quantization").values()) == {""}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "dense", "conv"), IN_BLOCKS)
 def test_quantization_tells_of_blocks_that_do_not_fit_and_of_those_that_no_hardware_multiplies(format, dense, conv):
     class Blocks(nnx.Module):

@@ -115,6 +115,7 @@ def test_a_layer_multiplies_in_8_bits_and_explain_says_so(name):
     assert len([text for text in said if text.startswith("float8/4(min_size=0)")]) == count
 
 
+@pytest.mark.slow
 def test_a_layer_whose_weight_is_normed_multiplies_in_8_bits():
     normed = nnx.WeightNorm(linear(16, 32), rngs=nnx.Rngs(0))  # which older Flax cannot make abstract
     model = jmp.with_policy(normed, DELAYED)

@@ -98,6 +98,7 @@ def test_a_policy_without_state_takes_it_away_and_back_again_it_starts_anew(poli
     assert state_of(model)["head/_overwrite_with_gradient/input_amax_history"][0] > 0
 
 
+@pytest.mark.slow
 def test_another_float8_policy_keeps_the_state_unless_its_histories_have_another_length(model):
     kept = jmp.with_policy(model, "float8/4(min_size=0,margin=1)_from_mixed_bfloat16")
     assert_same(state_of(kept), state_of(model))

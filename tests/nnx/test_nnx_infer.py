@@ -59,6 +59,7 @@ def test_rule_with_a_dtype_holds_inside():
     assert (model.probe.saw, model.scale.read) == ("bfloat16", "float16")
 
 
+@pytest.mark.slow
 def test_new_child_takes_the_dtype_of_the_call():
     model = jmp.with_policy(Net(rngs=rngs()), INFER)
     model.blocks.append(nnx.Linear(4, 4, rngs=rngs()))
@@ -66,6 +67,7 @@ def test_new_child_takes_the_dtype_of_the_call():
     assert model.entered == "bfloat16"
 
 
+@pytest.mark.slow
 def test_new_child_deep_inside_takes_the_dtype_of_the_call():
     class Outer(nnx.Module):
         def __init__(self, *, rngs):

@@ -114,7 +114,7 @@ def test_layer_is_the_program_by_hand(name, spec):
     assert before.items() <= _dtypes_by_path(state).items()  # parameters, running statistics and counts keep theirs
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_inside_a_model_is_the_layer_with_its_dtype_by_hand(name):
     """Its inputs and outputs are what the model around makes of them."""
@@ -124,7 +124,7 @@ def test_layer_inside_a_model_is_the_layer_with_its_dtype_by_hand(name):
     assert _lowered(ours, name, variables).as_text() == _lowered(by_hand, name, variables).as_text()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Linear", "BatchNorm", "MultiHeadAttention", "Bidirectional", "module of modules"])
 def test_layer_that_takes_the_dtype_of_its_inputs_is_the_layer_with_it_by_hand(name):
     cast = jmp.get_policy("mixed_bfloat16").cast_to_compute
@@ -168,7 +168,7 @@ def test_only_what_flax_exports_is_exempt():
     assert EXEMPT.keys() <= (vars(nnx) | vars(nnx.bridge)).keys()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_variables_are_those_of_the_layer_without_a_policy(name):
     plain = _made(name, None)
@@ -181,7 +181,7 @@ def test_variables_are_those_of_the_layer_without_a_policy(name):
     assert all(variables[0][path] is variables[1][path] for path in shared)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_parameters_are_drawn_in_the_authors_dtype_and_stored_in_param_dtype(name):
     plain = _filled(name)

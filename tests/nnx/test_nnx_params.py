@@ -38,7 +38,7 @@ READS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("read", READS)
 def test_own_params_are_read_in_compute_dtype_however_they_are_read(read):
     model = jmp.with_policy(Reader(READS[read]), "p=f32,c=bf16,o=none")

@@ -60,7 +60,7 @@ def dtype_of(asked):
         return nnx.eval_shape(lambda: model_of(asked)(X)).dtype
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("first", "second"), pairs(NNX_SOURCES))
 def test_of_two_sources_the_one_that_the_written_order_says_wins(first, second):
     asked = {first: "float16", second: "bfloat16"}
@@ -68,6 +68,7 @@ def test_of_two_sources_the_one_that_the_written_order_says_wins(first, second):
     assert dtype_of(by_policy) == asked[winner(first, second, NNX_SOURCES)]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("source", NNX_SOURCES)
 def test_each_source_alone_decides(source):
     assert dtype_of({source: "float16" if "written" in source else POLICIES["float16"]}) == jnp.float16

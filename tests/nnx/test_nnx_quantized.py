@@ -162,6 +162,7 @@ def test_training_computes_what_the_quantized_layer_will(name, policy):
     assert dataflow(trained) == dataflow(lowered(name, lambda model: quantize(model, policy)))
 
 
+@pytest.mark.slow
 def test_training_by_a_map_computes_what_the_quantized_model_will():
     policy = jmp.PolicyMap({"layers/0": POLICIES[2], "layers": POLICIES[0]}, "float32")
     trained = lowered("a model", lambda model: jmp.with_policy(model, policy))
@@ -256,7 +257,7 @@ LINEN = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, *BLOCKS])
 @pytest.mark.parametrize("name", LINEN)
 def test_a_layer_computes_what_linens_does(name, policy):
@@ -266,7 +267,7 @@ def test_a_layer_computes_what_linens_does(name, policy):
     assert dataflow(by_linen) == dataflow(lowered(name, lambda model: jmp.with_policy(model, policy)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Linear", "Einsum", "Conv", "ConvTranspose", "Embed", "MultiHeadAttention"])
 def test_a_small_weight_costs_nothing(name):
     left, plain = (

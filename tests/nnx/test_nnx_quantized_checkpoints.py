@@ -67,7 +67,7 @@ def test_a_state_without_variables_is_restored_as_well(saved):
     assert_same(nnx.merge(graphdef, target), model, out)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_a_state_is_restored_onto_the_devices_of_the_target(saved):
     policy, model, out, folder = saved
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

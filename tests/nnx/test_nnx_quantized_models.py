@@ -55,6 +55,7 @@ def test_a_quantized_model_computes_what_it_was_trained_to(net, out):
     assert (call(net, X) != out).any()
 
 
+@pytest.mark.slow
 def test_a_model_with_the_policy_is_quantized_alike(net, quantized):
     again = quantize(jmp.with_policy(net, "mixed_bfloat16"), INT8)
     assert nnx.graphdef(again) == nnx.graphdef(quantized)

@@ -100,7 +100,7 @@ class Pure(nnx.Module):
         return self.linear(x) * self.scale
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_transforms_run_the_policied_program(name):
     model = jmp.with_policy(Pure(rngs=rngs()), "mixed_bfloat16")

@@ -174,6 +174,7 @@ def test_short_loops_merge_if_asked():
     assert [row.count for row in stats.rows()] == [3 * 2 * 4]
 
 
+@pytest.mark.slow
 def test_a_while_merges_its_turns():
     w, x = draw(11, 4, 4) * 1e4, draw(12, 2, 4)
     loop = lambda x, w: lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]

@@ -71,7 +71,7 @@ KINDS = {  # of (2, 4) float32 on each of 4 devices: what is counted, and what a
 }  # fmt: skip
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @BOTH_WAYS
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_and_their_bytes(name, compiled):
@@ -130,6 +130,7 @@ def test_shardings_may_be_those_of_jit():
     assert (row.kind, row.axes, row.shape, row.direction) == ("all-reduce", ("data",), (2, 4), "forward")
 
 
+@pytest.mark.slow
 def test_an_explicit_mesh():
     mesh = make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

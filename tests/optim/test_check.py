@@ -76,6 +76,7 @@ def test_the_message_says_what_to_do():
         jmp.optim.check(state, patience=1)
 
 
+@pytest.mark.slow
 def test_it_finds_the_state_in_what_holds_it():
     stuck = _after(jmp.optim.skip_nonfinite(optax.sgd(1.0)), NAN)
     with pytest.raises(FloatingPointError):

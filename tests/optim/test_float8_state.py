@@ -76,7 +76,7 @@ def assert_trains_as_without_state(tx, name, dtype=jnp.float32):
     assert lowered[0].replace("jit_ours", "jit_alone") == lowered[1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HIDDEN)
 def test_wrapped_optimizer_trains_as_without_state(name):
     assert_trains_as_without_state(jmp.optim.loss_scaled(OPTIMIZERS[name](), SCALE), name)
@@ -106,7 +106,7 @@ def steps():
         return compiled(all_steps)()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZEROED)
 def test_optimizer_of_optax_trains_as_without_state(steps, name):
     both, alone = (params[name] for params in steps)
@@ -198,7 +198,7 @@ def test_figures_of_a_wrapped_optimizer_are_those_without_state():
     assert_same(*figures)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [{}, {"state": None}], ids=["left out", "none"])
 def test_state_that_was_not_differentiated_does_not_keep_a_wrapped_optimizer_from_its_update(frozen):
     tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.NoOpLossScale())

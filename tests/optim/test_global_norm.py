@@ -44,6 +44,7 @@ def test_the_norm_is_that_of_float64_in_every_dtype(dtype):
     assert norm.dtype == ("float64" if dtype == "float64" else "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
 def test_a_gradient_that_is_not_finite_shows(bad):
     assert not jnp.isfinite(jmp.optim.global_norm({"w": jnp.ones(5000).at[1].set(bad)}))

@@ -85,7 +85,7 @@ class TestExtraArguments:
         np.testing.assert_allclose(searched["w"], alone["w"], rtol=1e-6)
         assert bool(state.grads_finite)
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_optimizers_without_extra_arguments_ignore_them(self, way):
         tx = jmp.optim.loss_scaled(optax.GradientTransformation(*optax.sgd(1.0)), jmp.NoOpLossScale())
         params, _ = way(tx, {"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}), {"w": jnp.ones(1)}, value=1.0)
@@ -93,6 +93,7 @@ class TestExtraArguments:
 
 
 class TestPlacement:
+    @pytest.mark.slow
     def test_update_needs_no_parameters(self):
         tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
         updates, _ = tx.update({"w": jnp.ones(1)}, tx.init({"w": jnp.ones(1)}))
@@ -159,7 +160,7 @@ class TestTrees:
         params, _ = jmp.optim.step(optax.sgd(1.0), grads, optax.sgd(1.0).init(params), params)
         assert (params["w"].tolist(), params["n"].tolist()) == ([0.0], [0, 1])
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("params", [{}, {"none": None}, {"n": np.arange(3)}, {"w": np.ones((0, 2), "f")}], ids=repr)
     def test_trees_without_numbers_are_finite(self, way, params):
         tx = jmp.optim.loss_scaled(optax.adamw(1e-2), jmp.DynamicLossScale())
@@ -206,7 +207,7 @@ class TestEager:
 
         return jmp.optim.loss_scaled(optax.GradientTransformation(sgd.init, update), jmp.DynamicLossScale()), calls
 
-    @pytest.mark.sample(1)
+    @pytest.mark.slow
     def test_the_second_step_traces_nothing(self, way, counted):
         tx, calls = counted
         params, state = way(tx, grads_of(0), tx.init(params_of()), params_of())

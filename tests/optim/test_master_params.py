@@ -90,7 +90,7 @@ def test_an_nnx_optimizer_and_its_model_take_float32_values():
     assert bits(nnx.as_pure(optim.master_params(optimizer, nnx.state(model, nnx.Param)))) == bits(master)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", METHODS)
 @pytest.mark.parametrize("before", ["masters", "kahan"])
 def test_training_goes_on_with_another_way_to_keep_float32(before, after):

@@ -136,6 +136,7 @@ def test_a_step_of_a_loss_of_nothing_but_parameters_can_be_donated():
     assert float(loss) == 2.0
 
 
+@pytest.mark.slow
 def test_static_names_are_found_where_the_step_has_them():
     def loss_of_power(params, x, power):
         return jnp.sum((params * x) ** power) if power > 1 else jnp.sum(params * x)
@@ -146,6 +147,7 @@ def test_static_names_are_found_where_the_step_has_them():
     assert params.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_static_names_of_a_loss_that_declares_its_signature_are_found_too():
     def declare(fun):
         @functools.wraps(fun)
@@ -166,6 +168,7 @@ def test_static_names_of_a_loss_that_declares_its_signature_are_found_too():
     assert step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), 2)[0].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_loss_whose_arguments_are_named_like_those_of_the_step_still_trains():
     tx = jmp.optim.skip_nonfinite(optax.sgd(0.5))
     step = jax.jit(jmp.optim.minimize(lambda weights, params: jnp.sum(weights * params), tx))

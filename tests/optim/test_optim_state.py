@@ -69,7 +69,7 @@ def test_flax_state_dicts_are_made_of_names_and_arrays(trained):
     _assert_same(flax.serialization.from_state_dict(fresh, saved), state)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 def test_another_kind_of_scale_is_refused(trained):
     _, state = trained
     saved = flax.serialization.to_state_dict(state)
@@ -150,6 +150,7 @@ def forget(monkeypatch):
     return forget
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_flax_serializes_a_state_whose_loss_scale_it_has_not_met(scale, forget):
     state = jmp.optim.loss_scaled(optax.sgd(0.1, momentum=0.9), scale).init({"w": jnp.ones(2)})

@@ -216,6 +216,7 @@ def test_a_saved_state_comes_back(saver):
     assert str(jmp.optim.last_skip(restored)).startswith("step 4 skipped: inf in `block_4`")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of orbax
 def test_orbax_brings_it_back(tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
@@ -228,6 +229,7 @@ def test_orbax_brings_it_back(tmp_path):
     assert bits(restored) == bits(state)
 
 
+@pytest.mark.slow
 def test_a_state_is_converted_from_without_to_with_and_back():
     _, plain = take_steps(CARRYING, STEPS)
     plain = LossScaledState(*plain[:5])
@@ -260,7 +262,7 @@ def test_an_origin_that_is_not_in_the_gradient_is_sought_behind_it():
     assert jmp.optim.last_skip(state).describe() == f"Step 1 was skipped: {why}."
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "scale", "is_search"),
     [

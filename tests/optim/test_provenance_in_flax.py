@@ -109,6 +109,7 @@ def test_a_train_state_is_saved_and_restored(trained_state):
     assert jmp.optim.last_skip(restored).provenance.path == "head"
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_is_saved_and_restored(trained_optimizer):
     model = Model()
     fresh = jmp.nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -131,6 +132,7 @@ def test_a_train_state_of_flax_itself_says_what_is_missing():
         state.apply_gradients(grads={"w": jnp.ones(2)})
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_that_carries_none_refuses_a_provenance():
     model = Model()
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

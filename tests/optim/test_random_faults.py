@@ -141,5 +141,6 @@ def test_parameters_and_moments_are_finite_at_every_step(scale_and_history):
     assert scale_and_history[1]["all_finite"].all()
 
 
+@pytest.mark.slow
 def test_parameters_and_moments_change_on_finite_steps_and_on_no_others(scale_and_history):
     np.testing.assert_array_equal(scale_and_history[1]["unchanged"], ~_finite_steps())

@@ -196,6 +196,7 @@ class TestEachPlatformGetsItsForm:
         one = {name: self._export(step, *args, platforms=[name]) for name in ("cpu", "cuda", "rocm", "tpu")}
         return {name: "branch" if _branches(exported.mlir_module()) else "select" for name, exported in one.items()}
 
+    @pytest.mark.slow
     def test_of_float32_gradients(self):
         forms = self._forms(jmp.optim.skip_nonfinite(ADAMW()), PARAMS, PARAMS)
         assert forms == {"cpu": "branch", "cuda": "select", "rocm": "select", "tpu": "select"}

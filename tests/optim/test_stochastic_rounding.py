@@ -32,6 +32,7 @@ def test_a_key_decides_and_every_parameter_and_step_draws_its_own_bits():
         assert (first["w"] != different).any()
 
 
+@pytest.mark.slow
 def test_keys_of_both_kinds_are_taken_and_nothing_else():
     typed, _ = _step(jax.random.key(7))
     raw, _ = _step(jax.random.PRNGKey(7))
@@ -41,6 +42,7 @@ def test_keys_of_both_kinds_are_taken_and_nothing_else():
             optim.stochastic_rounding(optax.sgd(1.0), bad)
 
 
+@pytest.mark.slow
 def test_a_donated_state_leaves_the_key_alone():
     key = jax.random.key(0)
     tx = optim.stochastic_rounding(optax.sgd(1.0), key)

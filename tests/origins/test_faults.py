@@ -69,7 +69,7 @@ def test_the_origin_is_named_without_jit(name):
     assert_fault_is_found(found, fault)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [mark(name) if is_of_model(name) else name for name in FAULTS])
 def test_what_comments_say_is_so_number_by_number(name):
     fault = FAULTS[name]

@@ -226,6 +226,7 @@ def test_the_policy_of_a_map_is_kept_below_what_is_repaired(stats):
     assert predict(stats, jmp.PolicyMap({"up": "float32", "down": "float32"}, HALF)).reasons == ()
 
 
+@pytest.mark.slow
 def test_some_of_the_rows_and_merged_steps_are_predicted_too(stats):
     assert predict(stats.merge(stats), HALF).culprits == ("up",)
     assert predict(stats["up"], HALF).culprits == ("up",)

@@ -96,7 +96,7 @@ def test_the_model_rounds_as_ml_dtypes_does(name):
     assert largest == float(jnp.finfo(dtype).max)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_powers_of_two_and_values_are_right_in_every_bit(name, rounding):
@@ -344,7 +344,7 @@ def test_bits_are_the_same_however_an_array_is_sharded():
             assert_same([ours], [np.asarray(by_hand)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_with_a_scale_are_exact_where_they_are_normal(name):
     dtype = np.dtype(FORMATS[name])

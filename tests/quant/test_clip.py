@@ -41,7 +41,7 @@ def searched(weight, format):
     return np.min(errors, axis=0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["int8", "int4/16"])
 def test_mse_is_the_best_fraction_of_a_search_in_float64_and_never_worse_than_absmax(format):
     weight = heavy_tailed()
@@ -91,7 +91,7 @@ def test_a_number_that_is_not_finite_is_not_clipped_away(clip):
         assert not finite[:, 1:3].any()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["max", 0, -1, 100.5, True, None, float("nan")])
 def test_a_clip_that_is_none_is_an_error(bad):
     with pytest.raises(ValueError, match=r"^clip is 'absmax', 'mse' or a percentile in \(0, 100\], got .*: clip=99\.9"):

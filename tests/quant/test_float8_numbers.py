@@ -38,7 +38,7 @@ def test_casts_saturate_and_else_round_to_the_nearest_even(name):
     assert np.isfinite(np.asarray(ours, np.float32)[np.isfinite(x)]).all()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["input", "output_grad"])
 @pytest.mark.parametrize("margin", [0, 3])
 def test_scales_are_those_of_transformer_engine(name, margin):
@@ -70,7 +70,7 @@ def test_numbers_of_any_size_give_finite_products(format, size):
         np.testing.assert_allclose(results[0] / size, x @ w, atol=3)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", RECIPES, ids=str)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", FORMATS)

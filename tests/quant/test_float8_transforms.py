@@ -93,6 +93,7 @@ def test_remat_gives_the_same_bits():
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
+@pytest.mark.slow
 def test_vmap_sees_all_examples_of_a_shared_state_and_each_of_its_own():
     x, w, t, state = arrays(4, 16, 16), arrays(16, 16), arrays(4, 16, 16), fresh_state(3)
 
@@ -195,7 +196,7 @@ def test_second_derivatives_are_refused(second, format):
         jax.eval_shape(second(penalty), w)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [FORMAT, CURRENT, BY_ROW], ids=str)
 @pytest.mark.parametrize(
     ("rows", "columns", "out"),

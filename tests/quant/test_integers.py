@@ -36,7 +36,7 @@ def in_blocks(weight):
     return np.asarray(weight, np.float64).reshape(-1, BLOCK, weight.shape[-1])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_is_the_nearest_multiple_of_a_127th_of_the_largest_magnitude(dtype):
     weight = columns(dtype)
@@ -92,7 +92,7 @@ def test_eager_equals_jit_bit_for_bit(format, dtype):
     np.testing.assert_array_equal(eager.dequantize(), jax.jit(lambda array: array.dequantize())(jitted))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_number_that_is_not_finite_spoils_what_shares_its_scale_and_nothing_else(format, bad):

@@ -72,6 +72,7 @@ def test_a_bad_weight_is_not_made_finite(name):
         assert not np.isfinite(product(x, _with(bad, w, 5000, 2))[:, 2]).any()
 
 
+@pytest.mark.slow
 def test_a_nan_behind_a_relu_that_xla_fuses_into_the_product_is_not_made_finite():
     product = _product("int8")
     x, w = _draw(ROWS, SUMMED), _draw(SUMMED, COLUMNS)

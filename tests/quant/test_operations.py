@@ -176,6 +176,7 @@ def test_weights_whose_scales_are_finer_than_the_sum_are_multiplied_as_floats():
     check(einsum("ab,cb->ac", x, by_row), "ab,cb->ac", np.asarray(x), np.asarray(w))
 
 
+@pytest.mark.slow
 def test_an_input_clip_is_what_becomes_127():
     x, w = array(5, 16).at[2].mul(100), array(16, 6)
     clipped = jnp.clip(x, -1.5, 1.5)
@@ -219,7 +220,7 @@ def test_without_a_quantization_it_is_the_operation_of_jax():
     np.testing.assert_array_equal(einsum("ab,bc->ac", x, w), jnp.einsum("ab,bc->ac", x, w))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_take_gives_the_rows_of_the_dequantized_table(format):
     table = array(7, 16)

@@ -38,6 +38,7 @@ def test_no_rows_and_rows_of_nothing_are_measured_by_bits(shape):
     np.testing.assert_array_equal(_measure_by_bits(x, (1,)), measure_amax(x, (1,)))
 
 
+@pytest.mark.slow
 def test_a_result_rounded_twice_is_within_two_roundings():
     """Against float64; ties lie halfway between bfloat16 numbers from 256 on."""
     sums = np.concatenate([np.round(fresh(4096) * 1e5), np.arange(-300, 300, 0.5)]).astype(np.float32)
@@ -75,6 +76,7 @@ def test_an_exported_program_has_the_form_of_its_platform(weight):
     assert "stablehlo.bitcast_convert" in every
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sums_stay_wide_for_results_in_other_dtypes(dtype):
     text = exported(quantize_array(W, "int8"), "cuda", dtype=dtype)

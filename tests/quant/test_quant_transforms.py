@@ -38,7 +38,7 @@ def by_hand(x, w, format):
     return x @ straight_through(w, quantize_array(w, format).dequantize())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_derivatives_are_those_of_the_fake_quantized_program(format):
     (x, dx), (w, dw), cotangent = [array(5, 16) for _ in "ab"], [array(16, 6) for _ in "ab"], array(5, 6)

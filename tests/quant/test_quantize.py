@@ -50,6 +50,7 @@ def test_kernels_and_tables_become_integers_and_everything_else_stays():
     assert is_quantized(before) == []
 
 
+@pytest.mark.slow
 def test_params_alone_and_frozen_ones_are_quantized_as_they_are():
     alone = quant.quantize(variables()["params"], "int8_from_float32")
     assert is_quantized(alone) == ["embed/embedding", "mlp/up/kernel"]
@@ -66,6 +67,7 @@ def test_the_box_around_a_weight_stays_around_its_integers():
     assert is_quantized(meta.unbox({"kernel": boxed})) == ["kernel"]
 
 
+@pytest.mark.slow
 def test_a_map_chooses_by_path():
     rules = jmp.PolicyMap({"mlp": "int4/32_from_float32", "embed": "float32"}, "int8(min_size=0)_from_float32")
     params = quant.quantize(variables(), rules)["params"]
@@ -227,6 +229,7 @@ def test_a_layer_with_functions_of_its_author_is_left():
     assert new(jnp.arange(3)).shape == (3, 8)
 
 
+@pytest.mark.slow
 def test_rules_that_decide_nothing_are_warned_of_where_quantize_is_called():
     rules = jmp.PolicyMap({"mpl": "int4_from_float32"}, "int8_from_float32")
     for target in (variables(), Model(nnx.Rngs(0))):

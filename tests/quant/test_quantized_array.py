@@ -135,7 +135,7 @@ def test_paths_of_its_arrays_are_their_names():
     assert paths == ["['kernel'].values", "['kernel'].scale", "['kernel'].tensor_scale"]
 
 
-@pytest.mark.sample(23)
+@pytest.mark.slow
 def test_no_policy_casts_it(any_policy):
     for array in weights():
         tree = {"kernel": array, "count": 3}

@@ -113,6 +113,7 @@ def test_operands_are_half_in_every_product_and_sums_are_not(name, platform):
     assert found == [("bf16", "bf16", "f32")] * 3
 
 
+@pytest.mark.slow
 def test_a_report_on_a_cpu_shows_the_products_of_accelerators():
     left, right, grad = operands("dense", "bfloat16")
     backward = lambda left, right, grad: with_gradients(functools.partial(product, "dense"), left, right, grad)
@@ -139,6 +140,7 @@ def test_the_result_has_the_accumulate_dtype_that_jax_has(accumulate):
         assert fun(np.dtype(accumulate)).dtype == accumulate
 
 
+@pytest.mark.slow
 def test_an_einsum_that_repeats_an_operand_keeps_the_derivative_of_jax():
     left, right = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((1, 8, 3))
     operation = OPERATIONS["einsum"].describe("...d,...dk->...k", left, right).operation

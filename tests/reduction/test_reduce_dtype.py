@@ -35,7 +35,7 @@ def test_nothing_is_changed_but_the_sums_of_gradients(any_loss):
     assert str(widened) != str(plain)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_without_it_the_program_is_that_of_jax(any_loss):
     params, x = make_arguments(any_loss)
     plain = jax.make_jaxpr(jax.value_and_grad(any_loss))(params, x)
@@ -197,6 +197,7 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 def test_nnx_gradients_are_followed_to_their_sums():
     model = jmp.with_policy(Net(nnx.Rngs(0)), "mixed_bfloat16")
     graphdef, state = nnx.split(model)
@@ -258,6 +259,7 @@ def test_a_gradient_that_cannot_be_followed_is_an_error_that_names_it():
     assert "strict=False" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_or_a_warning_at_the_users_line_and_the_others_are_widened():
     params, x = make_arguments(dense)
     with pytest.warns(UserWarning, match=HIDDEN) as caught:

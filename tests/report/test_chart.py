@@ -71,7 +71,7 @@ def test_no_two_texts_collide(figure):
     assert [(one, other) for (one, a), (other, b) in itertools.combinations(boxes, 2) if a.overlaps(b)] == []
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_no_text_is_cut(figure):
     frame = figure.bbox
     for text, box in read_texts(figure):

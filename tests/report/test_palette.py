@@ -44,6 +44,7 @@ def see(color, vision):
     return np.asarray(OKLAB) @ np.cbrt(np.asarray(CONES) @ seen)
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_no_two_styles_look_alike(one, other, vision):

@@ -123,6 +123,7 @@ def test_devices_agree_on_the_largest_float8_state(name):
     assert on_devices(local, out_specs=P())(history).tolist() == [np.float32(5.003)]
 
 
+@pytest.mark.slow
 def test_a_tuple_of_axes_is_the_same_as_one_after_the_other():
     x = jnp.arange(16.0).reshape(4, 4)
     at_once = on_devices(lambda x: jmp.sharding.psum(x, BOTH, POLICY), out_specs=P())
