@@ -11,11 +11,11 @@ from jax import lax
 from .._float8_state import name_state
 from .._mapped_axes import AxisName, list_axes, vary
 from .._messages import describe
-from .._reduce_dtype import is_searching, meet_policy
+from .._reduce_dtype import is_searching
 from .._signatures import PolicySpec
 from .._trees import Uncast, is_floating
 from ._axes import check_axes, check_divides
-from ._dtypes import cast_leaf, list_policies, read_compute_dtype, read_reduce_dtype
+from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
 from ._gather_leaf import Gathering, gather_leaf, take_maximum
 
 T = TypeVar("T")
@@ -125,8 +125,7 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
     axes = list_axes(axis_name)
     check_axes(axes, "axis_name")
     compute_dtype, reduce_dtype = read_compute_dtype(policy), read_reduce_dtype(policy)
-    for one in list_policies(policy):
-        meet_policy(one)
+    widen_products(policy)
     is_left_to_jax = not is_searching()
 
     def gather(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """The dtypes in which a policy moves numbers between devices."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -8,6 +9,7 @@ from .._dtypes import is_floating_dtype
 from .._get_policy import get_policy
 from .._policy import Policy
 from .._policy_map import PolicyMap
+from .._reduce_dtype import meet_policy
 from .._signatures import PolicySpec
 
 
@@ -32,6 +34,14 @@ def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
 def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
     """The dtypes that modules of a model compute in under a policy or a map."""
     return {one.compute_dtype for one in list_policies(policy) if one.compute_dtype is not None}
+
+
+def widen_products(spec: PolicySpec) -> None:
+    """Has the products that make gradients hand them over in the reduce dtype, where that is wider than theirs."""
+    for policy in list_policies(spec):
+        dtypes = policy.compute_dtype, policy.reduce_dtype
+        if None in dtypes or jnp.promote_types(*dtypes) != policy.compute_dtype:
+            meet_policy(policy)
 
 
 def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:

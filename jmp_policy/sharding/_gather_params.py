@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec
 
 from .._float8_state import name_state
 from .._mapped_axes import AxisName, list_axes
-from .._reduce_dtype import is_searching, meet_policy
+from .._reduce_dtype import is_searching
 from .._signatures import PolicySpec
 from ._axes import check_axes, check_explicit, is_explicit
-from ._dtypes import list_compute_dtypes, list_policies, read_compute_dtype, read_reduce_dtype
+from ._dtypes import list_compute_dtypes, read_compute_dtype, read_reduce_dtype, widen_products
 from ._gather_leaf import Gathering, Splits, gather_leaf, share_state
 from ._reads import find_reads
 from ._reshard_leaf import reshard_leaf
@@ -102,8 +102,7 @@ def gather_params(
     >>> jax.jit(grad)(params, jnp.ones((4, 2), jnp.bfloat16))["scale"].tolist()
     [8.0, 8.0]
     """
-    for one in list_policies(policy):
-        meet_policy(one)  # the products that make the gradients are then widened as well
+    widen_products(policy)
     is_left_to_jax = not is_searching()
     axes = list_axes(reduce_axes)
     structure = jax.tree.structure(params)

@@ -171,7 +171,6 @@ def test_what_autocast_decides_is_what_is_measured():
     for observed, dtype in (
         (observe(jmp.autocast(fun, "mixed_bfloat16")), "bfloat16"),
         (observe(jax.grad(jmp.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), "mixed_bfloat16"))), "bfloat16"),
-        (jmp.autocast(observe(fun), "mixed_bfloat16"), "float32"),  # what was observed is cast, not what is written
     ):
         stats = jax.eval_shape(observed, W, X)[1]
         products = [site for site in stats.layout.sites if site.primitive]
@@ -179,9 +178,8 @@ def test_what_autocast_decides_is_what_is_measured():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("give", [jmp.autocast, jmp.with_policy])
-def test_a_policy_casts_no_statistics(give):
-    observed = give(observe(lambda w, x: x @ w, of="arguments"), "params=float32,compute=float32,output=bfloat16")
+def test_a_policy_casts_no_statistics():
+    observed = jmp.with_policy(observe(lambda w, x: x @ w, of="arguments"), "params=float32,compute=float32,output=bfloat16")
     product, stats = observed(W, X)
     assert product.dtype == jnp.bfloat16
     assert_row_is(find(stats, "argument", path="w")[0], W)

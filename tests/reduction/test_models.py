@@ -17,7 +17,8 @@ from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
 pytestmark = pytest.mark.optimized
 
 SIZES = GPTConfig(width=32, depth=1, heads=4, context=16)
-POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
+WIDE = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")
+HALF = jmp.get_policy("p=f32,c=bf16,o=bf16")
 BATCH = 8
 MESHES = {
     "data": {"data": 4},
@@ -39,30 +40,27 @@ def standard_promotion():
 
 
 @functools.cache
-def make_linen():
-    model = jmp.with_policy(_gpt_linen.GPT(SIZES), POLICY)
+def make_linen(policy):
+    model = jmp.with_policy(_gpt_linen.GPT(SIZES), policy)
     params = model.init(jax.random.key(0), jnp.zeros((1, SIZES.context), jnp.int32))["params"]
 
     def compute_loss(params, windows):
         inputs, targets = split_windows(windows)
         return cross_entropy(model.apply({"params": params}, inputs), targets)
 
-    return params, lambda dtype: jmp.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=dtype)
+    return params, jmp.value_and_grad(compute_loss, loss_scale=policy.loss_scale())
 
 
 @functools.cache
-def make_nnx():
-    graphdef, params = nnx.split(jmp.with_policy(_gpt_nnx.GPT(SIZES, rngs=nnx.Rngs(0)), POLICY))
+def make_nnx(policy):
+    graphdef, params = nnx.split(jmp.with_policy(_gpt_nnx.GPT(SIZES, rngs=nnx.Rngs(0)), policy))
 
     def compute_loss(model, windows):
         inputs, targets = split_windows(windows)
         return cross_entropy(model(inputs), targets)
 
-    def differentiate(dtype):
-        grad_fn = jmp.nnx.value_and_grad(compute_loss, loss_scale=POLICY.loss_scale(), reduce_dtype=dtype)
-        return lambda params, windows: grad_fn(nnx.merge(graphdef, params), windows)
-
-    return params, differentiate
+    grad_fn = jmp.nnx.value_and_grad(compute_loss, loss_scale=policy.loss_scale())
+    return params, lambda params, windows: grad_fn(nnx.merge(graphdef, params), windows)
 
 
 def choose_sharding(mesh, leaf):
@@ -74,14 +72,14 @@ def choose_sharding(mesh, leaf):
     return NamedSharding(mesh, P(*spec))
 
 
-def list_half_reductions(make, axes, dtype):
+def list_half_reductions(make, axes, policy):
     """The reductions in half: those that are of gradients, and all."""
-    params, differentiate = make()
+    params, grad_fn = make(policy)
     mesh = make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     shardings = jax.tree.map(functools.partial(choose_sharding, mesh), params)
     split = NamedSharding(mesh, P([name for name in axes if name != "tensor"] or None))
     found = list_reductions(
-        differentiate(dtype), params, jnp.zeros((BATCH, SIZES.context + 1), jnp.uint8),
+        grad_fn, params, jnp.zeros((BATCH, SIZES.context + 1), jnp.uint8),
         in_shardings=(shardings, split), out_shardings=(NamedSharding(mesh, P()), shardings),
     )  # fmt: skip
     half = [r for r in found if r.is_half]
@@ -98,7 +96,7 @@ def is_activation(shape):
 @pytest.mark.parametrize("make", [make_linen, make_nnx], ids=["linen", "nnx"])
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
 def test_no_gradient_is_reduced_in_half(make, axes):
-    of_gradients, half = list_half_reductions(make, axes, POLICY.reduce_dtype)
+    of_gradients, half = list_half_reductions(make, axes, WIDE)
     assert of_gradients == []
     assert bool(half) == (set(axes) != {"data"})  # activations, wherever an axis cuts through them
 
@@ -106,5 +104,5 @@ def test_no_gradient_is_reduced_in_half(make, axes):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_linen, make_nnx], ids=["linen", "nnx"])
 def test_without_it_most_gradients_are(make):
-    of_gradients, _ = list_half_reductions(make, MESHES["data and fsdp"], None)
+    of_gradients, _ = list_half_reductions(make, MESHES["data and fsdp"], HALF)
     assert len(of_gradients) > 5
