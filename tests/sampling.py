@@ -2,7 +2,7 @@
 
 A test with one parameter runs all of its cases. A test over a product of parameters runs each value of each parameter
 at least once. `@pytest.mark.sample(n)` runs `n` cases, spread over the list, and `@pytest.mark.every_case` all of a
-product. In a test that is `slow` as a whole, the chosen cases are slow and the others exhaustive.
+product. In a test that is `slow` as a whole, four of the chosen cases are slow and the others exhaustive.
 """
 
 import itertools
@@ -13,6 +13,9 @@ import pytest
 MORE = 4
 """How many further cases of a test are slow."""
 
+OF_SLOW = 4
+"""How many cases are slow of a test that is slow as a whole, unless a marker says how many."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for _, group in itertools.groupby(parametrized, lambda item: item.nodeid.partition("[")[0]):
         cases = [case for case in group if not has_marker(case, "exhaustive")]
         plain = [case for case in cases if not has_marker(case, "slow")]
-        kept = choose(plain or cases)
+        kept = choose(plain) if plain else choose_slow(cases)
         spared = [case for number, case in enumerate(plain or cases) if number not in kept]
         few = spread(MORE, len(spared)) if plain else set()
         for number, case in enumerate(spared):
@@ -40,6 +43,14 @@ def choose(cases: Sequence[pytest.Item]) -> set[int]:
     if sample := cases[0].get_closest_marker("sample"):
         return spread(sample.args[0], len(cases))
     return cover([read_parameters(case) for case in cases])
+
+
+def choose_slow(cases: Sequence[pytest.Item]) -> set[int]:
+    """Returns the positions of the slow cases of one test that is slow as a whole."""
+    kept = sorted(choose(cases))
+    if any(has_marker(case, name) for case in cases[:1] for name in ("sample", "every_case")):
+        return set(kept)
+    return {kept[number] for number in spread(OF_SLOW, len(kept))}
 
 
 def read_parameters(case: pytest.Item) -> dict[str, tuple[int, ...]]:

@@ -48,3 +48,9 @@ def test_a_sample_is_spread_over_the_cases(request, number):
 def test_a_few_cases_are_spread_over_all():
     assert sampling.spread(4, 3) == {0, 1, 2}
     assert sampling.spread(0, 3) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(8))
+def test_of_a_slow_test_four_cases_are_slow(request, number):
+    assert any(request.node.iter_markers("exhaustive")) == (number % 2 == 1)

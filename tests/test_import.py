@@ -34,7 +34,7 @@ def test_use_on_functions_loads_nothing_heavy():
     assert [name for name in loaded if name.split(".")[0] in HEAVY] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_import_calls_at_most_a_fortieth_of_the_functions_that_jax_calls():
     """Seconds would depend on the machine, and on what else it does: they are a fiftieth of jax's."""
     compileall.compile_dir(Path(jmp.__file__).parent, quiet=2)  # as pip leaves an installed package, and has left jax

@@ -54,7 +54,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("give", [plain, jmp.with_policy])
 def test_trainers_whose_method_has_a_policy_are_freed(give):
     def train(_):
@@ -66,7 +66,7 @@ def test_trainers_whose_method_has_a_policy_are_freed(give):
     assert alive_of(30, train) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("give", [plain, jmp.with_policy])
 def test_arrays_that_a_function_with_a_policy_closes_over_are_freed(give):
     def use(_):
@@ -215,7 +215,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("given", GIVEN)
 def test_redefined_linen_classes_under_a_policy_are_freed(given):
     assert alive_of(30, redefined(GIVEN[given])) == 0
@@ -229,7 +229,7 @@ class Outer(nn.Module):
         return self.inner()(x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", [MIXED, jmp.PolicyMap({nn.Dense: "float32"}, MIXED), None])
 def test_redefined_linen_classes_inside_of_one_that_stays_are_freed(policy):
     def define_and_run(_):
@@ -246,7 +246,7 @@ def test_redefined_linen_classes_inside_of_one_that_stays_are_freed(policy):
     assert alive_of(30, define_and_run) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_explaining_redefined_linen_classes_does_not_keep_them():
     def define_and_explain(_):
         class Net(nn.Module):
@@ -261,7 +261,7 @@ def test_explaining_redefined_linen_classes_does_not_keep_them():
     assert not [kept for kept in gc.get_objects() if isinstance(kept, Observation)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_linen_class_that_is_given_its_policy_again_compiles_nothing_again():
     model, key = nn.Dense(2), jax.random.key(0)
     variables = jmp.with_policy(model, MIXED).init(key, X)
@@ -274,7 +274,7 @@ def test_a_linen_class_that_is_given_its_policy_again_compiles_nothing_again():
     assert count[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nnx_classes_that_no_jax_registry_holds_are_freed():
     def define_and_run(give):
         def run(_):
@@ -293,7 +293,7 @@ def test_nnx_classes_that_no_jax_registry_holds_are_freed():
     assert alive_of(5, define_and_run(jmp.with_policy)) == alive_of(5, define_and_run(plain))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trainers_with_nnx_models_under_a_policy_are_freed():
     def train(_):
         model = jmp.with_policy(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), MIXED)
@@ -305,7 +305,7 @@ def test_trainers_with_nnx_models_under_a_policy_are_freed():
     assert alive_of(10, train) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_equal_maps_are_one_object_and_are_freed():
     assert jmp.PolicyMap({dict: "float32"}, MIXED) is jmp.PolicyMap({dict: "float32"}, MIXED)
 
@@ -318,7 +318,7 @@ def test_equal_maps_are_one_object_and_are_freed():
     assert alive_of(30, make) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scopes", [False, True])
 def test_redefined_classes_in_the_rules_of_autocast_are_freed(scopes):
     def define_and_run(_):

@@ -66,7 +66,7 @@ def test_a_function_that_came_out_of_a_pickle_casts_at_its_outermost_call(by_val
     assert by_value(recurse)(X, 1) == "float32"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_class_does_not_take_what_is_remembered_with_it(by_value):
     class Net(pickled.Net):
         pass

@@ -36,7 +36,7 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_standard_promotion")
 def test_every_python_block_runs(capsys):
     names = run(BLOCKS)
@@ -45,7 +45,7 @@ def test_every_python_block_runs(capsys):
     assert names["stats"].rows()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_standard_promotion")
 def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
     names = run(BLOCKS[:2])
@@ -57,7 +57,7 @@ def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
     assert (logits != names["MLP"]().apply(variables, x)).any()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_standard_promotion")
 def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
     """A loss in bfloat16 is a warning, which is an error here."""

@@ -116,7 +116,7 @@ def test_every_product_has_half_operands_and_sums_in_float32(fun):
             assert set(products(grad, w, X, platform=platform)) == {HALF}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fun", FUNCTIONS)
 def test_gradients_are_as_near_to_float64_as_without_or_nearer(fun):
     w = make_weights()
@@ -244,7 +244,7 @@ def test_half_models_hand_over_their_sums_too():
     assert found.dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eager_jitted_and_vmapped_results_are_equal():
     w = make_weights()
     fun = jmp.autocast(mlp, WIDE)
@@ -255,7 +255,7 @@ def test_eager_jitted_and_vmapped_results_are_equal():
     assert error(grads, jax.grad(lambda w: fun(w, X)[..., 0].sum())(w)) < 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_of_gradients_are_products_of_half_as_well():
     w = make_weights()
     penalty = lambda w, x: jnp.sum(jax.grad(sum_of(mlp), 1)(w, x) ** 2)
@@ -374,14 +374,14 @@ def test_an_audit_counts_half_products_and_finds_nothing_wrong():
     assert "no findings" in str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_statistics_are_of_the_unrounded_logits():
     w = make_weights()
     result, _ = jmp.numerics.collect(jmp.autocast(mlp, WIDE))(w, X)
     np.testing.assert_allclose(result, jmp.autocast(mlp, WIDE)(w, X), atol=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prediction_follows_the_policy():
     """A logit above the largest number of float16 is lost where it is rounded, and nowhere else."""
     w, x = {"head": jnp.full((16, 24), 300.0)}, jnp.full((4, 16), 100.0)
@@ -406,7 +406,7 @@ class Block(nnx.Module):
         return self.head(x + self.attention(self.norm(x)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_transformer_of_nnx_is_nearer_to_its_float32_self():
     block = Block(nnx.Rngs(0))
     loss = lambda block, x: jnp.mean(jax.nn.log_softmax(block(x))[..., 0])

@@ -158,7 +158,7 @@ def test_equal_policies_share_rewritten_bodies():
     assert body(LOW) is not body("params=float32,compute=float16,output=none")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_function_has_the_name_of_its_package_and_loads_it_when_it_is_needed():
     code = (
         "import sys, jmp_policy as jmp\nassert 'jmp_policy.interpreter' not in sys.modules\n"

@@ -76,7 +76,7 @@ def test_all_products_of_a_linen_train_step_are_low(linen_state):
     assert dtypes(program) == ["bfloat16"] * 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_optimizer_of_a_linen_train_step_computes_in_float32(linen_state):
     variables, opt_state = linen_state
     new, new_opt, loss, grads, _ = jax.jit(autocast(linen_step, LOW))(variables, opt_state, jax.random.key(2))

@@ -30,7 +30,7 @@ def sums(fun, *args):
     return collections.Counter((eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype.name) for eqn in eqns)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inside_of_autocast_it_is_what_it_is_outside():
     weight, x = arguments()
     outside = jax.jit(jax.grad(jmp.autocast(loss, POLICY)))(weight, x)

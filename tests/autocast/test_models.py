@@ -41,7 +41,7 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("half", autocast.HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_matmul_is_half_forward_and_backward_on_gpus_and_tpus(name, half):

@@ -118,7 +118,7 @@ def test_a_user_may_move_one_loss_out_of_the_package():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_package_imported_after_autocast_was_applied_is_found():
     script = """
 import sys, jax.numpy as jnp, jax, jmp_policy as jmp

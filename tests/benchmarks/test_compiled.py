@@ -101,7 +101,7 @@ def _entry(name, calls, error=None):
     return _compiled_steps.Entry(name, make)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_where_it_was_cut_off(tmp_path):
     path, calls = tmp_path / "cpu.json", []
     first = compiled.Measurements(_targets.cpu(), path)
@@ -188,7 +188,7 @@ def test_every_program_of_the_tables_has_one_name():
         assert len({row.unit is None for row in rows}) == 1, name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what qwix and Flax import
 @pytest.mark.parametrize("name", ["float8", "int8"])
 def test_programs_in_8_bits_are_made(name):

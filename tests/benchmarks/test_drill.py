@@ -17,7 +17,7 @@ from benchmarks.drill import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("index", [1, 2])
 def test_a_run_that_was_killed_ends_with_the_same_bits(index, tmp_path, monkeypatch):
     monkeypatch.setattr(drill, "STEPS", 24)

@@ -245,7 +245,7 @@ def test_peak_memory_is_read_before_what_a_row_is_compared_with_is_there(monkeyp
     assert log == ["second", "peak_bytes_in_use", "first"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_works_in_little(tmp_path, capsys):
     assert gpu.main(["--tiny", "--only", "products-8192/", "--results", str(tmp_path)]) == 0
     [path] = tmp_path.glob("*-tiny.json")
@@ -284,7 +284,7 @@ def test_a_process_of_its_own_says_what_it_measured_or_why_it_died(tmp_path):
         gpu.measure_apart(tmp_path, table, table.rows[:1], records.__setitem__, 0.0, tiny=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_row_works_in_little(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--minutes", "30", "--results", str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

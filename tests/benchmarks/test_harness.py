@@ -221,7 +221,7 @@ def test_every_suite_has_a_module():
         assert (_harness.FOLDER / f"{suite.module.replace('.', '/')}.py").exists(), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_measures_everything(tmp_path):
     """It takes the place of a quick run of each benchmark by itself."""
     names = [name for name in SUITES if name not in TESTED_ELSEWHERE]

@@ -55,7 +55,7 @@ def test_the_bytes_are_those_that_one_counts_by_hand(model, format, shape, gathe
     assert figures.checkpoint == 12 * (split + whole) + COUNTERS + float8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_program_for_devices_is_that_for_none():
     gpt, format = GPT(2, 128), FORMATS["bf16, reduced in float32"]
     there = write_program(gpt, format, make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2))

@@ -37,6 +37,7 @@ def test_no_whole_float32_moment_is_ever_alive():
     assert whole >= 4
 
 
+@pytest.mark.exhaustive
 def test_rare_gradients_blow_up_weights_whose_second_moments_become_zero():
     contestants = sparse_contestants()
     names = ("Adam", "quantize_state, embeddings too", "moments in e4m3, embeddings too")

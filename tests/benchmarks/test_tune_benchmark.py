@@ -16,6 +16,7 @@ def test_all_culprits_are_found_whatever_the_ranking(ranking):
         assert all(planting.trials <= planting.bound for planting in plantings)
 
 
+@pytest.mark.exhaustive
 def test_chains_in_float16_are_tuned_in_few_trials():
     with jax.numpy_dtype_promotion("standard"):
         for _, planting in tune_chains(range(3)):

@@ -63,6 +63,7 @@ def _trained(optimizer, way):
         return tx, _train(tx, _fresh(tx), 0, 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("way", ["8 bits", "random"])
@@ -130,7 +131,7 @@ def test_half_parameters_and_their_masters_keep_their_moments():
     assert 0 < differ < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_abstract_target_and_one_of_nnx_are_converted():
     _, saved = _trained("adamw", "float32")
     tx = WAYS["8 bits"](OPTIMIZERS["adamw"]())

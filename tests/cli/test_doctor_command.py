@@ -98,7 +98,7 @@ def test_help_lists_the_keys_of_json(diagnosed, capsys):
         assert key in shown
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_bare_package_suffices():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'orbax')))\n"  # their import fails

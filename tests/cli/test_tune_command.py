@@ -45,7 +45,7 @@ NAME = "tuned_module"
 NET = ["tune", f"{NAME}:net", "--args", f"{NAME}:arguments"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_map_is_printed_as_code(capsys):
     assert main(NET) == 0
     shown = capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_a_map_cannot_be_hashed_because_it_changes():
         hash(keras.DTypePolicyMap())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_flax_module_takes_keras_policies_and_maps():
     nn = pytest.importorskip("flax.linen")
 

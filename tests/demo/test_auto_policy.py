@@ -50,7 +50,7 @@ def test_a_configuration_with_a_map_survives_json(tmp_path):
     assert float(config.make_loss_scale().loss_scale) == 512.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_run_decides_and_a_resumed_one_keeps_the_decision(folder, api):
     console = tiny.silent_console()

@@ -77,7 +77,7 @@ def test_the_largest_flushed_number_is_the_last_that_float16_makes_zero():
     assert np.float16(np.nextafter(LARGEST_FLUSHED, 1.0)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_larger_batch_loses_more_of_the_gradient_by_the_logits():
     logits = jnp.array(np.random.default_rng(0).normal(0.0, 2.0, 256), jnp.float16)
 

@@ -27,7 +27,7 @@ def linen_params_as_nnx(params: dict) -> dict:
     return renamed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_linen_and_nnx_compute_the_same_from_the_same_parameters():
     linen_model = _gpt_linen.GPT(CONFIG)
     params = linen_model.init(jax.random.key(0), TOKENS)["params"]

@@ -82,7 +82,7 @@ def test_a_run_leaves_metrics_plot_and_checkpoint_and_tells_its_losses(folder):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("table")
 def test_the_loss_scale_moves_within_a_short_run_and_a_resumed_one_tells_of_all_of_it(folder, monkeypatch):
     monkeypatch.setattr(open_module, "GROWTH_PERIOD", 2)

@@ -33,7 +33,7 @@ def test_a_run_goes_on_bit_exactly_on_its_mesh(folder):
     assert [record for record in after if "loss" in record] == [record for record in before if "loss" in record]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("table")
 def test_a_run_goes_on_on_another_mesh(folder):
     straight, _ = tiny.run(folder, out=folder / "straight")

@@ -40,7 +40,7 @@ def table(monkeypatch):
     monkeypatch.setattr(train_module, "make_trainer", lambda api, config: tiny.TableTrainer(config))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("table")
 def test_the_first_and_every_nth_step_is_measured_and_a_report_ends_the_run(folder):
     result = run(folder, numerics=4, steps=9)
@@ -71,7 +71,7 @@ def test_a_run_that_is_measured_trains_as_one_that_is_not(folder):
     assert dataclasses.replace(measured, folder=plain.folder, files=plain.files) == plain
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("table")
 def test_a_resumed_run_goes_on_in_the_file(folder):
     run(folder, numerics=2, steps=8, out=folder / "straight")

@@ -136,7 +136,7 @@ def test_eager_calls_free_what_is_done_with():
     assert max(alive) <= 3  # the argument, what the last equation read, what it made
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_are_forgotten_with_what_was_made_of_them():
     program = jax.make_jaxpr(lambda x: layer(x, W))(X)
     kept = weakref.ref(program)
@@ -175,7 +175,7 @@ def test_references_of_the_caller_are_written():
         np.testing.assert_allclose(ref[...], jnp.tanh(X @ W), atol=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tracing_is_linear_in_equations():
     few, many = calls_of_tracing(100), calls_of_tracing(1000)
     assert many < 10.5 * few

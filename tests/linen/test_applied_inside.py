@@ -330,7 +330,7 @@ def test_delayed_float8_leaves_a_layer_that_keeps_no_state_wide():
     assert row.quantization == "left: it runs through .apply without state to scale by, and would lose what it made"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_layer():
     class Caller(nn.Module):
         @nn.compact
@@ -343,7 +343,7 @@ def test_delayed_float8_of_a_layer_that_is_handed_its_state_is_that_of_the_same_
     assert (out == alone.apply(variables, x)).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_calibration_names_the_layers_around_one_that_runs_through_apply():
     int8 = "int8(min_size=0)_from_float32"
     model = jmp.with_policy(MaskedLM(), jmp.PolicyMap({"embed": "float32"}, int8))

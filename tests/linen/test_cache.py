@@ -22,7 +22,7 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cache_is_made_in_compute_dtype_and_used_in_it():
     model = jmp.with_policy(Decoder(), "mixed_bfloat16")
     variables = model.init(jax.random.key(0), X)

@@ -123,7 +123,7 @@ def test_inside_of_a_model_layers_return_the_compute_dtype(name):
     np.testing.assert_array_equal(out, 2 * np.float32(rounded.apply(params, x, method=method_of(name))))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "x"), [(Net(), X), (Tied(), jnp.arange(6))], ids=["net", "tied"])
 def test_a_model_hands_over_what_its_last_layer_summed(model, x):
     variables = model.init(jax.random.key(0), x)
@@ -149,7 +149,7 @@ def test_results_that_were_computed_with_are_rounded_ones():
     np.testing.assert_array_equal(out["a"], out["again"][0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rule_gives_the_head_alone_unrounded_sums():
     policies = jmp.PolicyMap({"head": WIDE}, "p=f32,c=bf16,o=f32")
     variables = Net().init(jax.random.key(0), X)
@@ -256,6 +256,7 @@ def test_products_of_a_step_have_half_operands_on_accelerators(platform):
     assert ("bf16", "bf16", "f32") in found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Dense", "Einsum", "attend", "Conv"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -271,7 +272,7 @@ def test_quantized_layers_hand_over_unrounded_sums(name, format):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scaled_losses_of_float16_keep_small_gradients_and_show_overflow():
     model = jmp.with_policy(Net(), "p=f32,c=f16,o=f32,a=f32")
     variables = model.init(jax.random.key(0), X)

@@ -250,7 +250,7 @@ def test_tables_and_captures_of_flax_have_the_state_beside_the_parameters():
     assert [leaf.dtype for leaf in jax.tree.leaves(captured)] == [jnp.float32] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_state_of_a_sharded_batch_is_that_of_one_device():
     mesh = make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
     x = jnp.concatenate([X, 5 * X, -2 * X, X])

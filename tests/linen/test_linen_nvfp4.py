@@ -52,7 +52,7 @@ def reasons(policy, model=None):
     return {row.path: row.quantization for row in rows if row.quantization}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_explain_says_by_which_name_a_layer_is_kept():
     left = "left: nvfp4 keeps what is named {!r}, unless keep=none"
     plain = "nvfp4(min_size=0)"
@@ -80,7 +80,7 @@ def test_the_model_itself_has_no_name():
     assert set(reasons(POLICY, nn.Dense(32, name="head")).values()) == {"nvfp4(min_size=0)"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_jitted_module_is_kept_by_where_it_stands():
     jitted, variables = make(POLICY, Model(nn.jit(Block)))
     plain, _ = make(POLICY)
@@ -88,7 +88,7 @@ def test_a_jitted_module_is_kept_by_where_it_stands():
     np.testing.assert_array_equal(jax.jit(jitted.apply)(variables, X), jax.jit(plain.apply)(variables, X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantize_stores_what_is_not_kept_and_computes_the_same():
     model, variables = make(POLICY)
     quantized = jmp.quant.quantize(variables, POLICY)
@@ -98,7 +98,7 @@ def test_quantize_stores_what_is_not_kept_and_computes_the_same():
     np.testing.assert_array_equal(model.apply(quantized, X), model.apply(variables, X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_head_that_is_stored_in_blocks_is_multiplied_so():
     everything = "nvfp4(keep=none,min_size=0)_from_mixed_bfloat16"
     (model, variables), (other, _) = make(POLICY), make(everything)
@@ -106,7 +106,7 @@ def test_a_head_that_is_stored_in_blocks_is_multiplied_so():
     np.testing.assert_array_equal(model.apply(stored, X), other.apply(stored, X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_keys_are_read_from_their_stream_alone():
     model, variables = make(NOISY)
     grad = jax.jit(jax.grad(lambda v, rngs: loss_fn(model, v, rngs=rngs)))
@@ -118,7 +118,7 @@ def test_keys_are_read_from_their_stream_alone():
     assert differ(one["kernel"], other["kernel"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_draw_noise_of_their_own_also_in_scan():
     class Stack(nn.Module):
         @nn.compact
@@ -137,7 +137,7 @@ def test_layers_draw_noise_of_their_own_also_in_scan():
     assert all(differ(kernel[0, layer], kernel[1, layer]) for layer in range(2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_like_layers_draw_different_noise():
     class Two(nn.Module):
         @nn.compact
@@ -170,7 +170,7 @@ def test_a_missing_key_is_an_error_that_names_the_stream(rngs):
         jax.grad(lambda v: loss_fn(model, v, rngs=rngs))(variables)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_einsum_layers_draw_too_and_convolutions_need_no_key():
     class Layers(nn.Module):
         @nn.compact

@@ -73,6 +73,7 @@ def relative_error(tree, reference):
     return max(np.linalg.norm(np.float64(x) - np.float64(y)) / np.linalg.norm(np.float64(y)) for x, y in pairs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "names", "bound"),

@@ -47,7 +47,7 @@ def test_jitted_siblings_have_the_format_of_their_own_rule():
     assert [dtype for _, dtype in found] == ["bfloat16", "int8"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_attention_decodes_into_its_cache():
     layer = nn.MultiHeadDotProductAttention(2, decode=True)
     model = jmp.with_policy(layer, INT8)
@@ -58,7 +58,7 @@ def test_attention_decodes_into_its_cache():
     assert quantized[1]["cache"]["cached_key"].dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_submodule_with_a_policy_of_its_own_is_quantized_alone():
     class Outer(nn.Module):
         @nn.compact

@@ -97,7 +97,7 @@ def test_shards_restore_onto_the_devices_of_an_abstract_target(variables, policy
         assert {shard.data.shape[-1] for shard in array.addressable_shards} == {2}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["mxfp8/4", "mxfp4/4", "nvfp4/4"])
 def test_variables_of_a_model_that_trains_in_blocks_are_those_of_its_source(kind):
     policies = f"{kind}(min_size=0)_from_mixed_bfloat16", "mixed_bfloat16"

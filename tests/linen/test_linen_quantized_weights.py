@@ -104,7 +104,7 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
     assert said[""] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_submodules_that_are_called_like_weights_are_calibrated_and_compared():
     model = jmp.with_policy(ViT(), INT8)
     variables = jax.jit(model.init)(KEY, IMAGES)

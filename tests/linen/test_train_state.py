@@ -58,7 +58,7 @@ def _batch(seed):
     return jax.random.normal(jax.random.key(seed), (8, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_good_steps_train(training):
     step, state = training
     losses = []

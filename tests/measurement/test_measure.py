@@ -241,7 +241,7 @@ def test_it_has_no_gradient_and_runs_in_a_loop():
     assert records.extremes[:, 0, 0].tolist() == [8.0, 4.0, 2.0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sharded_tensor_is_measured_where_it_is():
     mesh = make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = normal(np.random.default_rng(), 64, 512)

@@ -52,7 +52,7 @@ def test_integers_lose_what_rounding_by_blocks_loses(shape):
         np.testing.assert_allclose(sums[1 + 2 * i : 3 + 2 * i], errors, rtol=2.0**-14, atol=1e-12 * sums[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_stand_between_floats_in_the_order_of_the_meter():
     x = jnp.asarray(np.random.default_rng().standard_normal(200), jnp.float32)
     mixed = jax.jit(Meter(("int8", "float16", "mxfp4", "bfloat16")).measure)(x)
@@ -97,7 +97,7 @@ def round_as_in_training(x: np.ndarray, quantize, dtype, block: int):
     return [int(each.sum()) for each in (lost, subnormal, clipped)], ((back - x) ** 2).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(), (7,), (300,), (5, 257), (3, 4, 64)], ids=str)
 def test_floats_in_blocks_lose_what_training_loses(shape):
     x, counts, sums = measure_random(SCALED, shape)

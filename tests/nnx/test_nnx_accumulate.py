@@ -177,7 +177,7 @@ def test_policies_are_taken_back_and_pickled():
     np.testing.assert_array_equal(back(X), jmp.with_policy(Net(nnx.Rngs(0)), "float32")(X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_transforms_compute_the_same():
     model = jmp.with_policy(Net(nnx.Rngs(0)), WIDE)
     loss = lambda model, x: (model(x) ** 2).mean()

@@ -137,7 +137,7 @@ class Tied(nnx.Module):
         return self.other(nnx.relu(self.again(nnx.relu(self.first(x)) * 4)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tied_layers_have_one_state_for_each_module():
     model = jmp.with_policy(Tied(), DELAYED)
     assert model.first is model.again

@@ -54,7 +54,7 @@ def one_by_one(layers):
     return mean_square(lambda _: x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_of_a_scan_have_a_state_each_with_and_without_remat():
     layers = [layer(stacked(True), i) for i in range(3)]
     grads = nnx.jit(jmp.nnx.grad(lambda *layers: one_by_one(layers), argnums=(0, 1, 2), loss_scale=SCALE))(*layers)
@@ -192,7 +192,7 @@ def test_a_filter_of_parameters_leaves_the_state_out():
     assert state_of(nnx.eval_shape(grads, policied())) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_devices_agree_on_the_largest_magnitude_of_the_batch():
     graphdef, state = nnx.split(policied(Net()))
     batch = jnp.concatenate([X, 2 * X, 3 * X, X])

@@ -115,7 +115,7 @@ def test_layers_of_equal_specs_share_a_class_whatever_their_place():
     assert type(model.blocks[0].dense) is not type(model.head.dense)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_module_that_is_assigned_later_is_kept_as_well():
     model = make(POLICY)
     model.head = Block(nnx.Rngs(1))
@@ -155,7 +155,7 @@ def test_quantize_stores_what_is_not_kept_and_computes_the_same():
     np.testing.assert_array_equal(jmp.with_policy(everything, POLICY)(X), everything(X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_call_draws_new_keys_from_the_state_of_the_model():
     model, other = make_noisy(), make_noisy()
     first, second = kernel_of(grad(model)), kernel_of(grad(model))
@@ -165,7 +165,7 @@ def test_each_call_draws_new_keys_from_the_state_of_the_model():
     assert differ(kernel_of(grad(make_noisy(seed=1))), first)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_streams_are_state_that_outlives_copies_checkpoints_and_policies():
     model = make_noisy()
     grad(model)
@@ -205,7 +205,7 @@ def test_after_eval_no_keys_are_drawn():
     assert count_of(model) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_streams_are_split_for_vmap_and_scan():
     model = jmp.with_policy(nnx.vmap(Block)(nnx.Rngs(0).split(2)), NOISY)
     set_rounding(model, nnx.Rngs(rounding=0))
@@ -241,7 +241,7 @@ def test_a_model_that_draws_nothing_takes_no_stream(policy):
         set_rounding(make(policy), nnx.Rngs(0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_value_and_grad_and_optimizer_train_with_noise():
     model = make_noisy()
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

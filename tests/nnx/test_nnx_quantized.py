@@ -209,6 +209,7 @@ def random_state(name):
     return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract(name)[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", BLOCKS)
 def test_training_in_blocks_computes_what_the_quantized_layers_will(policy):

@@ -205,7 +205,7 @@ def test_modes_of_nnx_reach_policied_modules():
     assert is_bfloat16(model(X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_array_references_as_values_of_variables():
     with nnx.var_defaults(ref=True):
         model = jmp.with_policy(Net(rngs=rngs()), BF16_INSIDE)

@@ -144,7 +144,7 @@ def deep():
     return fun
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_audit_calls_at_most_twice_the_functions_that_tracing_calls():
     """Seconds would depend on the machine, and on what else it does: they are 1.8 times those of tracing, too."""
     args = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)

@@ -68,7 +68,7 @@ def expected_backward(params, x, y):
     return hidden, {"first": x.T @ inner, "second": hidden.T @ error}, error
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gradient_has_a_row_for_each_product_argument_and_result():
     (loss, grads), stats = jax.jit(observe(jax.value_and_grad(loss_fn)))(PARAMS, X, Y)
     hidden, expected, error = expected_backward(PARAMS, X, Y)
@@ -91,7 +91,7 @@ def test_a_gradient_has_a_row_for_each_product_argument_and_result():
         assert_is(row, tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_knows_its_line():
     _, stats = observe(loss_fn)(PARAMS, X, Y)
     [first, _] = find(stats, "forward")
@@ -111,7 +111,7 @@ def test_the_gradient_of_what_is_observed_is_the_gradient():
     assert_is(stats.rows()[0], X @ PARAMS["first"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_mapped_merges_when_it_is_read():
     xs = jnp.stack([X, 3 * X, X / 7])
     _, stats = jax.vmap(observe(mlp), (None, 0))(PARAMS, xs)
@@ -123,7 +123,7 @@ def layers(x, ws):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_turns_of_a_scan_have_rows_of_their_own_in_both_passes():
     ws, x = draw(5, 3, 4, 4) * 1e4, draw(6, 2, 4) * 1e3
     grad = jax.value_and_grad(lambda ws, x: layers(x, ws).sum())
@@ -139,7 +139,7 @@ def test_turns_of_a_scan_have_rows_of_their_own_in_both_passes():
         assert_is(row, dws[row.turn])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nested_turns_are_named_from_the_outermost():
     ws, x = draw(7, 2, 3, 4, 4) * 1e4, draw(8, 2, 4)
     _, stats = observe(lambda x, ws: lax.scan(lambda x, ws: (layers(x, ws), None), x, ws)[0])(x, ws)
@@ -194,7 +194,7 @@ def test_a_branch_that_is_not_taken_has_a_count_of_zero():
     assert_is(stats.rows()[1], 2 * X @ X.T)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recomputed_values_are_left_out_unless_asked_for():
     fun = jax.value_and_grad(lambda params, x: jax.checkpoint(mlp)(params, x).sum())
     _, stats = jax.jit(observe(fun, of=("forward", "backward")))(PARAMS, X)
@@ -225,7 +225,7 @@ def test_devices_of_a_shard_map_are_one_row():
     assert_is(stats.rows()[0], *parts)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_arguments_are_measured_whole():
     mesh = make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
@@ -239,7 +239,7 @@ def test_sharded_arguments_are_measured_whole():
         np.testing.assert_allclose([ours.amax, ours.rms], [theirs.amax, theirs.rms], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_arguments_can_be_donated():
     step = lambda params, x, y: jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_fn)(params, x, y))
     donated = jax.jit(observe(step), donate_argnums=0)
@@ -250,7 +250,7 @@ def test_arguments_can_be_donated():
     assert_is(find(stats, "result", path="result/first")[0], new["first"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_step_that_is_skipped_keeps_its_bits_and_has_empty_rows():
     train = jax.value_and_grad(loss_fn)
     observed, plain = jax.jit(observe(train, every=3)), jax.jit(train)
@@ -267,7 +267,7 @@ def test_every_step_that_is_skipped_keeps_its_bits_and_has_empty_rows():
     assert_is(find(total, "argument", path="params/first")[0], *seen)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_merging_a_thousand_steps_is_measuring_all_at_once():
     xs = draw(15, 1000, 6, 4) * 10.0 ** np.random.default_rng(0).integers(-6, 6, (1000, 1, 1))
     fun = lambda x: x @ x.T

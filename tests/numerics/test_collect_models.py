@@ -179,7 +179,8 @@ def test_what_autocast_decides_is_what_is_measured():
 
 @pytest.mark.slow
 def test_a_policy_casts_no_statistics():
-    observed = jmp.with_policy(observe(lambda w, x: x @ w, of="arguments"), "params=float32,compute=float32,output=bfloat16")
+    policy = "params=float32,compute=float32,output=bfloat16"
+    observed = jmp.with_policy(observe(lambda w, x: x @ w, of="arguments"), policy)
     product, stats = observed(W, X)
     assert product.dtype == jnp.bfloat16
     assert_row_is(find(stats, "argument", path="w")[0], W)

@@ -177,7 +177,7 @@ def test_modules_of_haiku_have_their_paths():
     assert "result/linear_1/w" in [site.path for site in sites]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_sharded_is_measured_as_on_one_device(kind):
     mesh = make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))

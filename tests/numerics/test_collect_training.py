@@ -68,7 +68,7 @@ NNX_STEPS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NNX_STEPS)
 def test_nnx_objects_are_written_as_without(name):
     step, make = NNX_STEPS[name]()
@@ -159,7 +159,7 @@ def test_tensors_without_a_number_have_no_smallest_one(shape, value):
     assert [row.min_nonzero for row in stats] == [None]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_linen_train_state_can_be_donated():
     model = jmp.with_policy(nn.Dense(3, use_bias=False), "mixed_float16")
     variables = model.init(jax.random.key(0), X)

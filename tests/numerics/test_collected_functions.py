@@ -148,7 +148,7 @@ def use_layout(_):
     return observe(lambda x: x @ W)(X)[1].layout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use", [use_method, use_array_in_loop, use_linen, use_nnx, use_layout])
 def test_what_was_observed_is_freed(use):
     assert alive_of(3, use) == 0

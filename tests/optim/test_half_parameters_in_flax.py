@@ -54,7 +54,7 @@ def assert_donated(tree):
     assert not [leaf for leaf in arrays if leaf.ndim and not leaf.is_deleted()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_train_state_takes_the_same_steps_in_place(expected):
     def apply(states):
         return {name: state.apply_gradients(grads=grads_of(state.params)) for name, state in states.items()}

@@ -76,7 +76,7 @@ def test_a_bad_step_keeps_every_bit(inner):
     assert float(new_state.loss_scale.loss_scale) == 2.0**5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_keyword_arguments_reach_the_loss():
     tx = _wrap("scaled", optax.sgd(0.1))
     step = jmp.optim.minimize(lambda params, x, power: loss_fn(params, x, power)[0], tx)
@@ -84,7 +84,7 @@ def test_keyword_arguments_reach_the_loss():
     np.testing.assert_allclose(loss, loss_fn(PARAMS, X, 4)[0], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_optimizer_sees_true_gradients_in_the_dtypes_of_parameters():
     seen = []
 

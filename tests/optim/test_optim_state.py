@@ -111,7 +111,7 @@ def test_training_goes_on_with_another_kind_of_loss_scale():
         assert bits((got_params, getattr(state, "inner_state", state))) == bits(expected), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["flax.serialization", "jmp_policy"])
 def test_flax_may_be_loaded_before_or_after(first):
     program = f"""
@@ -176,7 +176,7 @@ def test_flax_meets_a_loss_scale_that_comes_out_of_a_step(forget):
     assert flax.serialization.to_state_dict(adjust(scale)).keys() == {"loss_scale", "counter"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_state_is_saved_in_a_process_that_loads_flax_after_it_was_unpickled(tmp_path):
     state = jmp.optim.loss_scaled(optax.sgd(0.1), SCALES["dynamic"]).init({"w": jnp.ones(2)})
     (tmp_path / "state").write_bytes(pickle.dumps(state))

@@ -90,7 +90,7 @@ def test_a_step_costs_a_select_and_not_one_more_pass_over_the_parameters():
     assert carried < 2048
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_state_goes_through_scan_vmap_and_donation():
     params, found = {"w": jnp.ones(2)}, provenance_of("block")
     batches = {"w": jnp.array([[1.0, 1.0], [INF, 1.0], [1.0, 1.0]])}
@@ -189,7 +189,7 @@ def test_minimize_finds_the_provenance_itself_and_looks_at_gradients_alone(tx):
 LINE = head_loss.__code__.co_firstlineno + 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_first_nonfinite_looks_at_the_results_that_it_is_told_to():
     grad_fn = jax.value_and_grad(head_loss, has_aux=True)
     params, x = {"w": jnp.ones(2)}, jnp.float16([1.0, 2.0])

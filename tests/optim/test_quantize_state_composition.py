@@ -81,7 +81,7 @@ def test_an_update_by_itself_keeps_the_dtypes_of_what_is_left_in_half_precision(
     assert new.inner_state[0].mu["b"].dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["copies", "split"])
 def test_masters_of_half_parameters_take_the_steps_of_float32_parameters(mode):
     half = make_params("bfloat16")
@@ -111,7 +111,7 @@ def test_minimize_takes_a_step():
     assert losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_skipped_step_keeps_every_bit_of_codes_scales_and_key():
     tx = optim.loss_scaled(quantize(ADAMW, stochastic=jax.random.key(1)), jmp.DynamicLossScale())
     params = make_params()
@@ -150,7 +150,7 @@ def test_tree_map_params_takes_moments_and_scales_with_and_without_another_tree(
     assert (named.inner_state[0].count, named.key) == ("other", "other")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_extra_arguments_and_schedules_reach_the_optimizer():
     tx = quantize(optax.chain(optax.adam(optax.linear_schedule(1e-2, 0.0, 2)), contrib.reduce_on_plateau(patience=1)))
     params = make_params()
@@ -160,7 +160,7 @@ def test_extra_arguments_and_schedules_reach_the_optimizer():
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_noise_is_new_at_each_step_and_the_same_for_the_same_key():
     first, second, other = (
         run(quantize(optax.lion(1e-3), stochastic=jax.random.key(seed)), make_params())[1] for seed in (1, 1, 2)
@@ -173,7 +173,7 @@ def test_noise_is_new_at_each_step_and_the_same_for_the_same_key():
     assert not np.array_equal(first.key, earlier.key)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_linen_and_nnx_train_with_it():
     x = jnp.ones((4, 64))
     model = nn.Dense(64)

@@ -60,7 +60,7 @@ def gathered(text):
     return [int(np.prod([int(n) for n in dims.split(",") if n])) for dims in made]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_automatic_axes_give_the_state_of_one_device_and_gather_nothing(name):
     mesh = make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -97,7 +97,7 @@ def test_explicit_axes_give_the_state_of_one_device(name):
     assert_close((params, state), expected(name))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["adamw", "scaled"])
 def test_shard_map_gives_the_state_of_one_device(name, check_vma):

@@ -75,7 +75,7 @@ assert len({np.asarray(shard.data).tobytes() for shard in shards.addressable_sha
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_are_rounded_alike_and_shards_each_for_itself():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", _ON_FOUR_DEVICES], env=environment, capture_output=True, text=True)

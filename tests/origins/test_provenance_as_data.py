@@ -64,7 +64,7 @@ def test_flax_saves_it():
     assert str(serialization.from_bytes(Provenance.empty(), state)) == str(FOUND)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_vmap_the_first_that_was_found_speaks():
     ys = jnp.ones((4, 3)).at[2, 1].set(0.0)
     _, found = jax.vmap(first_nonfinite(divide), in_axes=(None, 0))(jnp.ones(3), ys)
@@ -93,7 +93,7 @@ def test_words_of_other_alphabets_are_cut_between_letters():
     assert set(back.path) == {"模", "…"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_good_steps_keep_their_bits_and_their_donation():
     rng = np.random.default_rng()
 
@@ -231,7 +231,7 @@ def test_a_result_that_is_a_number_in_the_program_is_a_constant():
     assert (origin.argument, origin.kind) == ("a constant", "nan")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_parameters_of_nnx_are_spelled_as_python_does():
     class Model(nnx.Module):
         def __init__(self):
@@ -250,7 +250,7 @@ def test_parameters_of_nnx_are_spelled_as_python_does():
     assert origin.argument == "more[1]['y']"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_infinities_of_a_batch_that_get_into_no_result_are_not_blamed_beside_objects_of_nnx():
     def loss(model, mask):
         return jnp.sum(nnx.softmax(model.weight[...] + mask))

@@ -161,7 +161,7 @@ def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
     assert "No loss scale saves all gradients: the smallest that matter, in tiny, and the largest, in huge" in said
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     def loss(w, x):
         with jax.named_scope("large"):
@@ -178,7 +178,7 @@ def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
     assert not np.isfinite(grad(HALF)["up"]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     def loss(w, x):
         h = (x @ w["up"]) * 3e4 / 3e4
@@ -191,7 +191,7 @@ def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
     assert np.isfinite(jax.grad(jmp.autocast(loss, prediction.policy_map))(W, X)["up"]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mask_is_not_blamed():
     def loss(w, x):
         with jax.named_scope("attention"):
@@ -332,7 +332,7 @@ def test_nan_without_the_policy_is_said():
     assert "2 rows have nan without the policy, the first in no scope." in str(predict(broken, HALF))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_program_that_is_remembered_keeps_no_array_and_no_class():
     class Small(nn.Module):
         @nn.compact

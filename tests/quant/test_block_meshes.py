@@ -75,7 +75,7 @@ def compile_gradients(make, format, mesh_name):
     return gradients.lower(*given).compile(), given, gradients(params, x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("make", "mesh_name"), [*((make_linen, name) for name in MESHES), (make_nnx, "data and fsdp")])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_loss_and_gradients_are_those_of_one_device(make, format, mesh_name):
@@ -154,7 +154,7 @@ def test_a_sum_over_devices_needs_a_sharding_of_the_result_as_without_blocks():
             jax.jit(functools.partial(product, format=MXFP8))(x, w)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_each_device_multiplies_its_own_rows_in_shard_map(format, is_checked):

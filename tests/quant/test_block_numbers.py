@@ -160,7 +160,7 @@ def test_what_is_not_finite_makes_a_block_nan_and_no_other_one(name, bad):
     np.testing.assert_array_equal(np.isnan(blocks.scale.astype(jnp.float32)), np.isnan(by_hand[:, ::32]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eager_calls_and_vmap_return_the_bits_of_compiled_ones():
     x = normal(4, 8, 32)
     for format in FORMATS.values():
@@ -262,7 +262,7 @@ def test_blocks_of_any_bits_have_the_scales_of_the_rule():
     assert_same(compiled_nv(x, 1, 32, tensor_axes=(1,)), block_model.nv(x, 1, 32, tensor_axes=(1,)))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_numbers_at_ties_fall_as_the_rule_rounds_to_float32_on_the_way():
     random, shape = np.random.default_rng(), (1000, 64)
 
@@ -328,7 +328,7 @@ def test_random_rounding_is_right_on_average_and_moves_no_further_than_a_neighbo
     assert (np.abs(np.abs(values).mean(0) - np.abs(x)) <= (high - low) * (6 * sigma + 2.0**-9 + 4 / len(keys))).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bits_are_the_same_however_an_array_is_sharded():
     mesh, key = make_mesh((2, 2), ("a", "b")), jax.random.key(2)
     x = normal(64, 128)

@@ -146,6 +146,7 @@ def test_the_result_has_the_preferred_dtype_and_gradients_those_of_their_operand
     assert (out.dtype, of_x.dtype, of_w.dtype) == (preferred or jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FIVE)
 def test_arrays_without_rows_outputs_or_inputs_have_products_and_gradients(format):

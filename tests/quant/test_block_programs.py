@@ -65,7 +65,7 @@ def test_an_audit_counts_the_products_and_finds_nothing(format):
     assert not report.findings
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("format", FORMATS)
 def test_records_measure_the_products(format):
     loss_fn, args = make_step(format)
@@ -85,7 +85,7 @@ def test_a_nan_is_followed_through_blocks_to_where_it_began(format):
     assert "argument `x`" in str(origin)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_are_followed_to_the_products_that_sum_them(format):
     loss_fn, args = make_step(format)

@@ -34,6 +34,7 @@ def assert_close(found, expected, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_jit_remat_and_eager_calls_give_the_same(format):
@@ -45,6 +46,7 @@ def test_jit_remat_and_eager_calls_give_the_same(format):
     assert_close(jitted, eager)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_vmap_over_examples_and_over_ensembles_is_the_loop(format):
@@ -76,7 +78,7 @@ def test_a_weight_that_examples_share_is_rounded_once_for_all_of_them(format):
     assert roundings(mapped, (3, *w.shape)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("format", IN_BLOCKS)
 def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
     x, stack = arrays((5, 16), (3, 16, 16))
@@ -96,7 +98,7 @@ def test_a_scan_over_a_stack_is_the_loop_over_its_layers(format):
     assert_close(found, expected, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_branch_and_a_loop_compute():
     x, w = arrays((5, 16), (16, 16))
     product = functools.partial(dot_general, dimension_numbers=ROWS, quantization="mxfp8/8")
@@ -113,6 +115,7 @@ def test_a_branch_and_a_loop_compute():
     assert not run(x, w, False)[0].any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("format", FORMATS)

@@ -60,7 +60,7 @@ def linen_model():
     return model, jax.jit(model.init)(jax.random.key(0), batches()[0])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_of_linen_are_told_by_path_and_those_of_a_scan_share_a_magnitude(linen_model):
     model, variables = linen_model
     clips = quant.calibrate(model, batches(), variables=variables, clip="absmax")
@@ -72,7 +72,7 @@ def test_layers_of_linen_are_told_by_path_and_those_of_a_scan_share_a_magnitude(
     assert np.isclose(clips["blocks/dense"], entering.max(), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_calibrated_is_what_quantized_products_clip_to(linen_model):
     model, variables = linen_model
     clips = quant.calibrate(model.bind(variables), batches(), clip=90)
@@ -100,7 +100,7 @@ def test_layers_without_numbers_are_left_out_and_named():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_nnx_model_is_calibrated_and_stays_as_it_is():
     model = NnxModel(nnx.Rngs(0))
     policied = jmp.with_policy(model, POLICY)
@@ -167,7 +167,7 @@ def test_what_a_module_multiplies_after_its_parts_is_its_own():
     assert {path: layer.clip("absmax") for path, layer in calibration.layers.items()} == {"whole/part": 1, "whole": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_clipping_an_outlier_of_no_weight_brings_the_output_nearer_to_float64():
     rng = np.random.default_rng(2)
     x, w = rng.normal(size=(64, 8)), rng.normal(size=(8, 8))
@@ -237,7 +237,7 @@ class TiedHead(nn.Module):
         return self.head.apply({"params": {"kernel": self.table.variables["params"]["embedding"].T}}, x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_head_that_is_tied_to_a_table_has_no_clip_that_quantize_would_refuse():
     policy = jmp.PolicyMap({"table": "float32"}, POLICY)
     model, ids = jmp.with_policy(TiedHead(), policy), jnp.arange(8)[None]

@@ -59,7 +59,7 @@ def linen_comparison():
     return comparison, variables["params"], quantized["params"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_of_linen_have_formats_bytes_and_errors(linen_comparison):
     comparison, params, quantized = linen_comparison
     rows = {row.path: row for row in comparison.rows}
@@ -125,7 +125,7 @@ def test_layers_of_nnx_say_why_they_were_left():
     assert math.isclose(comparison["up"].sqnr, -20 * math.log10(comparison["up"].weight_error))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_formats_of_blocks_are_compared_and_drawn_as_others_are():
     model = nnx.Sequential(*(nnx.Linear(32, 32, use_bias=False, rngs=nnx.Rngs(n)) for n in range(5)))
     formats = ["int8", "mxfp8", "mxfp4", "nvfp4"]

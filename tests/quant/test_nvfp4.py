@@ -66,7 +66,7 @@ def test_the_transform_is_orthonormal_and_spreads_what_is_equal(size):
         np.testing.assert_allclose(np.abs(matrix.sum(1)), 1, atol=1e-6)  # an odd number of bits leaves one unpaired
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_gradient_of_a_weight_is_of_rounded_operands_mixed_or_not(dtype):
     x, w, g = (array.astype(dtype) for array in (X, W, G))
@@ -94,7 +94,7 @@ def test_the_transform_adds_nothing_where_rows_are_no_multiple_of_a_block():
     assert relative_error(gradients(NVFP4(min_size=0, hadamard=True), x, W, g)[1], expected) < 2e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_noise_is_right_on_average_and_rounding_to_nearest_is_not():
     # Inputs that e2m1 has, so that gradients alone are rounded; these lie on one side of a tie.
     x = jnp.asarray(np.random.default_rng(0).choice(E2M1[1:], (16, 16)).astype(np.float32)).at[0].set(6)
@@ -118,7 +118,7 @@ def test_both_gradients_draw_noise_of_their_own():
         assert 0.05 < relative_error(a, b) < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inputs_and_weights_are_rounded_to_nearest():
     product = lambda key: dot_general(X, W, DIMENSIONS, quantization=NOISY, key=key)
     nearest = dot_general(X, W, DIMENSIONS, quantization=NEAREST)
@@ -126,14 +126,14 @@ def test_inputs_and_weights_are_rounded_to_nearest():
     np.testing.assert_array_equal(product(None), nearest)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_raw_keys_and_einsum_draw_as_keys_do():
     raw = jax.grad(lambda w: einsum("bi,io->bo", X, w, quantization=NOISY, key=jax.random.PRNGKey(0)).sum())(W)
     typed = jax.grad(lambda w: dot_general(X, w, DIMENSIONS, quantization=NOISY, key=jax.random.key(0)).sum())(W)
     np.testing.assert_array_equal(raw, typed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [2, 4])
 def test_noise_is_the_same_bits_whatever_the_mesh(devices):
     mesh = make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -147,7 +147,7 @@ def test_noise_is_the_same_bits_whatever_the_mesh(devices):
     np.testing.assert_array_equal(columns[1], expected[1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_device_of_shard_map_draws_by_the_key_that_it_has():
     mesh = make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     x, g = jnp.concatenate([X, X]), jnp.concatenate([G, G])

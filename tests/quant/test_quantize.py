@@ -92,7 +92,7 @@ def test_blocks_are_stored_in_kernels_and_tables_stay(format):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_map_mixes_integers_blocks_and_floats_and_both_apis_compute_the_same():
     int8 = "int8(min_size=0)_from_mixed_bfloat16"
     rules = jmp.PolicyMap({"embed": "mixed_bfloat16", "up": "mxfp4_from_mixed_bfloat16"}, int8)

@@ -89,7 +89,7 @@ def test_gradients_that_are_summed_in_float32_are_reduced_in_it():
     assert_near(grads, jax.grad(loss_fn)(VARIABLES, X))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_reports_read_programs_with_unrounded_sums():
     step = jax.value_and_grad(loss_fn)
     audit = jmp.numerics.audit(step)(VARIABLES, X)

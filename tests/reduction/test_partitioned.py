@@ -44,7 +44,7 @@ def test_gradients_of_every_kind_are_reduced_in_the_dtype_that_was_asked_for():
         assert {r.dtype for r in own} == {"f32"}, (loss.__name__, own)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_it_they_are_reduced_in_half_and_what_is_done_to_them_afterwards_is_ignored():
     """The negative control: if one of these is ever reduced in float32, the library may do with less."""
 

@@ -138,7 +138,7 @@ def test_a_sum_that_is_summed_once_more_is_widened_too():
     assert count_widened_products(widen(summed_of_a_matmul), *make_arguments(summed_of_a_matmul)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layers_of_linen_are_followed_under_a_policy_and_autocast():
     model = nn.Sequential([nn.Embed(8, 4), nn.LayerNorm(), nn.Dense(4), nn.relu, nn.Dense(3)])
     tokens = jnp.arange(6).reshape(2, 3)
@@ -210,7 +210,7 @@ def test_nnx_gradients_are_followed_to_their_sums():
     assert count_widened_products(compute, state, jnp.ones((8, 4))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_float8_state_is_left_alone():
     model = jmp.with_policy(nn.Dense(16), "float8(min_size=0)_from_mixed_bfloat16")
     x = jax.random.normal(jax.random.key(1), (16, 16))

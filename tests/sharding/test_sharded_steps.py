@@ -225,7 +225,7 @@ def test_float8_state_is_the_same_as_on_one_device():
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), kept, right)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_device_says_for_all_why_a_step_was_skipped():
     """The gradients are of parts along one axis and the same along the other, the origin is in one row of the batch."""
     names, params, specs = ("data", "fsdp"), {"w": jnp.ones((8, 4))}, {"w": P("fsdp")}

@@ -166,7 +166,7 @@ def test_a_second_call_does_not_trace_again():
     assert len(traces) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_layout_is_freed_with_its_stats():
     import gc
     import weakref

@@ -61,7 +61,7 @@ def relative_error(fun, loss_scale):
     return max(errors)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.scopes == ("c",)
     assert tuning.policy_map == jmp.PolicyMap({"c": HALF.replace("float16", "float32")}, HALF)
@@ -73,7 +73,7 @@ def test_the_planted_scope_is_found_and_no_other(tuning):
     assert tuning.candidates[0] == "c"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_map_does_what_its_error_says(tuning):
     error = relative_error(jmp.autocast(PLANTED, tuning.policy_map), tuning.loss_scale)
     # The trial compiles the same program, so that any processor rounds it alike; that of float32 differs by 1e-7, and
@@ -141,7 +141,7 @@ def test_a_finite_function_needs_nothing():
     assert "All 3 scopes of" in str(tuning)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_culprits_whose_numbers_all_fit_are_found():
     """Two products cancel: what float16 rounds away of both is most of what is left."""
 
@@ -177,7 +177,7 @@ def test_scopes_without_a_measured_operation_are_candidates(monkeypatch):
     assert tuning.scopes == ("rounds",)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trials_leave_no_arrays_behind():
     """Whatever the number of trials, there are the arguments, the reference, and one trial."""
     alive = []
@@ -221,7 +221,7 @@ def make_big(params):
     return jax.tree.map_with_path(lambda path, leaf: leaf * scaled[path[1].key], params)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_modules_are_tuned_as_with_policy_runs_them(api):
     if api == "linen":
@@ -301,7 +301,7 @@ def test_float8_is_tried_without_a_history_and_given_with_one(api):
     assert tuning.low == "float8_e4m3fn"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_metric_of_training_decides():
     def loss_fn(weights, x):
         with jax.named_scope("big"):
@@ -320,7 +320,7 @@ def test_a_metric_of_training_decides():
     assert tuning.scopes == ("big",)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_budget_too_small_says_the_best_so_far():
     args = make_weights(), BATCH
     tuning = jmp.tune(make_loss({"a": 1e6, "d": 1e6}), args, HALF, tolerance=0.02, budget=2)
