@@ -66,8 +66,13 @@ def hold_given() -> AbstractContextManager:
 
 def _hand_over(dtype: np.dtype) -> None:
     known = REDUCING.value
-    if known not in (None, _GIVEN) and (known == _UNKNOWN or _measure(dtype) > _measure(np.dtype(known))):
+    if known not in (None, _GIVEN) and (known == _UNKNOWN or is_wider(dtype, np.dtype(known))):
         raise _Met(dtype)
+
+
+def is_wider(dtype: np.dtype, other: np.dtype) -> bool:
+    """True if a dtype has more bits than another, or as many and a longer mantissa."""
+    return _measure(dtype) > _measure(other)
 
 
 def _measure(dtype: np.dtype) -> tuple[int, int]:

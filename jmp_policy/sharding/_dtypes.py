@@ -1,7 +1,6 @@
 """The dtypes in which a policy moves numbers between devices."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -9,7 +8,7 @@ from .._dtypes import is_floating_dtype
 from .._get_policy import get_policy
 from .._policy import Policy
 from .._policy_map import PolicyMap
-from .._reduce_dtype import meet_policy
+from .._reduce_dtype import is_wider, meet_policy
 from .._signatures import PolicySpec
 
 
@@ -39,8 +38,8 @@ def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
 def widen_products(spec: PolicySpec) -> None:
     """Has the products that make gradients hand them over in the reduce dtype, where that is wider than theirs."""
     for policy in list_policies(spec):
-        dtypes = policy.compute_dtype, policy.reduce_dtype
-        if None in dtypes or jnp.promote_types(*dtypes) != policy.compute_dtype:
+        compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
+        if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
             meet_policy(policy)
 
 
