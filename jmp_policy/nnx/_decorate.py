@@ -13,7 +13,7 @@ from .._policy_map import PolicyMap
 from .._signatures import PolicySpec
 from .._trees import PyTree, cast_floating
 from ._attachment import Attachment, reject_param, wrap_methods
-from ._nodes import Node, NodeKind, find_kind, list_items
+from ._nodes import Node, NodeKind, find_kind, list_items, pytree_options
 
 _GIVEN = "__jmp_given__"
 """The attribute of a decorated class that holds its policy and the arguments to keep."""
@@ -28,13 +28,11 @@ def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...])
     Its methods are wrapped, as the methods of the instances are, so that `Net.encode(net, x)` has the policy too.
     """
     forget_warnings(given)
-    namespace = {
-        _GIVEN: (given, keep),
-        **wrap_methods(base),
-    }
-    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    wrapped, methods = wrap_methods(base, base)
+    namespace = {_GIVEN: (given, keep), **methods}
     recipe = decorate_class, (base, given, keep)
-    return make_subclass(base, namespace, recipe, metaclass=_make_metaclass(type(base)), **options)
+    metaclass = _make_metaclass(type(base))
+    return make_subclass(wrapped, namespace, recipe, metaclass=metaclass, **pytree_options(base))
 
 
 def find_given_policy(kind: type) -> Policy | PolicyMap | None:
