@@ -106,6 +106,10 @@ class Attachment:
         """Gives the policy to a module, as the root of a tree, and to the modules inside."""
         return self._attach_module(module, (), None, is_root=True)
 
+    def attach_inside(self, module: nnx.Module, path: Path) -> nnx.Module:
+        """Gives the policy to a module that stands at a path inside a tree, and to the modules inside of it."""
+        return self._attach_value(module, path, _Around(self._find_match("/".join(path)).policy))
+
     def explain_unused_rules(self) -> list[str]:
         """What to say of the rules that decide for no module that was met."""
         # Which modules a linen one has inside shows when it is called, and a rule may be for one of them.

@@ -83,19 +83,43 @@ def _make_metaclass(parent: type[type]) -> type[type]:
 
 def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Any:
     """Attaches the policy to a new module, in place, because nobody else holds it; copies what came as an argument."""
-    passed_in: set[int] = set()
-    _collect_ids(arguments, passed_in)
-
-    def settle(path: str, param: nnx.Param, policy: Policy) -> None:
-        (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
-
-    attachment = Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
+    attachment = _make_attachment(given, keep, arguments)
     attachment.attach(module)
     for message in attachment.explain_unused_rules():
         warn_once(given, message)
     for message in attachment.explain_written_dtypes():
         warn_once(type(module), message)
     return module
+
+
+def attach_inside(
+    module: nnx.Module, given: Policy | PolicyMap, path: str, arguments: PyTree
+) -> tuple[nnx.Module, dict[str, type]]:
+    """Gives a policy to a new module that a linen model wraps.
+
+    Args:
+      module: the module, which nobody else holds.
+      given: what holds there; the rules of a map name paths in the whole model.
+      path: where it stands in the model.
+      arguments: what it was made of.
+
+    Returns:
+      The module, and the types of the modules in it by path.
+    """
+    attachment = _make_attachment(given, (), arguments)
+    names = tuple(path.split("/")) if path else ()
+    return attachment.attach_inside(module, names), attachment.types
+
+
+def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Attachment:
+    """Makes the walk over a new module, which changes modules in place but for those that came as arguments."""
+    passed_in: set[int] = set()
+    _collect_ids(arguments, passed_in)
+
+    def settle(path: str, param: nnx.Param, policy: Policy) -> None:
+        (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
+
+    return Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
 
 
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
