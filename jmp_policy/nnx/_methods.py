@@ -24,6 +24,7 @@ from .._memory import remember_on_class
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from .._wide_results import keep_wide_results
+from ..quant._float8_product import warn_of_odd_rows
 from ._layers import make_linen_attributes
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes, pytree_options
@@ -101,7 +102,8 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     # The method runs on a stand-in, for others may call the module at the same time.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
     results = keep_wide_results() if casts else nullcontext()
-    with hold_inferred(spec.policy, policy), matmul_precision(policy), results as wide:
+    odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
+    with hold_inferred(spec.policy, policy), matmul_precision(policy), odd_rows, results as wide:
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
