@@ -201,6 +201,15 @@ class Adapter(Protocol):
         """
         ...
 
+    @property
+    def attach_inside(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
+        """Gives a policy to a new module inside a model of another API; `None` for linen, whose calls make modules.
+
+        It takes the module, the policy, the path of the module in the model, and the arguments that it was made of. It
+        returns the module, and the types of the modules in it by path.
+        """
+        ...
+
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Runs a function of Flax objects by means of one that knows trees of arrays only.
 

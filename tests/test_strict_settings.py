@@ -221,7 +221,7 @@ def test_programs_trace_under_strict_settings(setting, name):
 @pytest.mark.parametrize("format_name", QUANTIZED)
 def test_quantized_layers_trace_under_strict_settings(setting, format_name):
     with SETTINGS[setting]():
-        x = jnp.ones((8, 64), jnp.float32)
+        x = jnp.ones((16, 64), jnp.float32)
         model = jmp.with_policy(nn.Dense(64), f"{format_name}(min_size=0)_from_mixed_bfloat16")
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         grad = jax.grad(lambda variables: model.apply(variables, x).astype(jnp.float32).sum(), allow_int=True)

@@ -2,10 +2,13 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .._messages import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     Commands = argparse._SubParsersAction  # what `add_subparsers` returns
 
@@ -65,11 +68,16 @@ def _int_from(text: str, least: int) -> int:
 def make_console(*, quiet: bool = False) -> "Console":
     """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too.
 
-    In a notebook it prints to the output of the cell, too, where rich would make a page of each line.
+    It escapes control characters, which names of files and modules may have, in lines and in the cells of tables. In a
+    notebook it prints to the output of the cell, too, where rich would make a page of each line.
 
     Args:
       quiet: whether it prints nothing, as in the other processes of a run.
     """
     from rich.console import Console
 
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False, quiet=quiet)
+    class EscapingConsole(Console):
+        def render_str(self, text: str, **options: Any) -> "Text":
+            return super().render_str(escape_controls(text), **options)
+
+    return EscapingConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False, quiet=quiet)

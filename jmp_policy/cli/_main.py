@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .._dtypes import did_you_mean
+from .._messages import escape_controls
 from ._audit import add_audit
 from ._command import ToldElsewhere, UserError, check_device
 from ._compare import add_compare
@@ -99,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse prints the usage before each error; one line that says what is wrong is easier to read."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {escape_controls(message)}\n")
 
 
 class _PrintVersions(argparse.Action):
@@ -124,5 +125,5 @@ def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -
 
 
 def _fail(message: str, *, status: int = 2) -> int:
-    print("jmp-policy: error:", " ".join(message.split()), file=sys.stderr)
+    print("jmp-policy: error:", escape_controls(" ".join(message.split())), file=sys.stderr)
     return status

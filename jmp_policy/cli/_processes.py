@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 
+from .._messages import escape_controls
 from ._children import Children, describe_loss
 from ._command import UserError, positive_int
 
@@ -191,7 +192,7 @@ def end_after_errors() -> Iterator[None]:
         if _CHILD not in os.environ:
             raise
         if type(error).__name__ == "JaxRuntimeError" and _LOST.search(str(error)):
-            print("jmp-policy: error:", describe_loss(str(error)), file=sys.stderr)
+            print("jmp-policy: error:", escape_controls(describe_loss(str(error))), file=sys.stderr)
         else:
             traceback.print_exc()
         sys.stdout.flush()

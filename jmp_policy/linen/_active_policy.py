@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from .._contexts import ACTIVE_POLICY
 from .._formats import find_kept_name
 from .._memory import remember_on_class
 from .._policy import Policy
-from .._policy_map import MapRule, Match, PolicyMap, match_policy, reads_names
+from .._policy_map import MapRule, Match, PolicyMap, forget_name, match_policy, reads_names
 from ..explanation._written import describe_written_dtypes
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
@@ -154,6 +155,25 @@ class ActivePolicy:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
         return issubclass(type(module), self.given.owner) and self.path == path_of(module)
 
+    def locate(self, module: nn.Module) -> str:
+        """The path of a module inside, as the rules of a map see it."""
+        return self.given.place.path(path_of(module)[len(self.path) :])
+
+    def get_rules_inside(self, module: nn.Module, policy: Policy) -> Policy | PolicyMap:
+        """What holds inside of a module that wraps one of nnx.
+
+        Args:
+          module: the module.
+          policy: what holds for the module itself, which is the boundary of its outputs.
+        """
+        rest = forget_name(policy).replace(output_dtype=None)
+        if isinstance(self.policy, Policy):
+            return rest
+        # A rule that covers the module decides for all that is inside, but for what an earlier rule names there.
+        covering = self.match(module).rule
+        earlier = itertools.takewhile(lambda rule: rule is not covering, self.policy.rules)
+        return PolicyMap([(rule.key, rule.policy) for rule in earlier], rest)
+
     def match(self, module: nn.Module) -> Match:
         """The policy of a module inside; the attached module's boundary is its own, if that is one."""
         found = self._find_match(module)
@@ -163,8 +183,7 @@ class ActivePolicy:
         if isinstance(self.policy, Policy):
             if not self._reads_names:
                 return self._match_everywhere
-            path = self.given.place.path(path_of(module)[len(self.path) :])
-            found = match_policy(self.policy, path)
+            found = match_policy(self.policy, self.locate(module))
             return dataclasses.replace(found, policy=self._fill_compute_dtype(found.policy))
         names, kind, met = path_of(module)[len(self.path) :], type(module), NOTES.get().types
         place = self.given.place

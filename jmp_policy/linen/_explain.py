@@ -12,16 +12,19 @@ from flax.core import DenyList
 
 from .._adapter import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
 from .._paths import list_paths_to
-from .._policy_map import Match, PolicyMap
+from .._policy import Policy
+from .._policy_map import Match, PolicyMap, match_policy
 from .._trees import Args, Kwargs, PyTree
+from .._unused_rules import spell_key
 from ..explanation._observation import eval_shapes
 from ..quant._wide_layer import find_accumulate_dtype
-from ._active_policy import CURRENT, ActivePolicy
+from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._place import calling, explain_unknown, path_of, path_text
 from ._quantized import quantization_of
+from ._variables import is_bridge
 from ._wide import has_wide_sums
 
 
@@ -57,13 +60,16 @@ def examine(
 
     def note_and_hook(call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         called.note(call.module)
-        return hook(call, next_fun, args, kwargs)
+        out = hook(call, next_fun, args, kwargs)
+        called.note_wrapped(call.module)
+        return out
 
     variables = eval_shapes(init, rngs, inputs, kwargs)
     # At a boundary the hook alone runs: what holds in the module is known inside of it.
     trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
     params = _params_by_module(variables.get("params", {}), called.modules)
-    return ModelInfo(called.modules, params, called.explain_unused(), explain_unknown(called.modules))
+    unknown = [*explain_unknown(called.modules), *called.wrapped.values()]
+    return ModelInfo(called.modules, params, called.explain_unused(), unknown)
 
 
 class _CalledModules:
@@ -71,10 +77,12 @@ class _CalledModules:
 
     Attributes:
       modules: what holds at each, by path.
+      wrapped: a sentence for each that wraps a module of nnx, by path.
     """
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
+        self.wrapped: dict[str, str] = {}
         # The types of the modules in each, by path relative to it.
         self._types: dict[ActivePolicy, dict[str, type]] = {}
 
@@ -83,6 +91,24 @@ class _CalledModules:
         path = path_text(module)
         if path not in self.modules:
             self.modules[path] = self._describe(module)
+
+    def note_wrapped(self, module: nn.Module) -> None:
+        """Notes what a module wraps of nnx, which is made while it is called, and has no rows of its own."""
+        active: ActivePolicy | None = CURRENT.value
+        if active is None or not is_bridge(module):
+            return
+        here = active.locate(module)
+        types = {path: kind for path, kind in NOTES.get().types.items() if not here or here in list_paths_to(path)}
+        self._types.setdefault(active.attachment, {}).update(types)
+        rules = active.get_rules_inside(module, active.match(module).policy)
+        if isinstance(rules, Policy) and rules.quantization is None:
+            return
+        decided = [(path, match_policy(rules, path, types).rule) for path in types]
+        named = "; ".join(f"{spell_key(rule.key)} decides for {path!r}" for path, rule in decided if rule is not None)
+        self.wrapped[path_text(module)] = (
+            f"{path_text(module)!r} wraps an nnx module, whose layers have no rows: each gets its policy and its "
+            "format by its own path" + (f" ({named})" if named else "")
+        )
 
     def note_root_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the root, which Flax does not intercept as it does methods; it notes the root all the same."""

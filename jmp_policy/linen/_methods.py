@@ -14,6 +14,7 @@ from .._messages import warn_once
 from .._policy import Policy
 from .._trees import Args, Kwargs, cast_floating
 from .._wide_results import keep_wide_results
+from ..quant._float8_product import warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
 from ._calls import BOUNDARY_HOOK, hook_boundary
 from ._interceptor import make_interceptor
@@ -137,8 +138,13 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
 
     # The modules inside compute by the interceptor, while the policy is active.
     active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)
-    intercepted = nn.intercept_methods(make_interceptor(active))
-    with activate_policy(active, module), intercepted, matmul_precision(policy), keep_wide_results() as results:
+    with (
+        activate_policy(active, module),
+        nn.intercept_methods(make_interceptor(active)),
+        matmul_precision(policy),
+        warn_of_odd_rows(given.policy, given.owner, initializes=module.is_initializing()),
+        keep_wide_results() as results,
+    ):
         try:
             out = bound(*args, **kwargs)
         except ScopeParamShapeError as error:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._boundary import policy_of, with_policy
+from .._adapter import find_adapter
 from .._call_casts import widen_policy
 from .._formats import stored_format_of
 from .._policy import Policy
+from .._policy_map import match_policy
 from .._trees import cast_floating
-from ._active_policy import CURRENT
+from ._active_policy import CURRENT, NOTES
 from ._fields import (
     find_fields,
     has_open_dtype,
@@ -65,24 +66,47 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
         values["param"] = functools.partial(_declare_param, module, module.param, policy, reads_in_compute)
     if "param_dtype" in values or "dtype" in values:
         values["variable"] = functools.partial(_declare_variable, module, module.variable)
-    if _is_bridge(module):
-        values["nnx_class"] = _give_policy_across(vars(module)["nnx_class"], policy)
+    if is_bridge(module):
+        values["nnx_class"] = _MakerAcross(module, policy)
     filled = temporarily_set(module, values)
     return _fill_first_carry(filled, module.cell) if isinstance(module, nn.RNN) else filled
 
 
-def _is_bridge(module: nn.Module) -> bool:
+def is_bridge(module: nn.Module) -> bool:
     """True if a linen module wraps one of nnx. Without nnx loaded there is none."""
     bridge = sys.modules.get("flax.nnx.bridge")
     return bridge is not None and isinstance(module, bridge.ToLinen)
 
 
-def _give_policy_across(nnx_class: Any, policy: Policy) -> Any:
-    """The class of the nnx module that a linen one wraps, with the policy that holds there, unless it has its own."""
-    if not isinstance(nnx_class, type) or policy_of(nnx_class) is not None:
-        return nnx_class
-    # Its outputs stay as they come: the linen module around is the boundary.
-    return with_policy(nnx_class, policy.replace(output_dtype=None, quantization=None))
+class _MakerAcross:
+    """Makes the nnx module that a linen one wraps, with the policy that holds there.
+
+    It stands for the class, of which Flax calls the constructor and reads methods by their names.
+    """
+
+    def __init__(self, module: nn.Module, policy: Policy):
+        active = CURRENT.value
+        self._make = vars(module)["nnx_class"]
+        self._rules = active.get_rules_inside(module, policy)
+        self._path = active.locate(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self._make(*args, **kwargs)
+        adapter = find_adapter(made)
+        if adapter is None or adapter.attach_inside is None:
+            return made
+        made, types = adapter.attach_inside(made, self._rules, self._path, (args, kwargs))
+        # The two modules have one path: the outer one's type stays, unless a rule decides by the inner one's.
+        if match_policy(self._rules, self._path, types).rule is None:
+            types.pop(self._path, None)
+        NOTES.get().types.update(types)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._make, name)
+        if not callable(found):
+            return found
+        return lambda module, *args, **kwargs: getattr(module, name)(*args, **kwargs)
 
 
 @contextlib.contextmanager

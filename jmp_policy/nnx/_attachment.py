@@ -30,7 +30,17 @@ from ._layers import (
 )
 from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
-from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
+from ._nodes import (
+    Attributes,
+    Node,
+    NodeKind,
+    find_floating_dtypes,
+    find_kind,
+    list_items,
+    make_blank,
+    pytree_options,
+    replace_items,
+)
 from ._quantized import check_weight, choose_product, make_float8_attributes
 from ._wide import has_wide_sums
 
@@ -95,6 +105,10 @@ class Attachment:
     def attach(self, module: nnx.Module) -> nnx.Module:
         """Gives the policy to a module, as the root of a tree, and to the modules inside."""
         return self._attach_module(module, (), None, is_root=True)
+
+    def attach_inside(self, module: nnx.Module, path: Path) -> nnx.Module:
+        """Gives the policy to a module that stands at a path inside a tree, and to the modules inside of it."""
+        return self._attach_value(module, path, _Around(self._find_match("/".join(path)).policy))
 
     def explain_unused_rules(self) -> list[str]:
         """What to say of the rules that decide for no module that was met."""
@@ -282,9 +296,9 @@ def _make_policied_class(_: type, spec: ModuleSpec) -> type:
         "__reduce__": lambda self: (rebuild_module, (spec, vars(self).copy())),
     }
     if not issubclass(base, nnx.List | nnx.Dict):
-        namespace |= wrap_methods(base)
-    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
-    return make_subclass(base, namespace, (make_policied_class, (spec,)), **options)
+        base, methods = wrap_methods(base, spec.base)
+        namespace |= methods
+    return make_subclass(base, namespace, (make_policied_class, (spec,)), **pytree_options(base))
 
 
 def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> nnx.Module:
@@ -292,9 +306,28 @@ def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> nnx.Module:
     return make_blank(make_policied_class(spec), attributes)
 
 
-def wrap_methods(base: type) -> dict[str, Callable[..., Any]]:
-    """The public methods of a class by name, made to look at the spec of the module that they are called with."""
-    return {name: _wrap_method(method) for name, method in list_public_methods(base)}
+def wrap_methods(base: type, owner: type) -> tuple[type, dict[str, Callable[..., Any]]]:
+    """Makes the public methods of a class look at the spec of the module that they are called with.
+
+    Args:
+      base: the class.
+      owner: the class without a policy. `nnx.capture` observes methods that stand in the class of a module itself, so
+        the methods that `owner` inherits must not stand in the class with the policy.
+
+    Returns:
+      The base of the class with the policy, which has the inherited methods, and the other methods by name.
+    """
+    own = {name: _wrap_method(method) for name, method in list_public_methods(base) if name in vars(owner)}
+    return _wrap_inherited_methods(base, owner), own
+
+
+@remember_on_class
+def _wrap_inherited_methods(base: type, owner: type) -> type:
+    inherited = {name: _wrap_method(method) for name, method in list_public_methods(base) if name not in vars(owner)}
+    if not inherited:
+        return base
+    recipe = _wrap_inherited_methods, (base, owner)
+    return make_subclass(base, inherited, recipe, metaclass=type(base), **pytree_options(base))
 
 
 def _wrap_method(method: Any) -> Callable[..., Any]:

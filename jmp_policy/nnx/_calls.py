@@ -18,7 +18,7 @@ from .._memory import remember_on_class
 from .._trees import Args, Kwargs, PyTree
 from ._methods import list_public_methods
 from ._module_spec import SPEC, find_spec
-from ._nodes import NodeKind, find_kind, list_items
+from ._nodes import NodeKind, find_kind, list_items, pytree_options
 from ._quantized import describe_quantization
 
 _PATH = "_pytree__jmp_path"
@@ -95,9 +95,8 @@ def _make_hooked_class(kind: Any) -> type:
     """The subclass of a module class whose public methods call the hooks."""
     methods = {name: _hook_method(name, inspect.getattr_static(kind, name)) for name, _ in list_public_methods(kind)}
     spec = {SPEC: vars(kind)[SPEC]} if SPEC in vars(kind) else {}
-    options = {} if getattr(kind, "_pytree__is_pytree", True) else {"pytree": False}
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **spec, **methods}
-    return type(kind)(kind.__name__, (kind,), namespace, **options)
+    return type(kind)(kind.__name__, (kind,), namespace, **pytree_options(kind))
 
 
 def _hook_method(name: str, method: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from .._policy_map import PolicyMap
 from .._signatures import PolicySpec
 from .._trees import PyTree, cast_floating
 from ._attachment import Attachment, reject_param, wrap_methods
-from ._nodes import Node, NodeKind, find_kind, list_items
+from ._nodes import Node, NodeKind, find_kind, list_items, pytree_options
 
 _GIVEN = "__jmp_given__"
 """The attribute of a decorated class that holds its policy and the arguments to keep."""
@@ -28,13 +28,11 @@ def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...])
     Its methods are wrapped, as the methods of the instances are, so that `Net.encode(net, x)` has the policy too.
     """
     forget_warnings(given)
-    namespace = {
-        _GIVEN: (given, keep),
-        **wrap_methods(base),
-    }
-    options: dict[str, Any] = {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}
+    wrapped, methods = wrap_methods(base, base)
+    namespace = {_GIVEN: (given, keep), **methods}
     recipe = decorate_class, (base, given, keep)
-    return make_subclass(base, namespace, recipe, metaclass=_make_metaclass(type(base)), **options)
+    metaclass = _make_metaclass(type(base))
+    return make_subclass(wrapped, namespace, recipe, metaclass=metaclass, **pytree_options(base))
 
 
 def find_given_policy(kind: type) -> Policy | PolicyMap | None:
@@ -85,19 +83,43 @@ def _make_metaclass(parent: type[type]) -> type[type]:
 
 def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Any:
     """Attaches the policy to a new module, in place, because nobody else holds it; copies what came as an argument."""
-    passed_in: set[int] = set()
-    _collect_ids(arguments, passed_in)
-
-    def settle(path: str, param: nnx.Param, policy: Policy) -> None:
-        (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
-
-    attachment = Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
+    attachment = _make_attachment(given, keep, arguments)
     attachment.attach(module)
     for message in attachment.explain_unused_rules():
         warn_once(given, message)
     for message in attachment.explain_written_dtypes():
         warn_once(type(module), message)
     return module
+
+
+def attach_inside(
+    module: nnx.Module, given: Policy | PolicyMap, path: str, arguments: PyTree
+) -> tuple[nnx.Module, dict[str, type]]:
+    """Gives a policy to a new module that a linen model wraps.
+
+    Args:
+      module: the module, which nobody else holds.
+      given: what holds there; the rules of a map name paths in the whole model.
+      path: where it stands in the model.
+      arguments: what it was made of.
+
+    Returns:
+      The module, and the types of the modules in it by path.
+    """
+    attachment = _make_attachment(given, (), arguments)
+    names = tuple(path.split("/")) if path else ()
+    return attachment.attach_inside(module, names), attachment.types
+
+
+def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Attachment:
+    """Makes the walk over a new module, which changes modules in place but for those that came as arguments."""
+    passed_in: set[int] = set()
+    _collect_ids(arguments, passed_in)
+
+    def settle(path: str, param: nnx.Param, policy: Policy) -> None:
+        (reject_param if id(param) in passed_in else cast_param)(path, param, policy)
+
+    return Attachment(given, settle, keep=keep, owned=lambda inner: id(inner) not in passed_in)
 
 
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:

@@ -1,5 +1,6 @@
 """The methods of a module that a policy is for, and what a call of one of them does."""
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +19,15 @@ from .._call_casts import (
     widen_policy,
 )
 from .._contexts import INFERRED
+from .._made_classes import make_subclass
+from .._memory import remember_on_class
 from .._policy import Policy
 from .._trees import Args, Kwargs
 from .._wide_results import keep_wide_results
+from ..quant._float8_product import warn_of_odd_rows
 from ._layers import make_linen_attributes
 from ._module_spec import DtypeSource, ModuleSpec
-from ._nodes import Attributes
+from ._nodes import Attributes, pytree_options
 from ._shadow import call_on_shadow
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
@@ -44,6 +48,8 @@ def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
         if isinstance(found, staticmethod | classmethod | property | type):
             continue
         if callable(found) and hasattr(found, "__get__"):
+            # Flax takes the wrappers of `nnx.capture` off again; a made class would keep them.
+            found = vars(found)["__wrapped__"] if hasattr(found, "_does_capturing") else found
             yield name, getattr(found, "_jmp_method", found)
 
 
@@ -73,7 +79,7 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
       args: positional arguments, without the module.
       kwargs: keyword arguments.
     """
-    runs, source, given = spec.runs, spec.dtype_source, widen_policy(spec.policy)
+    runs, source, given = _find_shadow_class(type(module), spec), spec.dtype_source, widen_policy(spec.policy)
     carry = find_carry(spec.base, method, args, kwargs)
 
     # A boundary casts its arguments, and without a compute dtype takes theirs. A linen module that is wrapped casts
@@ -96,7 +102,8 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     # The method runs on a stand-in, for others may call the module at the same time.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
     results = keep_wide_results() if casts else nullcontext()
-    with hold_inferred(spec.policy, policy), matmul_precision(policy), results as wide:
+    odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
+    with hold_inferred(spec.policy, policy), matmul_precision(policy), odd_rows, results as wide:
         out = call_on_shadow(
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
@@ -105,6 +112,31 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     if wide is not None and policy.output_dtype is not None:
         return cast_result(policy, wide.restore(policy, out))
     return keep_carry_dtypes(carry, out)
+
+
+def _find_shadow_class(kind: type, spec: ModuleSpec) -> type:
+    """Returns the class of the shadow of a module, in which methods that the module calls on itself are observed too.
+
+    `nnx.capture`, for one, replaces the methods that stand in the class of the module by wrappers.
+    """
+    methods = [method for method in vars(kind).values() if hasattr(method, "_jmp_method")]
+    is_observed = any(method.__wrapped__ is not method._jmp_method for method in methods)
+    return _make_observed_class(kind, spec.runs) if is_observed else spec.runs
+
+
+@remember_on_class
+def _make_observed_class(kind: type, runs: type) -> type:
+    """Makes the subclass of `runs` whose methods are those that stand in the policied class `kind` when called."""
+
+    def observe(name: str, method: Any) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call_observer(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            return vars(kind)[name](self, *args, **kwargs)
+
+        return call_observer
+
+    methods = {name: observe(name, method) for name, method in list_public_methods(runs) if name in vars(kind)}
+    return make_subclass(runs, methods, (_make_observed_class, (kind, runs)), **pytree_options(runs))
 
 
 def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:

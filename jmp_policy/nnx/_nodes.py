@@ -80,3 +80,8 @@ def make_blank(kind: type, attributes: Attributes) -> Any:
     new = object.__new__(kind)
     vars(new).update(attributes)
     return new
+
+
+def pytree_options(base: type) -> dict[str, Any]:
+    """Returns the class arguments by which a subclass is a pytree if its base is one."""
+    return {} if getattr(base, "_pytree__is_pytree", True) else {"pytree": False}

@@ -17,12 +17,22 @@ _TRAP = (
     "If a `jnp.where` guards this, guard what goes into the operation too, as in "
     "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)`: the gradient of the branch that is not taken is zero times this."
 )
+_BY_ZERO = (
+    "Choose the result for this case by two `jnp.where`, as in "
+    "`jnp.where(y != 0, x / jnp.where(y != 0, y, 1.0), 0.0)`: with the outer one alone the gradient stays nan. "
+    "Of a norm, add an epsilon under the root instead."
+)
 _ROOT = "Keep what is under the root positive, with an epsilon or `jnp.maximum`. " + _TRAP
 
 _DERIVATIVE = "This is the derivative of {}, which is infinite at zero. "
 _GUARD = (
     "A branch of a `jnp.where` uses it, and the gradient of a branch that is not taken is zero times infinity, a nan. "
     "Guard the input of the operation as well, as in `jnp.where(ok, f(jnp.where(ok, x, 0.0)), other)`."
+)
+_VECTORS = (
+    "This is the derivative of {}, which does not exist where two {} (a degenerate matrix). The derivative of the "
+    "values alone is finite: use {}. If you need the vectors, move the values apart first, as with "
+    "`a + jnp.diag(1e-3 * jnp.arange(n))`."
 )
 _SINGULAR = (
     "The matrix is singular, or nearly so: add an epsilon to its diagonal, or use `jnp.linalg.pinv` or "
@@ -82,6 +92,11 @@ _DERIVATIVES = {
     "sqrt": _DERIVATIVE.format("a square root") + "Add an epsilon under the root, as in `jnp.sqrt(x + 1e-6)`, and of a "
     "norm in `jnp.sqrt(jnp.sum(x * x) + 1e-6)`. " + _TRAP,
     "cbrt": _DERIVATIVE.format("a cube root") + _EPSILON.format("operand of the root") + " " + _TRAP,
+    "div": "This is the derivative of a division, which is infinite where it divides by zero. " + _BY_ZERO,
+    "eigh": _VECTORS.format("eigenvectors", "eigenvalues are equal", "`jnp.linalg.eigvalsh(a)`"),
+    "svd": _VECTORS.format(
+        "singular vectors", "singular values are equal or one is zero", "`jnp.linalg.svd(a, compute_uv=False)`"
+    ),
     "log": _DERIVATIVE.format("a logarithm") + _EPSILON.format("operand of the logarithm") + " " + _TRAP,
 }
 """By the primitive whose derivative an operation computes, where that has a pole at zero."""
@@ -116,6 +131,8 @@ def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bo
         return _GUARD
     if words.role in _DERIVATIVES and has_pole(primitive, operands, dtype):
         return _DERIVATIVES[words.role]
+    if primitive == "div" and kind == "nan":  # of finite operands
+        return "Dividend and divisor are both zero. " + _BY_ZERO
     is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
     if is_too_large and dtype == "float16":
         return _advise_float32(words.direction, path)

@@ -1,9 +1,11 @@
 """Products of numbers in 8-bit floating point, forward and backward."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +14,13 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .._contexts import OBSERVING
 from .._float8_format import MULTIPLE, CurrentScaling, DelayedScaling, Float8
 from .._mapped_axes import vary
+from .._memory import remember_weakly
+from .._messages import warn_once
+from .._policy import Policy
+from .._policy_map import PolicyMap
 from ._amax_history import (
     DTYPES,
     Memory,
@@ -26,6 +33,9 @@ from ._amax_history import (
 )
 from ._bilinear import Bilinear, Convolution, Labels, Sharding
 from ._numbers import Scaled, compute_current_scale, measure_amax, saturate
+
+_ROWS: contextvars.ContextVar[list[tuple[int, np.dtype]] | None] = contextvars.ContextVar("_ROWS", default=None)
+"""The numbers of rows, and the dtypes, of the products with fit weights in the running call of a model."""
 
 
 def float8_product(
@@ -50,7 +60,10 @@ def float8_product(
     numbers, and the result by their scales, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
     """
     right = right.astype(left.dtype)
-    if _has_odd_rows(operation, left.shape):
+    rows, seen = _count_rows(operation, left.shape), _ROWS.get()
+    if seen is not None:
+        seen.append((rows, left.dtype))
+    if rows % MULTIPLE:
         return operation.compute(left, right)
     # In `shard_map` a custom derivative varies over devices as its operand does. The cast to a varying weight makes JAX
     # sum the gradients of a weight that devices share.
@@ -180,12 +193,51 @@ def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scale
     return wide * labels.align_scale(left.scale, labels.left) * labels.align_scale(right.scale, labels.right)
 
 
-def _has_odd_rows(operation: Bilinear, left: tuple[int, ...]) -> bool:
-    """Whether a left operand of this shape has a number of rows that hardware does not multiply in 8 bits."""
+def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
+    """The number of rows of a left operand, which hardware multiplies in 8 bits if it is a multiple of 16.
+
+    That of a convolution does not matter, and counts as 0.
+    """
     if isinstance(operation.compute, Convolution):
-        return False
-    rows = math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
-    return rows % MULTIPLE != 0
+        return 0
+    return math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
+
+
+@contextlib.contextmanager
+def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
+    """A context for the call of a model, which warns once if its rows keep every product out of 8 bits.
+
+    Args:
+      given: what the model was given.
+      about: what the warning is given once for, a class with a policy.
+      initializes: whether the call only makes parameters: the inputs are often a single example.
+    """
+    if not _has_float8(given):
+        yield
+        return
+    seen: list[tuple[int, np.dtype]] = []
+    token = _ROWS.set(seen)
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+    if not seen or initializes or OBSERVING.value is not None or not all(rows % MULTIPLE for rows, _ in seen):
+        return
+    rows, dtype = seen[0]
+    warn_once(
+        about,
+        f"No layer of the model computes in float8 in this call, but in {dtype}: the number of rows of the inputs (the "
+        f"batch size times the positions) must be a multiple of {MULTIPLE}; it is {rows}. Pad the batch to "
+        f"{-(-rows // MULTIPLE) * MULTIPLE} rows. A smaller min_size does not help.",
+    )
+
+
+@remember_weakly
+def _has_float8(given: Policy | PolicyMap) -> bool:
+    if isinstance(given, Policy):
+        return isinstance(given.quantization, Float8)
+    policies = [rule.policy for rule in given.rules]
+    return any(map(_has_float8, policies)) or (given.default is not None and _has_float8(given.default))
 
 
 def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from .._messages import escape_controls
+
 
 class Show(Protocol):
     """Shows a trial: how many scopes are kept and not yet known to be needed or free, and the last error."""
@@ -37,7 +39,7 @@ def show_progress(name: str, wanted: bool | None, budget: int | None) -> Iterato
         return
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"tuning {name}", total=budget, state="float32")
+        task = progress.add_task(f"tuning {escape_controls(name)}", total=budget, state="float32")
 
         def show(trials: int, kept: int, error: float) -> None:
             progress.update(task, completed=trials, state=f"trial {trials}: {kept} kept, error {error:.2g}")

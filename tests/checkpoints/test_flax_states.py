@@ -19,7 +19,7 @@ FLAX_RUNS = {name: RUNS[name] for name in ("float32", "masters", "split", "kahan
     "float8": Run(FLOAT8.format(4), lambda tx: jmp.optim.loss_scaled(tx, SCALE)),
     "float8, long": Run(FLOAT8.format(8), lambda tx: tx),
 }
-X = jnp.linspace(-1.0, 1.0, 32 * 4).reshape(4, 32)
+X = jnp.linspace(-1.0, 1.0, 32 * 16).reshape(16, 32)
 
 
 @pytest.fixture(autouse=True)

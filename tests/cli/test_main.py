@@ -1,6 +1,7 @@
 """The command line: exit statuses, one line for each error, and what the commands print."""
 
 import builtins
+import dataclasses
 import math
 import platform
 import re
@@ -142,6 +143,20 @@ def test_a_stopped_run_says_how_to_continue(trained, capsys, interrupted, status
     shown = capsys.readouterr().out
     assert "saved at step 7; continue with: jmp-policy train --resume --out out" in shown
     assert "100.0% in float16" in shown
+
+
+def test_control_characters_in_names_are_escaped(trained, capsys):
+    summary = dataclasses.replace(SUMMARY, policy="pol\x1b[31m")
+    trained(demo.TrainResult(Path("out\x1b[2J"), 7, False, math.nan, 4.8, 3.5, summary))
+    main(["train"])
+    trained(FloatingPointError("stuck in \x1b]0;out\x07"))
+    main(["train"])
+    main(["train", "\x1b[2J"])
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.out + shown.err
+    for text in (r"pol\x1b[31m", r"--out out\x1b[2J"):
+        assert text in shown.out
+    assert r"stuck in \x1b]0;out\x07" in shown.err
 
 
 @pytest.mark.parametrize(("error", "status"), [(FloatingPointError("stuck"), 1), (KeyboardInterrupt(), 130)])

@@ -47,6 +47,7 @@ def _gradients(case, module, variables):
     return jax.make_jaxpr(jax.grad(loss))(variables)
 
 
+@pytest.mark.filterwarnings("ignore:No layer of the model computes in float8")  # of the rows that are odd
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_layer_multiplies_in_8_bits_where_explain_says_so(name):
@@ -222,3 +223,28 @@ def test_comparison_says_that_weights_stay_as_they_are():
     said = "left: computes as float8(recipe=current,min_size=0), from a weight that stays as it is"
     assert comparison[""].quantization == said
     assert 0.01 < comparison.output_error < 0.1
+
+
+def call_abstractly(model, rows, **options):
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 16)))  # which warns of nothing
+    jax.eval_shape(functools.partial(model.apply, **options), variables, jnp.ones((rows, 16)))
+
+
+def test_rows_that_keep_every_layer_out_of_8_bits_are_told_once():
+    model = jmp.with_policy(nn.Sequential([nn.Dense(16), nn.Dense(16)]), DELAYED)
+    call_abstractly(model, 32)
+    message = r"float8 in this call, but in bfloat16: .* a multiple of 16; it is 8\. Pad the batch to 16 rows\."
+    with pytest.warns(UserWarning, match=message):
+        call_abstractly(model, 8)
+    call_abstractly(model, 24)
+
+
+def test_rows_are_not_told_where_a_layer_computes_in_8_bits_or_explain_says_so():
+    class Halves(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16)(x[:8]), nn.Dense(16)(x)
+
+    call_abstractly(jmp.with_policy(Halves(), DELAYED), 16)
+    jmp.explain(jmp.with_policy(nn.Dense(16), DELAYED), jnp.ones((8, 16)))
+    call_abstractly(jmp.with_policy(nn.Dense(10), DELAYED), 8)  # whose weight is not fit, whatever the rows

@@ -314,21 +314,73 @@ def test_attaching_warns_of_nothing_else():
         jmp.with_policy(Net(rngs=rngs()), jmp.PolicyMap({"head": "float32"}, "mixed_bfloat16"))(X)
 
 
-def test_capture_of_method_outputs_has_the_keys_that_it_has_without_a_policy():
-    class Net(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-            self.last = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+class Encoder(nnx.Module):
+    def encode(self, x):
+        return self.linear(x)
 
+    def scale(self, x):
+        return 2 * x
+
+
+class Captured(Encoder):
+    def __init__(self):
+        self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        self.last = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.gain = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x):
+        return self.scale(self.last(self.scale(self.encode(x))))
+
+    def scale(self, x):
+        return super().scale(x) * self.gain.astype(x.dtype)
+
+
+class Holder(nnx.Module):
+    def __init__(self, kind=Captured):
+        self.inner = kind()
+
+    def __call__(self, x):
+        return self.inner(x), self.inner.encode(x), self.inner.scale(self.inner.encode(x))
+
+
+def capture_outputs(model, x=X[:1, :2]):
+    return nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)(x)[1]
+
+
+def count_captured(model):
+    return {path: len(value.get_value()) for path, value in nnx.to_flat_state(capture_outputs(model))}
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", {"inner": "float32", "": "mixed_bfloat16"}])
+def test_capture_of_method_outputs_has_the_keys_that_it_has_without_a_policy(policy):
+    policy = jmp.PolicyMap(policy) if isinstance(policy, dict) else policy
+    plain = count_captured(Holder())
+    # Two calls of `scale` by the module itself and one from outside; `encode` is inherited, which Flax leaves out.
+    assert plain["inner", "scale"] == 3
+    assert ("inner", "encode") not in plain
+    assert count_captured(jmp.with_policy(Holder(), policy)) == plain
+    assert count_captured(Holder(jmp.with_policy(Captured, "mixed_bfloat16"))) == plain
+
+
+def test_methods_that_a_module_calls_on_itself_are_captured_as_they_compute():
+    captured = capture_outputs(jmp.with_policy(Captured(), "params=float32,compute=bfloat16,output=float32"))
+    assert [value.dtype for value in captured["scale"].get_value()] == [jnp.bfloat16] * 2
+    assert captured["__call__"].get_value()[0].dtype == jnp.float32
+
+
+def test_inherited_methods_have_the_policy():
+    model = jmp.with_policy(Captured(), "params=float32,compute=bfloat16,output=float32")
+    assert jax.eval_shape(lambda x: model.linear(x), X[:, :2]).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda x: Encoder.encode(model, x), X[:, :2]).dtype == jnp.bfloat16  # past the policy
+    assert jax.eval_shape(lambda x: model.encode(x), X[:, :2]).dtype == jnp.float32
+    assert pickle.loads(pickle.dumps(model)).encode(X[:, :2]).dtype == jnp.float32
+
+
+def test_a_policy_that_is_given_while_flax_captures_holds_after_it():
+    class Late(Captured):
         def __call__(self, x):
-            return self.last(self.linear(x))
+            return self.scale(self.encode(x))
 
-    def list_keys(model):
-        capture = nnx.capture(model, nnx.Intermediate, method_outputs=nnx.Intermediate)
-        return [path for path, _ in nnx.to_flat_state(capture(jnp.ones((1, 2)))[1])]
-
-    model = Net()
-    plain = list_keys(model)
-    assert ("linear", "__call__") in plain
-    for policy in ("float32", "mixed_bfloat16"):
-        assert list_keys(jmp.with_policy(model, policy)) == plain
+    give = lambda model, x: jmp.with_policy(model, "mixed_bfloat16")(x)
+    nnx.capture(give, nnx.Intermediate, method_outputs=nnx.Intermediate)(Late(), X[:, :2])
+    assert give(Late(), X[:, :2]).dtype == jnp.bfloat16

@@ -1,5 +1,7 @@
 """Policies across the bridges between linen and nnx."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -176,6 +178,23 @@ def matmuls(model, variables):
     return [str(operand.dtype) for dot in dots for operand in dot.operands]
 
 
+class Halves(nnx.Module):
+    """Two layers of nnx, and a parameter of its own; it tells in which dtype that is read."""
+
+    saw = ""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+    def scale_up(self, x):
+        Halves.saw = str(self.scale.dtype)
+        return self.up(x)
+
+
 class TestInsideLinen:
     """A module of nnx inside a linen model, which was given a policy or a map."""
 
@@ -183,7 +202,7 @@ class TestInsideLinen:
     def test_computes_and_stores_as_the_policy_says(self, model):
         policied = jmp.with_policy(model, BF16_INSIDE)
         variables = policied.init(jax.random.key(0), X)
-        assert matmuls(policied, variables) .count("float32") == 0
+        assert matmuls(policied, variables).count("float32") == 0
         assert jax.tree.structure(variables) == jax.tree.structure(model.init(jax.random.key(0), X))
         assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {F32}
 
@@ -197,6 +216,64 @@ class TestInsideLinen:
         model = jmp.with_policy(InLinen(), jmp.PolicyMap({"inner": "p=f32,c=f16,o=f32"}, BF16_INSIDE))
         variables = model.init(jax.random.key(0), X)
         assert set(matmuls(model, variables)) == {"float16"}
+
+    @pytest.mark.parametrize(
+        ("rules", "expected"),
+        [
+            ({"inner/up": "float16"}, ["float16", "bfloat16"]),
+            ({nnx.Linear: "float16"}, ["float16", "float16"]),
+            ({"inner/down": "float16", nnx.bridge.ToLinen: "float32"}, ["float32", "float16"]),
+            ({nnx.bridge.ToLinen: "float32", "inner/down": "float16"}, ["float32", "float32"]),
+            ({"Halves": "float16", Halves: "float32"}, ["float32", "float32"]),
+        ],
+    )
+    def test_rules_of_a_map_name_modules_on_both_sides(self, rules, expected):
+        policies = {key: jmp.get_policy(spec).replace(param_dtype="float32") for key, spec in rules.items()}
+        rules = jmp.PolicyMap(policies, BF16_INSIDE)
+        for kind in (Halves, lambda rngs: Halves(rngs)):  # Flax takes any callable that makes a module
+            model = jmp.with_policy(InLinen(kind, ()), rules)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "policy rule (ToLinen|'Halves'|'inner/down')")
+                variables = jax.eval_shape(model.init, jax.random.key(0), X)
+                assert matmuls(model, variables) == [dtype for dtype in expected for _ in range(2)]
+
+    def test_rules_store_params_of_modules_inside(self):
+        model = jmp.with_policy(InLinen(Halves, ()), jmp.PolicyMap({"inner/up": "float16"}, BF16_INSIDE))
+        params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]["inner"]
+        assert (params["up"]["kernel"].dtype, params["down"]["kernel"].dtype) == (F16, F32)
+
+    def test_rule_that_names_no_module_inside_is_told(self):
+        model = jmp.with_policy(InLinen(Halves, ()), jmp.PolicyMap({"inner/upp": "float16"}, BF16_INSIDE))
+        with pytest.warns(UserWarning, match="'inner/upp' matches no module; the closest path is 'inner/up'"):
+            jax.eval_shape(model.init, jax.random.key(0), X)
+
+    @pytest.mark.parametrize(("format", "spelled"), [("float8", "f8_e4m3fn"), ("int8", "i8")])
+    def test_layers_multiply_in_the_format_of_the_policy(self, format, spelled):
+        model = jmp.with_policy(InLinen(nnx.Linear, (256, 256)), f"{format}_from_mixed_bfloat16")
+        x = jax.ShapeDtypeStruct((16, 256), F32)
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        program = jax.make_jaxpr(lambda *args: model.apply(*args, mutable=True))(variables, x)
+        assert f"{spelled}[256,256]" in str(program)
+
+    def test_methods_called_by_name_have_the_policy(self):
+        class ByName(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nnx.bridge.to_linen(Halves).scale_up(x)
+
+        model = jmp.with_policy(ByName(), BF16_INSIDE)
+        jax.eval_shape(model.init, jax.random.key(0), X)
+        assert Halves.saw == "bfloat16"
+
+    def test_explain_says_which_rules_decide_for_layers_without_rows(self):
+        model = jmp.with_policy(InLinen(Halves, ()), jmp.PolicyMap({"inner/up": "float16"}, BF16_INSIDE))
+        found = jmp.explain(model, X)
+        assert found.unused == ()
+        assert found.unknown == (
+            "'inner' wraps an nnx module, whose layers have no rows: each gets its policy and its format by its own "
+            "path ('inner/up' decides for 'inner/up')",
+        )
+        assert jmp.explain(jmp.with_policy(InLinen(), BF16_INSIDE), X).unknown == ()
 
     def test_class_with_its_own_policy_keeps_it(self):
         model = jmp.with_policy(InLinen(jmp.with_policy(nnx.Linear, "mixed_float16")), BF16_INSIDE)

@@ -123,6 +123,7 @@ def test_a_layer_whose_weight_is_normed_multiplies_in_8_bits():
     assert jmp.explain(model, BATCH)["layer_instance"].quantization == "float8/4(min_size=0)"
 
 
+@pytest.mark.filterwarnings("ignore:No layer of the model computes in float8")  # of the few rows
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LEFT)
 def test_a_layer_that_is_left_does_what_it_does_without_and_explain_says_why(name):
@@ -155,3 +156,15 @@ def test_layers_of_few_features_compute_as_without(name):
         return str(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, rest, layer.inputs))
 
     assert gradients(DELAYED) == gradients("mixed_bfloat16")
+
+
+def test_rows_that_keep_every_layer_out_of_8_bits_are_told_once():
+    class Layer(nnx.Linear):
+        """A class of this test, of which nothing was said before."""
+
+    model = abstract(lambda rngs: Layer(16, 16, rngs=rngs), DELAYED)
+    program(model, X[:16])
+    message = r"float8 in this call, but in bfloat16: .* a multiple of 16; it is 3\. Pad the batch to 16 rows\."
+    with pytest.warns(UserWarning, match=message):
+        program(model, X[:3])
+    program(model, X[:5])

@@ -14,6 +14,8 @@ from jmp_policy.origins._roles import find_roles
 from jmp_policy.origins._words import Words, read_words, write_words
 
 ZERO = np.array([0.0, 2.0], np.float32)
+W = np.arange(9, dtype=np.float32).reshape(3, 3)
+SYMMETRIC = W + W.T
 
 
 def grad_of(fun):
@@ -54,6 +56,25 @@ SUGGESTIONS = {
     "solution of a singular system": (
         lambda a: jnp.linalg.solve(a, jnp.ones(2)), np.ones((2, 2), np.float32), "The matrix is singular"
     ),
+    "eigenvectors of equal eigenvalues": (
+        grad_of(lambda a: jnp.linalg.eigh(a)[1] * W), np.eye(3, dtype=np.float32), "where two eigenvalues are equal"
+    ),
+    "the same in a batch": (
+        grad_of(lambda a: jax.vmap(jnp.linalg.eigh)(a)[1] * W), np.stack([SYMMETRIC, np.eye(3)]), "`jnp.linalg.eigvalsh"
+    ),
+    "singular vectors of equal values": (
+        grad_of(lambda a: jnp.linalg.svd(a)[0] * W), np.eye(3, dtype=np.float32), "where two singular values are equal"
+    ),
+    "singular vectors of value zero": (
+        grad_of(lambda a: jnp.linalg.svd(a, full_matrices=False)[0]), np.ones((3, 2), np.float32), "or one is zero"
+    ),
+    "zero by zero": (lambda x: x / x, ZERO, "Dividend and divisor are both zero. Choose the result for this case"),
+    "zero by a sum of zeros in float16": (
+        lambda x: x / x.sum(), np.zeros(2, np.float16), "Dividend and divisor are both zero"
+    ),
+    "gradient of zero by zero in a branch": (
+        grad_of(lambda x: jnp.where(x != 0, jnp.sin(x) / x, 1.0)), ZERO, "This is the derivative of a division"
+    ),
     "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds"),
     "callback": (call_on_host, ZERO, "its function on the host makes it of operands that are finite"),
     "pallas kernel": (run_kernel, ZERO, "its kernel makes it of operands that are finite"),
@@ -70,6 +91,23 @@ def test_the_suggestion_fits_the_operation(name):
     text = describe(fun, x)
     assert expected in text
     assert not any(words in text for words in ("too large", "Subtract the largest", "the divisor", "ends at 65504"))
+
+
+@pytest.mark.slow
+def test_what_is_suggested_for_degenerate_matrices_and_zeros_has_finite_gradients():
+    apart = lambda decompose: grad_of(lambda a: decompose(a + jnp.diag(1e-3 * jnp.arange(3.0)))[1] * W)
+    gradients = [apart(jnp.linalg.eigh), apart(jnp.linalg.svd), grad_of(jnp.linalg.eigvalsh)]
+    quotient = lambda x: jnp.where(x != 0, jnp.sin(x) / jnp.where(x != 0, x, 1.0), 1.0)
+    assert all(np.isfinite(gradient(np.eye(3, dtype=np.float32))).all() for gradient in gradients)
+    assert np.isfinite(grad_of(quotient)(ZERO)).all()
+
+
+def test_a_divisor_of_the_users_own_is_no_decomposition():
+    inverse = lambda a: jnp.sum(1 / jnp.linalg.svd(a, compute_uv=False))
+    assert "eigh" not in list_roles(grad_of(lambda a: 1 / jnp.linalg.eigvalsh(a)), SYMMETRIC)
+    assert "svd" not in list_roles(inverse, SYMMETRIC)
+    assert list_roles(lambda x: x / x, ZERO) == {}
+    assert list_roles(grad_of(lambda x: x**-2), ZERO) == {}
 
 
 def test_an_overflow_whose_reciprocal_is_the_zero_of_a_logarithm_is_its_cause():
@@ -119,7 +157,7 @@ def test_derivatives_with_a_pole_at_zero_have_the_role_of_their_function():
     assert list_roles(grad_of(jnp.log), ZERO) == {"log": {"div"}}
     assert list_roles(grad_of(jnp.cbrt), ZERO) == {"cbrt": {"integer_pow"}}
     assert list_roles(lambda x: 0.5 / jnp.sqrt(x), ZERO) == {}
-    assert list_roles(grad_of(lambda x: x / (x + 1)), ZERO) == {}
+    assert list_roles(grad_of(lambda x: x / (x + 1)), ZERO) == {"div": {"integer_pow"}}
 
 
 def test_an_exponential_is_guarded_only_where_a_branch_uses_it():
