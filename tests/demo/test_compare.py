@@ -45,7 +45,7 @@ def test_the_table_tells_what_each_policy_costs_and_saves(folder):
     assert "16 windows of 16 bytes: the loss of a step is the mean over 256 bytes" in tiny.text_of(console)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
 def test_float16_loses_without_a_loss_scale_and_not_with_it(folder, monkeypatch):
     # The default batch, on which the underflow depends. A model this small, trained this shortly, loses less than the

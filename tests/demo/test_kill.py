@@ -43,6 +43,7 @@ def steps_of(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_killed_run_resumes_bit_exactly(folder, api):
     straight, killed = folder / "straight", folder / "killed"

@@ -39,7 +39,7 @@ def check_replicas(results: list[dict]) -> None:
         assert known.setdefault((path, index), digest) == digest, path
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_and_four_processes_have_the_losses_of_one(folder):
     wishes = {"steps": 3, "batch_size": 4}
     (alone,) = run_processes(folder, 1, 1, out="one", mesh="data=1", **wishes)
