@@ -202,7 +202,7 @@ class Adapter(Protocol):
         ...
 
     @property
-    def attach_inside(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
+    def attach_wrapped(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
         """Gives a policy to a new module inside a model of another API; `None` for linen, whose calls make modules.
 
         It takes the module, the policy, the path of the module in the model, and the arguments that it was made of. It

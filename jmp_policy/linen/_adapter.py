@@ -30,7 +30,7 @@ class _Linen:
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(model.apply)(variables, x)"
     quantize = None
-    attach_inside = None
+    attach_wrapped = None
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
         """Returns a linen class or instance with a policy."""

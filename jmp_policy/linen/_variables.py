@@ -93,9 +93,9 @@ class _MakerAcross:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self._make(*args, **kwargs)
         adapter = find_adapter(made)
-        if adapter is None or adapter.attach_inside is None:
+        if adapter is None or adapter.attach_wrapped is None:
             return made
-        made, types = adapter.attach_inside(made, self._rules, self._path, (args, kwargs))
+        made, types = adapter.attach_wrapped(made, self._rules, self._path, (args, kwargs))
         # The two modules have one path: the outer one's type stays, unless a rule decides by the inner one's.
         if match_policy(self._rules, self._path, types).rule is None:
             types.pop(self._path, None)

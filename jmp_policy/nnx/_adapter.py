@@ -17,7 +17,7 @@ from ..quant._layer import Promote
 from ..quant._wide_layer import read_narrow
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._calls import find_modules, hook_calls
-from ._decorate import attach_inside, decorate_class, find_given_policy
+from ._decorate import attach_wrapped, decorate_class, find_given_policy
 from ._explain import examine, find_method
 from ._layer_table import LayerWeight, find_weight, weight_name
 from ._lift import lift
@@ -124,7 +124,7 @@ class _Nnx:
                 module.mask = None  # type: ignore[attr-defined]  # the stored numbers have it
         return attached, attachment.explain_unused_rules()
 
-    attach_inside = staticmethod(attach_inside)
+    attach_wrapped = staticmethod(attach_wrapped)
 
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Runs a function of nnx objects by means of one that knows trees of arrays only."""

@@ -92,7 +92,7 @@ def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[st
     return module
 
 
-def attach_inside(
+def attach_wrapped(
     module: nnx.Module, given: Policy | PolicyMap, path: str, arguments: PyTree
 ) -> tuple[nnx.Module, dict[str, type]]:
     """Gives a policy to a new module that a linen model wraps.
