@@ -14,7 +14,6 @@ import pytest
 from pickled import BY_VALUE, CASES, X
 
 import jmp_policy as jmp
-from jmp_policy.compat import keras
 
 
 @pytest.fixture
@@ -106,23 +105,3 @@ def test_another_process_runs_what_was_pickled_by_value(by_value, tmp_path):
 
 FEW = ("a quantized linen module", "those of a quantized one", "those of a float8 one")
 """What differs from others in this process alone."""
-
-
-@pytest.mark.parametrize(
-    ("value", "now", "before"),
-    [
-        (jmp.quant.CurrentScaling("row"), "_float8_format", "_float8_recipe"),
-        (jmp.quant.DelayedScaling(delay=2), "_float8_format", "_float8_recipe"),
-        (keras.Int4DTypePolicy("int4/64", "bfloat16"), "_quantized_dtype_policy", "_int4_dtype_policy"),
-        (
-            keras.QuantizedFloat8DTypePolicy("float8", "bfloat16"),
-            "_quantized_dtype_policy",
-            "_quantized_float8_dtype_policy",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_a_class_that_moved_is_found_where_older_pickles_look(value, now, before):
-    pickled = pickle.dumps(value, protocol=2)  # which spells modules out
-    assert now.encode() in pickled
-    assert pickle.loads(pickled.replace(now.encode(), before.encode())) == value

@@ -8,7 +8,6 @@
 """
 
 from ..quant import _serialization as _serialization
-from . import _old_pickles as _old_pickles
 from ._decorate import cast_params as cast_params
 from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad

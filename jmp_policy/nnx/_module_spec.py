@@ -14,7 +14,7 @@ from ._quantized_embed import make_quantized_embed
 from ._rounding import make_rounding_layer
 from ._wide import make_wide_layer
 
-SPEC = "__jmp_role__"
+SPEC = "__jmp_spec__"
 """The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part
 of a graph definition: copies, `nnx.split`, `nnx.merge` and the key of every jit cache carry them. Old pickles hold
 classes with an attribute of this name."""
