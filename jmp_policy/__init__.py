@@ -40,7 +40,6 @@ import typing as _typing
 from . import _contexts as _contexts  # which are made before anything is compiled
 from ._boundary import policy_of as policy_of, with_policy as with_policy
 from ._dtypes import half_dtype as half_dtype
-from ._explain import explain as explain
 from ._find_scale import get_loss_scale as get_loss_scale, metrics as metrics
 from ._finite import all_finite as all_finite, select_tree as select_tree
 from ._full_precision import force_full_precision as force_full_precision
@@ -72,6 +71,7 @@ if _typing.TYPE_CHECKING:
         quant as quant,
         sharding as sharding,
     )
+    from ._explain import explain as explain
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
     from .tuning import Trial as Trial, Tuning as Tuning, tune as tune
@@ -83,6 +83,7 @@ _LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", 
 _LAZY_NAMES = {
     "AutocastRules": ".autocast._rules",
     "convert_state": ".checkpoints",
+    "explain": "._explain",
     **dict.fromkeys(("Trial", "Tuning", "tune"), ".tuning"),
 }
 

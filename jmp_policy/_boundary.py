@@ -29,8 +29,9 @@ from ._messages import describe, warn_user
 from ._misuse import NoContext, refuse_order, refuse_rules, refuse_unknown_arguments
 from ._policy import Policy
 from ._policy_map import PolicyMap
-from ._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
+from ._signatures import Decorator, F, FirstSpec, Jitted, PolicySpec
 from ._trees import Args, Kwargs, PyTree
+from ._types import P, R
 
 
 class _NoTarget:

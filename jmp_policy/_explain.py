@@ -1,15 +1,15 @@
 """`explain`: which rule and which dtypes hold at each module of a model."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._adapter import Method, find_adapter
 from ._trees import PyTree
+from .explanation._build import build_explanation
+from .explanation._explanation import Explanation
+from .explanation._observation import Observation
 
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
-
-def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> "Explanation":
+def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
     """Says what holds at each module of a Flax model: policy, rule, and the dtypes that are seen when it is called.
 
     The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
@@ -49,10 +49,6 @@ def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None
             f"explain takes a Flax module, got {model!r}. "
             "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
         )
-    # Not before: a table loads what renders it.
-    from .explanation._build import build_explanation
-    from .explanation._observation import Observation
-
     observation = Observation()
     examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
     return build_explanation(examined, observation)

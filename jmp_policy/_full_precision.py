@@ -11,8 +11,9 @@ import numpy as np
 from ._adapter import is_flax_object
 from ._contexts import IN_FULL_PRECISION
 from ._dtypes import at_least_float32
-from ._signatures import Jitted, P, R
+from ._signatures import Jitted
 from ._trees import PyTree, cast_floating, floating_leaves, is_floating
+from ._types import P, R
 
 F = TypeVar("F", bound=Callable[..., Any])
 

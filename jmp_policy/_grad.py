@@ -14,8 +14,8 @@ from ._float8_state import explain_reuse, map_parts, prepare_state, zero_unused
 from ._loss_scale import LossScale, NoOpLossScale
 from ._messages import describe, warn_once, warn_user
 from ._reduce_dtype import hold_given, search_reduce_dtype
-from ._signatures import Aux, Loss, P
 from ._trees import Args, PyTree
+from ._types import Aux, Loss, P
 
 
 @overload

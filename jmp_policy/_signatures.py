@@ -1,18 +1,15 @@
 """What a type checker is told: what stands for a policy, and that what is given a policy stays of its type."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 
 from ._dtypes import DTypeLike
 from ._policy import Policy
 from ._policy_map import PolicyMap
+from ._types import P, R
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Loss = TypeVar("Loss")
-Aux = TypeVar("Aux")
 F = TypeVar("F", bound="Callable[..., Any] | classmethod[Any, Any, Any]")
 """A function, or a Flax module or class: Flax declares that each of these can be called."""
 

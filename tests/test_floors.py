@@ -21,6 +21,7 @@ FLOORS = {
     "_scale_settings": 0,
     "_float8_state": 0,
     "_trees": 0,
+    "_types": 0,
     "_unused_rules": 0,
     "_finite": 0,
     "_rounding": 0,

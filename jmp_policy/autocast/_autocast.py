@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._boundary import NO_TARGET
 from .._misuse import refuse_unknown_arguments
-from .._signatures import Decorator, F, FirstSpec, Jitted, P, PolicySpec, R
+from .._signatures import Decorator, F, FirstSpec, Jitted, PolicySpec
+from .._types import P, R
 
 if TYPE_CHECKING:
     from ._rules import AutocastRules

@@ -6,6 +6,7 @@ A body and its constants are two objects, or one from JAX 0.11 on: this file rea
 import contextlib
 import math
 import re
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -131,6 +132,25 @@ def is_backward(stack: str) -> bool:
     (True, False)
     """
     return "transpose(" in stack
+
+
+Pass = typing.Literal["forward", "recomputed", "backward"]
+
+
+def find_direction(stack: str, outer: str = "forward") -> Pass:
+    """The pass that a name stack belongs to, inside of a body of another.
+
+    >>> find_direction("jvp(net)/dense"), find_direction("transpose(jvp(net))/rematted_computation/dense")
+    ('forward', 'recomputed')
+    >>> find_direction("rematted_computation/dense", "backward")
+    'recomputed'
+    """
+    if outer == "recomputed":
+        return "recomputed"
+    backward = outer == "backward" or is_backward(stack)
+    if backward and "rematted_computation" in stack:
+        return "recomputed"
+    return "backward" if backward else "forward"
 
 
 def strip_transformations(stack: str) -> str:

@@ -87,30 +87,32 @@ class _Linen:
         """Runs a function as it is: there is nothing in a module that it could write to."""
         return run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
 
+    def attach_for_nnx(
+        self,
+        module: nn.Module,
+        policy: Policy | PolicyMap,
+        keep: Collection[str],
+        lineage: tuple[tuple[str, type], ...],
+        boundary: bool,
+        inferred: np.dtype | None,
+    ) -> nn.Module:
+        """Returns a linen module inside a model of nnx with the policy of that model.
+
+        Args:
+          module: the module, as `nnx.bridge.ToNNX` wraps it.
+          policy: what the model was given; a map's rules name paths in the whole model.
+          keep: names of arguments of its public methods that enter uncast.
+          lineage: the types of the nnx modules around it, by path, its wrapper last.
+          boundary: whether it casts what enters and leaves.
+          inferred: what stands for a compute dtype that the policy leaves open, if not its own inputs' dtype.
+        """
+        place = ModulePlace(lineage, boundary, inferred)
+        return _change_class(
+            module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place)
+        )
+
 
 LINEN: Adapter = _Linen()
-
-
-def attach_inside(
-    module: nn.Module,
-    policy: Policy | PolicyMap,
-    keep: Collection[str],
-    lineage: tuple[tuple[str, type], ...],
-    boundary: bool,
-    inferred: np.dtype | None,
-) -> nn.Module:
-    """Returns a linen module inside a model of nnx with the policy of that model.
-
-    Args:
-      module: the module, as `nnx.bridge.ToNNX` wraps it.
-      policy: what the model was given; a map's rules name paths in the whole model.
-      keep: names of arguments of its public methods that enter uncast.
-      lineage: the types of the nnx modules around it, by path, its wrapper last.
-      boundary: whether it casts what enters and leaves.
-      inferred: what stands for a compute dtype that the policy leaves open, if not its own inputs' dtype.
-    """
-    place = ModulePlace(lineage, boundary, inferred)
-    return _change_class(module, make_policied_class(unpolicied_class(type(module)), policy, frozenset(keep), place))
 
 
 def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:

@@ -7,10 +7,12 @@
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
-from ..quant import _serialization as _serialization
+from ..quant._serialization import register_with_flax as _register_with_flax
 from ._decorate import cast_params as cast_params
 from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad
 from ._optimizer import Optimizer as Optimizer
 from ._quantized import QuantizedParam as QuantizedParam
 from ._rounding import set_rounding as set_rounding
+
+_register_with_flax()

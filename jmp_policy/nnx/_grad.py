@@ -13,8 +13,8 @@ from .._float8_state import zero_unused
 from .._grad import differentiate_scaled, drop_value, make_reducer, read_scale_at_call, unscale_grads
 from .._loss_scale import LossScale, NoOpLossScale
 from .._scaled_state import has_scaled_state
-from .._signatures import Aux, Loss, P
 from .._trees import PyTree
+from .._types import Aux, Loss, P
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState

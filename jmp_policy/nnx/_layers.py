@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from .._adapter import find_adapter
 from .._boundary import policy_of
 from .._dtypes import at_least_float32
 from .._memory import remember_weakly
@@ -133,6 +134,5 @@ def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np
       inferred: the compute dtype, where the policy leaves it open and a call told.
     """
     module = attributes[_WRAPPED]
-    from ..linen._adapter import attach_inside  # not before: most models wrap no linen module
-
-    return {_WRAPPED: attach_inside(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}
+    linen: Any = find_adapter(module)  # which alone has the method
+    return {_WRAPPED: linen.attach_for_nnx(module, spec.given, spec.keep, spec.lineage, spec.casts, inferred)}

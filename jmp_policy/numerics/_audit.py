@@ -15,11 +15,11 @@ from ..autocast._modules import Register
 from ..interpreter import Step, float_dtype, multiplies_only, trace, walk
 from ..interpreter._module_paths import ModulePaths
 from ..interpreter._program import is_backward
+from ._check_function import check_function
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._cost import MATMULS, count_bytes, count_flops
 from ._facts import HALF, Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
-from ._request import check_function
 from ._source import find_line, find_origin, find_running_line
 
 

@@ -12,7 +12,7 @@ from .._dtypes import did_you_mean
 from .._paths import list_paths_to
 from ..interpreter import Step, bodies_of, float_dtype, is_recorded, multiplies_only, name_stack, walk
 from ..interpreter._module_paths import ModulePaths, Modules
-from ..interpreter._program import is_backward
+from ..interpreter._program import find_direction
 from ..statistics._layout import Direction
 from ._cost import MATMULS
 
@@ -100,22 +100,6 @@ def make_choice(where: Sequence[str], of: Iterable[str], program: Jaxpr, modules
             patterns.append(entry)
     chosen = frozenset() if ALL in where else frozenset(operations)
     return Choice(chosen, tuple(patterns), frozenset(of), named)
-
-
-def find_direction(stack: str, outer: Direction = "forward") -> Direction:
-    """The pass that a name stack belongs to, inside of a body of another.
-
-    >>> find_direction("jvp(net)/dense"), find_direction("transpose(jvp(net))/rematted_computation/dense")
-    ('forward', 'recomputed')
-    >>> find_direction("rematted_computation/dense", "backward")
-    'recomputed'
-    """
-    if outer == "recomputed":
-        return outer
-    backward = outer == "backward" or is_backward(stack)
-    if backward and "rematted_computation" in stack:
-        return "recomputed"
-    return "backward" if backward else "forward"
 
 
 def _list_names(program: Jaxpr, modules: Modules) -> tuple[set[str], list[str]]:

@@ -31,14 +31,15 @@ from ..interpreter import (
     walk,
 )
 from ..interpreter._module_paths import ModulePaths
-from ..interpreter._program import Atom
+from ..interpreter._program import Atom, find_direction
 from ..measurement._measure import Look, Meter, Record, fold, join, merge
 from ..statistics._layout import Direction, Layout, Site
 from ..statistics._observed import remember_program
 from ..statistics._stats import Stats
-from ._choice import Choice, Place, find_direction, make_choice
+from ._check_function import check_function
+from ._choice import Choice, Place, make_choice
 from ._ends import Results, find_signature, name_arguments, name_results
-from ._request import Request, check_function, make_request, take_step
+from ._request import Request, make_request, take_step
 from ._source import find_line, find_origin, split_line
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -20,8 +20,8 @@ from ..collectives._traced import Found, read_program
 from ..interpreter import Step
 from ..interpreter._evaluate import flatten_function
 from ..interpreter._module_paths import ModulePaths
-from ._choice import find_direction
-from ._request import check_function
+from ..interpreter._program import find_direction
+from ._check_function import check_function
 from ._source import choose_line, find_line, find_origin
 
 

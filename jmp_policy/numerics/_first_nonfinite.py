@@ -29,16 +29,15 @@ from ..interpreter import (
     trace,
 )
 from ..interpreter._module_paths import ModulePaths
-from ..interpreter._program import replace_variables
+from ..interpreter._program import find_direction, replace_variables
 from ..origins._chase import find_origin as chase_origin
 from ..origins._extremes import Extremes, ExtremesRecorder, is_measurable
 from ..origins._graph import build_graph
 from ..origins._provenance import Provenance
 from ..origins._roles import find_roles
 from ..origins._words import Words
-from ._choice import find_direction
+from ._check_function import check_function
 from ._ends import Results, find_signature, name_results, spell_arguments
-from ._request import check_function
 from ._source import find_line, find_origin, split_line
 
 

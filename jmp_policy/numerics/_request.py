@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._adapter import find_adapter
 from .._dtypes import did_you_mean
 from .._messages import describe
 from .._trees import Args, is_array
@@ -61,24 +60,6 @@ def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
             "For example: collect(train_step, every=100)(step, state, batch)."
         )
     return step, args[1:]
-
-
-def check_function(fun: Any, caller: str) -> None:
-    """Refuses anything but a function.
-
-    Args:
-      fun: what a user gave.
-      caller: the name of the function that it was given to.
-
-    Raises:
-      TypeError: it is something else.
-    """
-    adapter = find_adapter(fun)
-    if adapter is None and callable(fun) and not isinstance(fun, type):
-        return
-    audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
-    example = audited.replace("audit", caller)
-    raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
 
 
 def _parse_passes(of: str | Sequence[str]) -> tuple[str, ...]:

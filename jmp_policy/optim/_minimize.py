@@ -20,8 +20,8 @@ from .._loss_scale import NoOpLossScale
 from .._reduce_dtype import search_reduce_dtype
 from .._rounding import is_half
 from .._scaled_state import has_scaled_state
-from .._signatures import Aux, Loss, P
 from .._trees import PyTree
+from .._types import Aux, Loss, P
 from ._provenance import has_provenance
 from ._scaled_update import LossScaledUpdate
 from ._step import Params, Transformation, step

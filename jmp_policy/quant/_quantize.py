@@ -22,6 +22,7 @@ from ._array import QuantizedArray
 from ._clip import Clip
 from ._layout import weight_layout
 from ._quantizer import Quantizer
+from ._serialization import register_with_flax
 from ._weight import WEIGHT_NAMES
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
     given = quantizer.given
     _check_keys(given)
     if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
-        from . import _serialization as _serialization
+        register_with_flax()
     stacks = _Stacks(stacked)
     params: PyTree = variables.get("params", variables)
 

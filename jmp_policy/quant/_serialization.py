@@ -1,12 +1,20 @@
-"""Quantized weights in `flax.serialization`: importing this registers them. Nothing else here needs Flax."""
+"""Quantized weights in `flax.serialization`. Nothing else here needs Flax."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-from flax import serialization
 
 from ._array import ARRAYS, QuantizedArray
+
+
+@functools.cache
+def register_with_flax() -> None:
+    """Registers quantized weights with Flax, once."""
+    from flax import serialization
+
+    serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)
 
 
 def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
@@ -24,6 +32,8 @@ def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
     found = _shapes(state) if isinstance(state, dict) and "values" in state else None
     if found != wanted:
         what = f"a weight that is not quantized: {_shape(state)}" if found is None else f"{found}"
+        from flax import serialization
+
         path = serialization.current_path().removeprefix("./")
         raise ValueError(
             f"The target at {path!r} is {target!r}, of the arrays {wanted}; what was saved is {what}. Restore "
@@ -39,6 +49,3 @@ def _shapes(arrays: dict[str, Any]) -> dict[str, str]:
 
 def _shape(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
-
-
-serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)

@@ -12,9 +12,7 @@ from .._float8_state import is_prepared, read_leaf, write_leaf
 from .._mapped_axes import AxisName, vary
 from .._messages import warn_once
 from ._dtypes import cast_leaf
-
-Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
-"""The dimensions of an array that are split, each with the axes that it is split over."""
+from ._specs import Splits
 
 
 class Gathering(NamedTuple):

@@ -14,10 +14,10 @@ from .._reduce_dtype import is_searching
 from .._signatures import PolicySpec
 from ._axes import check_axes, check_explicit, is_explicit
 from ._dtypes import list_compute_dtypes, read_compute_dtype, read_reduce_dtype, widen_products
-from ._gather_leaf import Gathering, Splits, gather_leaf, share_state
+from ._gather_leaf import Gathering, gather_leaf, share_state
 from ._reads import find_reads
 from ._reshard_leaf import reshard_leaf
-from ._specs import complete_spec, find_splits, spread_specs
+from ._specs import Splits, complete_spec, find_splits, spread_specs
 
 T = TypeVar("T")
 

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mapped_axes import list_axes
+from .._mapped_axes import AxisName, list_axes
 from .._messages import describe
 from .._trees import PyTree
-from ._gather_leaf import Splits
 
 Spec = NamedSharding | PartitionSpec
+
+Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
+"""The dimensions of an array that are split, each with the axes that it is split over."""
 
 
 def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:

@@ -12,7 +12,7 @@ from .._explain import explain
 from .._loss_scale import NoOpLossScale
 from .._paths import list_paths_to
 from .._policy import Policy
-from ..autocast import _tables
+from ..autocast._tables import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE
 from ..interpreter import float_dtype, walk
 from ..interpreter._module_paths import ModulePaths
 from ..measurement._what_if import Format, parse_format
@@ -64,7 +64,7 @@ def rank_scopes(subject: Subject, policy: Policy, loss_scale: float | None) -> R
     scopes = list_scopes(stats) if modules is None else modules
     by_scope: dict[str, list[Row]] = {scope: [] for scope in scopes}
     for row in rows:
-        if subject.is_module or row.primitive not in _tables.FULL:  # autocast leaves these in float32 anyway
+        if subject.is_module or row.primitive not in FULL:  # autocast leaves these in float32 anyway
             by_scope.get(_find_scope(row, by_scope) or "", []).append(row)
     predicted, scale = (), 1.0
     if rows:
@@ -122,7 +122,7 @@ def list_scopes(stats: Stats) -> list[str]:
     return list(dict.fromkeys(["", *(read(step.scope) for step in steps)]))
 
 
-_LOW = {*_tables.LOW, *_tables.INFER, *_tables.WIDE, *_tables.FULL_IN_FLOAT16}
+_LOW = {*LOW, *INFER, *WIDE, *FULL_IN_FLOAT16}
 
 
 def list_modules(subject: Subject, policy: Policy) -> list[str]:
