@@ -29,7 +29,7 @@ from benchmarks.architectures._resnet import ResNet
 from benchmarks.architectures._training import train_model
 from benchmarks.autocast import gpt
 from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.tuning._search import find_smallest
+from jmp_policy.numerics._tune._search import find_smallest
 
 RANKINGS = ("culprits first", "culprits among the first, with up to 3 others", "random", "culprits last")
 HALF = "params=float32,compute=float16,output=none"
@@ -187,8 +187,8 @@ def model_rows(name: str, tuned: Tuned, dtype: str, budget: int | None) -> list[
 
 def _measure(model: Model, args: tuple[Any, ...], given: Any, scale: float) -> str:
     """The error of a map by the measure of `tune`."""
-    from jmp_policy.tuning._errors import measure_error
-    from jmp_policy.tuning._subject import Subject
+    from jmp_policy.numerics._tune._errors import measure_error
+    from jmp_policy.numerics._tune._subject import Subject
 
     subject = Subject(model.loss, args, True, True, 0)
     results = []

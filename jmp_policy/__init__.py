@@ -34,32 +34,36 @@ Packages, each with a list like this one: `help(jmp.optim)`.
 - `compat`: the names of Keras, and of PyTorch's `GradScaler`.
 """
 
-import importlib as _importlib
 import typing as _typing
 
-from . import _contexts as _contexts  # which are made before anything is compiled
-from ._boundary import policy_of as policy_of, with_policy as with_policy
-from ._dtypes import half_dtype as half_dtype
-from ._find_scale import get_loss_scale as get_loss_scale, metrics as metrics
-from ._finite import all_finite as all_finite, select_tree as select_tree
-from ._full_precision import force_full_precision as force_full_precision
-from ._get_policy import (
+from ._base import (
+    cast_floating as cast_floating,
+    cast_to_full as cast_to_full,
+    cast_to_half as cast_to_half,
+    half_dtype as half_dtype,
+    load_lazily as _load_lazily,  # and its contexts, which are made before anything is compiled
+)
+from .autocast import autocast as autocast  # the function, which has the name of its package
+from .gradients import grad as grad, value_and_grad as value_and_grad
+from .loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    LossScale as LossScale,
+    NoOpLossScale as NoOpLossScale,
+    StaticLossScale as StaticLossScale,
+    all_finite as all_finite,
+    get_loss_scale as get_loss_scale,
+    metrics as metrics,
+    select_tree as select_tree,
+)
+from .modules import force_full_precision as force_full_precision, policy_of as policy_of, with_policy as with_policy
+from .policy import (
+    Policy as Policy,
+    PolicyMap as PolicyMap,
     default_policy as default_policy,
     get_policy as get_policy,
     set_default_policy as set_default_policy,
     use_policy as use_policy,
 )
-from ._grad import grad as grad, value_and_grad as value_and_grad
-from ._loss_scale import (
-    DynamicLossScale as DynamicLossScale,
-    LossScale as LossScale,
-    NoOpLossScale as NoOpLossScale,
-    StaticLossScale as StaticLossScale,
-)
-from ._policy import Policy as Policy
-from ._policy_map import PolicyMap as PolicyMap
-from ._trees import cast_floating as cast_floating, cast_to_full as cast_to_full, cast_to_half as cast_to_half
-from .autocast import autocast as autocast  # the function, which has the name of its package
 
 if _typing.TYPE_CHECKING:
     from . import (
@@ -71,20 +75,21 @@ if _typing.TYPE_CHECKING:
         quant as quant,
         sharding as sharding,
     )
-    from ._explain import explain as explain
     from .autocast import AutocastRules as AutocastRules
     from .checkpoints import convert_state as convert_state
-    from .tuning import Trial as Trial, Tuning as Tuning, tune as tune
+    from .numerics._explain import explain as explain
+    from .numerics._tune import Trial as Trial, Tuning as Tuning, tune as tune
 
 __version__ = "0.2.0"
 
 _LAZY = ("compat", "explanation", "linen", "nnx", "numerics", "optim", "quant", "sharding")  # most import Flax or optax
 
-_LAZY_NAMES = {
-    "AutocastRules": ".autocast._rules",
-    "convert_state": ".checkpoints",
-    "explain": "._explain",
-    **dict.fromkeys(("Trial", "Tuning", "tune"), ".tuning"),
+_SOURCES = {
+    **dict.fromkeys(_LAZY, ""),
+    "autocast": "AutocastRules",
+    "checkpoints": "convert_state",
+    "numerics._explain": "explain",
+    "numerics._tune": "Trial Tuning tune",
 }
 
 _ELSEWHERE = {
@@ -100,15 +105,9 @@ _ELSEWHERE = {
 """Names that are looked for here and stand elsewhere."""
 
 if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one that is loaded later
+    _load, __dir__ = _load_lazily(__name__, _SOURCES, globals())
 
     def __getattr__(name: str) -> object:
-        if name in _LAZY:
-            return _importlib.import_module(f".{name}", __name__)
-        if name in _LAZY_NAMES:
-            return getattr(_importlib.import_module(_LAZY_NAMES[name], __name__), name)
-        remedy = f". It is jmp_policy.{_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})
+        if name in _ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It is jmp_policy.{_ELSEWHERE[name]}.")
+        return _load(name)

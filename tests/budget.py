@@ -17,13 +17,13 @@ work, the same tests took 1.3 times their CPU time, and the first test of a work
 
 EXPENSIVE = {
     "jmp_policy/nnx/_rounding.py": "its example trains in NVFP4",
-    "jmp_policy/quant/_array.py": "its example stores a weight in each block format",
-    "jmp_policy/_float8_format.py": "its example trains in float8",
-    "jmp_policy/tuning/_tune.py": "its example runs a whole search",
+    "jmp_policy/quant/_weights/_array.py": "its example stores a weight in each block format",
+    "jmp_policy/policy/_float8_format.py": "its example trains in float8",
+    "jmp_policy/numerics/_tune/_tune.py": "its example runs a whole search",
     "jmp_policy/demo/": "an example trains a small GPT",
     "tests/cli/": "commands run whole programs",
     "tests/demo/": "a run trains",
-    "jmp_policy/numerics/_predict.py": "its example measures a program and predicts it",
+    "jmp_policy/numerics/_predict/_predict.py": "its example measures a program and predicts it",
     "tests/checkpoints/test_moments_in_8_bits.py": "the first test compiles the rounding to 8 bits",
     "tests/linen/test_linen_float8_transforms.py": "the first test compiles a float8 layer and its gradient",
     "tests/linen/test_linen_nvfp4.py": "the first test compiles an NVFP4 layer and its gradient",
@@ -34,11 +34,11 @@ EXPENSIVE = {
     "tests/test_import.py": "starts Python processes",
     "tests/test_pickles.py": "starts Python processes",
     "tests/quant/": "the first test of a format compiles its rounding",
-    "tests/test_grammar.py": "property tests draw many policies",
+    "tests/policy/test_grammar.py": "property tests draw many policies",
     "tests/optim/test_random_faults.py": "a run of faults takes many steps",
-    "tests/origins/": "the search for an origin is compiled with the program",
-    "tests/prediction/": "a program is measured and then runs under the prediction",
-    "tests/tuning/test_tune.py": "a trial compiles a program in two dtypes",
+    "tests/numerics/nonfinite/": "the search for an origin is compiled with the program",
+    "tests/numerics/prediction/": "a program is measured and then runs under the prediction",
+    "tests/numerics/tuning/test_tune.py": "a trial compiles a program in two dtypes",
 }
 """Files and folders whose tests may take longer, with the reason."""
 

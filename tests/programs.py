@@ -8,7 +8,7 @@ import jax
 
 from benchmarks._compiled import figures
 from benchmarks._targets import cpu
-from jmp_policy.interpreter import walk
+from jmp_policy._jaxpr import walk
 
 
 class Cost(NamedTuple):

@@ -8,12 +8,12 @@ import sys
 
 import jmp_policy
 
-NO_API = ("__main__", "cli", "explanation", "interpreter")
+NO_API = ("__main__", "cli", "demo", "explanation", "gradients", "loss_scale", "modules", "policy")
 """Modules without an underscore whose names the API does not have."""
 
 
 def is_public(example: str) -> bool:
-    """Whether the docstring of this module or name, as `jmp_policy._grad.grad` where it stands, is part of the API."""
+    """Whether the docstring of a name, as `jmp_policy.gradients._grad.grad` where it stands, is part of the API."""
     inner = [example.removeprefix(name) for name in find_public_names() if f"{example}.".startswith(f"{name}.")]
     return any("._" not in name for name in inner)
 
@@ -31,7 +31,8 @@ def find_public_names() -> frozenset[str]:
 
 
 def _list_names(module_name: str) -> set[str]:
-    values = [value for name, value in vars(importlib.import_module(module_name)).items() if not name.startswith("_")]
+    module = importlib.import_module(module_name)
+    values = [getattr(module, name) for name in dir(module) if not name.startswith("_")]
     ours = [x for x in values if inspect.isroutine(x) or inspect.isclass(x) if x.__module__.startswith("jmp_policy")]
     is_package = hasattr(sys.modules[module_name], "__path__")  # any other module imports what is not its own
     return {module_name, *(f"{x.__module__}.{x.__qualname__}" for x in ours if is_package)}

@@ -21,7 +21,7 @@ def test_only_its_own_few_modules_are_loaded():
     code = "import sys, jax; before = set(sys.modules)\nimport jmp_policy\nprint(*(set(sys.modules) - before))"
     loaded = run(code).split()
     assert [name for name in loaded if not name.startswith("jmp_policy")] == []
-    assert len(loaded) <= 32
+    assert len(loaded) <= 40
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_first_function_of_a_process_is_traced_once(name):
 
 @pytest.mark.slow
 def test_what_is_loaded_later_compiles_nothing_again():
-    """The number of JAX's contexts is part of the key of every jit cache: see `_contexts.py`."""
+    """The number of JAX's contexts is part of the key of every jit cache: see `_base/_contexts.py`."""
     assert run(
         """
 import importlib, pkgutil

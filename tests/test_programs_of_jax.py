@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.interpreter import walk
+from jmp_policy._jaxpr import walk
 
 pytestmark = pytest.mark.versions
 

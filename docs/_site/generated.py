@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jmp_policy import quant
-from jmp_policy.autocast import _tables
+from jmp_policy.autocast._rewrite import _tables
 from jmp_policy.cli import _main
 
 REFERENCE = pathlib.Path(__file__).parent.parent / "reference"

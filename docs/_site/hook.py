@@ -7,7 +7,7 @@ import functools
 import pathlib
 import tomllib
 
-from floors import draw_floors, read_floors
+from levels import draw_levels, read_levels
 from links import PLACEHOLDER, mend_links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -56,8 +56,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for name, uri in WHOLE_FILES.items():
         text = mend_links((ROOT / name).read_text(encoding="utf-8"), name, repository)
         files.append(File.generated(config, uri, content=text))
-    floors = draw_floors(read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
-    files.append(File.generated(config, "images/floors.svg", content=floors))
+    levels = draw_levels(read_levels((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "images/levels.svg", content=levels))
     for path in sorted((ROOT / "benchmarks" / "plots").glob("*.png")):
         files.append(File.generated(config, f"images/benchmarks/{path.name}", content=path.read_bytes()))
     return files

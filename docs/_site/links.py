@@ -23,10 +23,10 @@ def mend_links(text: str, path: str, repository: str, root: str = "") -> str:
 
     >>> mend_links("[meshes](../docs/mesh.md#some) and ![losses](plots/loss.png)", "benchmarks/RESULTS.md", "")
     '[meshes](mesh.md#some) and ![losses](images/benchmarks/loss.png)'
-    >>> mend_links("[rules](tests/test_floors.py)", "ARCHITECTURE.md", "")
-    'rules (`tests/test_floors.py`)'
-    >>> mend_links("[rules](tests/test_floors.py)", "ARCHITECTURE.md", "https://host/owner/name")
-    '[rules](https://host/owner/name/blob/HEAD/tests/test_floors.py)'
+    >>> mend_links("[rules](tests/test_doors.py)", "ARCHITECTURE.md", "")
+    'rules (`tests/test_doors.py`)'
+    >>> mend_links("[rules](tests/test_doors.py)", "ARCHITECTURE.md", "https://host/owner/name")
+    '[rules](https://host/owner/name/blob/HEAD/tests/test_doors.py)'
 
     What a page of the site leads to in its own folder stays, and so does code that looks like a link.
 

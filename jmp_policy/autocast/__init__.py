@@ -2,15 +2,10 @@
 
 import typing as _typing
 
+from .._base import load_lazily as _load_lazily
 from ._autocast import autocast as autocast
 
 if _typing.TYPE_CHECKING:
-    from ._rules import AutocastRules as AutocastRules
-else:  # a checker would take each misspelt name for one that is loaded later
-
-    def __getattr__(name: str) -> object:
-        if name == "AutocastRules":  # its tables are loaded when they are first needed
-            from ._rules import AutocastRules
-
-            return AutocastRules
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._rewrite import AutocastRules as AutocastRules
+else:  # loads the tables of operations only when they are used
+    __getattr__, __dir__ = _load_lazily(__name__, {"_rewrite": "AutocastRules"}, globals())

@@ -9,26 +9,47 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._adapter import Adapter, find_adapter, is_flax_object
-from .._boundary import NO_TARGET, parse_target
-from .._call_casts import cast_result, matmul_precision, resolve_policy
-from .._contexts import TRACING
-from .._dtypes import did_you_mean
-from .._messages import describe, warn_user
-from .._misuse import NoContext, refuse_device
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._reduce_dtype import meet_policy
-from .._signatures import PolicySpec
-from .._trees import Args, Kwargs, PyTree
-from ..interpreter import Kind, Rewriter, explain_tracing, float_dtype, open_partials, run, run_lifted, trace
-from ..interpreter._module_paths import AUTOCAST
-from ._casting import Casting, CastingRule
-from ._marks import Colour, Mark
-from ._modules import Register, note_casting
-from ._place import EquationPlace, explain_unused_functions
-from ._rules import AutocastRules, has_scopes
-from ._scopes import COMPUTE_DTYPES, Scopes, check_policy, root_policy
+from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, warn_user
+from .._jaxpr import (
+    AUTOCAST,
+    Kind,
+    Register,
+    Rewriter,
+    explain_tracing,
+    float_dtype,
+    note_casting,
+    open_partials,
+    run,
+    run_lifted,
+    trace,
+)
+from ..modules import (
+    NO_TARGET,
+    Adapter,
+    NoContext,
+    cast_result,
+    find_adapter,
+    is_flax_object,
+    matmul_precision,
+    parse_target,
+    refuse_device,
+    resolve_policy,
+)
+from ..policy import Policy, PolicyMap, PolicySpec, meet_policy
+from ._rewrite import (
+    COMPUTE_DTYPES,
+    AutocastRules,
+    Casting,
+    CastingRule,
+    Colour,
+    EquationPlace,
+    Mark,
+    Scopes,
+    check_policy,
+    explain_unused_functions,
+    has_scopes,
+    root_policy,
+)
 
 CUSTOM_RULES = ("opaque", "inside")
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from .._boundary import NO_TARGET
-from .._misuse import refuse_unknown_arguments
-from .._signatures import Decorator, F, FirstSpec, Jitted, PolicySpec
-from .._types import P, R
+from .._base import P, R
+from ..modules import NO_TARGET, refuse_unknown_arguments
+from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
-    from ._rules import AutocastRules
+    from ._rewrite import AutocastRules
 
 
 CustomRules = Literal["opaque", "inside"]

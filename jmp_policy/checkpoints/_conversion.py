@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._loss_scale import DynamicLossScale
-from ..origins._provenance import Provenance
-from ..quant._array import ARRAYS
+from ..loss_scale import DynamicLossScale
+from ..numerics._nonfinite import Provenance
+from ..quant._weights import ARRAYS
 from ._entries import MEMORIES, Entry, Path
 from ._memories import Parameter, pair_memories
 from ._moments import Moment, find_roles, pair_scales

@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._dtypes import did_you_mean
-from .._messages import describe, escape_controls
-from .._paths import list_paths_to
+from .._base import describe, did_you_mean, escape_controls, list_paths_to
 from ._conversion import Conversion
 from ._entries import is_whole, list_entries
 

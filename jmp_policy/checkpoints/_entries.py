@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .._float8_state import OVERWRITE, name_state
+from .._base import OVERWRITE, name_state
 from ..quant import QuantizedArray
 
 Path = tuple[str, ...]

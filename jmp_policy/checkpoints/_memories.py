@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._rounding import is_half, round_to_half
-from .._trees import is_floating
-from ..optim._half_parameters import Storage
-from ..optim._kahan import COMPENSATED
-from ..optim._master_weights import COPIES, SPLIT
+from .._base import is_floating, is_half, round_to_half
+from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
 from ._entries import MEMORIES, Entry, Path
 
 _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED), strict=True))

@@ -7,9 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..optim._moment_blocks import Blocks, Shape, dequantize, quantize
-from ..optim._moments import find_role, list_roles
-from ..optim._quantize_state import CODES
+from ..optim._moments import CODES, Blocks, Shape, dequantize, find_role, list_roles, quantize
 from ._entries import Entry, Path, is_whole
 from ._values import Misfit
 

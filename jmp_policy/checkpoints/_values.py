@@ -10,13 +10,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
-from .._dtypes import is_floating_dtype
-from .._formats import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
-from .._messages import describe
-from .._trees import is_array
+from .._base import describe, is_array, is_floating_dtype
+from ..policy import MXFP4, MXFP8, NVFP4, Int4, Int8, StoredFormat
 from ..quant import QuantizedArray
-from ..quant._array import ARRAYS, quantize_array
-from ..quant._layout import Layout
+from ..quant._weights import ARRAYS, Layout, quantize_array
 
 
 class Misfit(Exception):

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from .._messages import escape_controls
+from .._base import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -78,7 +78,7 @@ def _make_comparison_table(rows: Sequence["VariantResult"]) -> "Table":
 
 
 def _print_findings(rows: Sequence["VariantResult"], options: "CompareOptions", console: "Console") -> None:
-    from ..demo._verdict import explain_underflow, judge
+    from ..demo import explain_underflow, judge
 
     for paragraph in (_COLUMNS, explain_underflow(rows, options.tokens)):
         console.print(paragraph, soft_wrap=False)

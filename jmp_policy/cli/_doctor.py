@@ -9,8 +9,8 @@ from ._command import make_console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..doctor import Diagnosis
     from ._command import Commands
+    from .doctor import Diagnosis
 
 _BUSY = 0.25  # noise beyond this is said
 
@@ -34,7 +34,7 @@ def add_doctor(commands: "Commands") -> None:
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
     """Measures, and prints what was found."""
-    from ..doctor import diagnose
+    from .doctor import diagnose
 
     diagnosis = diagnose()
     if arguments.json:

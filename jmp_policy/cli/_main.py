@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .._dtypes import did_you_mean
-from .._messages import escape_controls
+from .._base import did_you_mean, escape_controls
 from ._audit import add_audit
 from ._command import ToldElsewhere, UserError, check_device
 from ._compare import add_compare
@@ -107,7 +106,7 @@ class _PrintVersions(argparse.Action):
     """Prints the versions when they are asked for: to look them up takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from ..doctor import list_versions
+        from .doctor import list_versions
 
         versions = list_versions()
         others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "jmp_policy")

@@ -100,7 +100,7 @@ def print_report(report: Any, arguments: argparse.Namespace) -> None:
     """Prints a report as a table, or as one JSON document that begins with the machine and the function."""
     if not arguments.json:
         return make_console().print(str(report))
-    from ..doctor import find_machine
+    from .doctor import find_machine
 
     document = {**find_machine().to_dict(), "function": arguments.function, **report.to_dict()}
     print(json.dumps(document, indent=2))

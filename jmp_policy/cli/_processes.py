@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 
-from .._messages import escape_controls
+from .._base import escape_controls
 from ._children import Children, describe_loss
 from ._command import UserError, positive_int
 
@@ -164,7 +164,7 @@ def _share_devices(mesh: str | None, count: int) -> int:
     """How many devices each of the local processes makes of the CPU."""
     if mesh is None:
         return 1
-    from ..demo._mesh import MeshShape
+    from ..demo import MeshShape
 
     size = MeshShape.parse(mesh).size
     if size % count:

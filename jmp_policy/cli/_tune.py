@@ -77,7 +77,7 @@ def _tune_function(arguments: argparse.Namespace) -> "Tuning":
     Raises:
       UserError: there is none, it takes other arguments, an option does not fit it, or the user's code raises.
     """
-    from ..tuning import tune
+    from ..numerics._tune import tune
 
     target, args = _load_target(arguments.function, arguments.args)
     check_numbers(args, arguments.args, _ARRAY)
@@ -101,7 +101,7 @@ def _tune_function(arguments: argparse.Namespace) -> "Tuning":
 
 def _load_target(name: str, maker: str | None) -> tuple[Any, tuple[Any, ...]]:
     """A function, or a module of Flax, and its arguments."""
-    from .._adapter import find_adapter
+    from ..modules import find_adapter
 
     found = load_function(name)
     if find_adapter(found) is not None and not isinstance(found, type):

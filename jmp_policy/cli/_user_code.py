@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._dtypes import did_you_mean
+from .._base import did_you_mean
 from ._command import UserError
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -183,7 +183,7 @@ def explain_errors(what: str) -> Iterator[None]:
     Raises:
       UserError: the user's code raised, or what it called.
     """
-    from ..numerics._source import find_raising_line
+    from .._jaxpr import find_raising_line
 
     try:
         yield

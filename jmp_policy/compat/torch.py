@@ -23,11 +23,8 @@ PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but number
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .._dtypes import did_you_mean
-from .._find_scale import get_loss_scale
-from .._loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from .._messages import quote
-from .._trees import PyTree
+from .._base import PyTree, did_you_mean, quote
+from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, get_loss_scale
 
 
 class _Entry(NamedTuple):

@@ -3,8 +3,8 @@
 Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
 """
 
-from ..cli._command import UserError as UserError
-from ..doctor import (
+from ..cli import UserError as UserError
+from ..cli.doctor import (
     Diagnosis as Diagnosis,
     MatmulRate as MatmulRate,
     Recommendation as Recommendation,
@@ -24,14 +24,11 @@ from ._gpt import (
     split_windows as split_windows,
 )
 from ._gpt_linen import GPT as _GPT
+from ._mesh import MeshShape as MeshShape
 from ._open_run import TrainOptions as TrainOptions
 from ._summary import RunSummary as RunSummary, ScaleHistory as ScaleHistory, StepFacts as StepFacts
 from ._train import TrainResult as TrainResult, train as train
-from ._trainer import (
-    Trainer as Trainer,
-    make_trainer as make_trainer,
-    measure_bits_per_byte as measure_bits_per_byte,
-)
-from ._verdict import VariantResult as VariantResult
+from ._trainer import Trainer as Trainer, make_trainer as make_trainer, measure_bits_per_byte as measure_bits_per_byte
+from ._verdict import VariantResult as VariantResult, explain_underflow as explain_underflow, judge as judge
 
 LinenGPT = _GPT  # there is one in nnx, too

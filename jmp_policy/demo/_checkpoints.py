@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from .._trees import PyTree
-from ..cli._command import UserError
+from .._base import PyTree
+from ..cli import UserError
 
 KEEP = 2
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
-from .._trees import PyTree
+from .._base import PyTree
 from ..report import Style, find_style
 from ._data import Corpus, check_size, load_corpus, sample_batch
 from ._display import TrainDisplay

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli._command import UserError
+from ..cli import UserError
 
 VOCABULARY = 256
 VALIDATION_SHARE = 0.1

@@ -9,17 +9,9 @@ from flax import nnx
 
 import jmp_policy as jmp
 
-from .._trees import PyTree
+from .._base import PyTree
 from ..numerics import AuditReport, Provenance, Stats, audit, collect, first_nonfinite
-from ._gpt import (
-    OBSERVED,
-    GPTConfig,
-    TrainerConfig,
-    causal_attention,
-    cross_entropy,
-    make_optimizer,
-    split_windows,
-)
+from ._gpt import OBSERVED, GPTConfig, TrainerConfig, causal_attention, cross_entropy, make_optimizer, split_windows
 from ._sharding import shard_channels, shard_rows, shard_state
 
 

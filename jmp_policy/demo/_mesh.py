@@ -5,8 +5,8 @@ import dataclasses
 import jax
 from jax.sharding import AxisType, Mesh
 
-from .._dtypes import did_you_mean
-from ..cli._command import UserError
+from .._base import did_you_mean
+from ..cli import UserError
 from ._gpt import GPTConfig
 
 

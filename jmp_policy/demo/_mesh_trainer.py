@@ -3,8 +3,8 @@
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._loss_scale import LossScale
-from .._trees import PyTree
+from .._base import PyTree
+from ..loss_scale import LossScale
 from ..numerics import AuditReport, Provenance, Stats
 from ._sharding import place_state
 from ._trainer import Trainer

@@ -4,7 +4,7 @@ Another compiled function measures them, which the host calls before the step an
 run trains bit for bit as it does without, on the steps that are measured, too. Such a step takes the time of two.
 """
 
-from ..cli._command import UserError
+from ..cli import UserError
 from ..numerics import StatsHistory
 from ..report import draw_document
 from ._run_folder import RunConfig, RunFolder

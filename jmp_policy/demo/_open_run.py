@@ -13,8 +13,8 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
-from ..cli._command import UserError
-from ..doctor import diagnose
+from ..cli import UserError
+from ..cli.doctor import diagnose
 from ._auto_policy import AUTO, decide_policy
 from ._data import Corpus, check_size, load_corpus
 from ._gpt import GPTConfig, TrainerConfig

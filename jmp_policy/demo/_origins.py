@@ -13,7 +13,7 @@ import jax
 import jmp_policy as jmp
 
 from ..numerics import Provenance
-from ..optim._check import is_search
+from ..optim._steps import is_search
 from ._display import TrainDisplay
 from ._run_folder import MetricsLog
 from ._trainer import Trainer, read_scaling_figures

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .._policy import Policy
+from ..policy import Policy
 from ..report import FORMAT_STYLES, OTHER_STYLES, REFERENCE_LINE, UNSCALED, Style, find_style, shorten_policy
 from ._verdict import SAME
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..cli._command import ToldElsewhere
+from ..cli import ToldElsewhere
 from ._display import StopRequest
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from typing import Any
 
 import jmp_policy as jmp
 
-from .._messages import quote
-from ..cli._command import UserError
+from .._base import quote
+from ..cli import UserError
 from ._gpt import GPTConfig
 from ._mesh import AXES, MeshShape
 

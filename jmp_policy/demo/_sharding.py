@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._trees import PyTree
+from .._base import PyTree
 from ._mesh import AXES
 
 ROWS = "data", "fsdp"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
-from .._trees import PyTree
+from .._base import PyTree
 from ..report import format_bytes
 from ._trainer import LossFn, Trainer
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import jmp_policy as jmp
 
-from ..cli._command import UserError
+from ..cli import UserError
 from ._checkpoints import Checkpoints
 from ._data import Corpus, bigram_bits_per_byte, sample_batch, sample_rows, unigram_bits_per_byte, validation_batches
 from ._display import TrainDisplay

@@ -8,8 +8,8 @@ import numpy as np
 
 import jmp_policy as jmp
 
-from .._loss_scale import LossScale
-from .._trees import PyTree
+from .._base import PyTree
+from ..loss_scale import LossScale
 from ..numerics import AuditReport, Provenance, Stats
 from ._gpt import TrainerConfig
 

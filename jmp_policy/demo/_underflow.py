@@ -17,7 +17,7 @@ import numpy as np
 
 import jmp_policy as jmp
 
-from .._trees import PyTree
+from .._base import PyTree
 from ._gpt import cross_entropy, split_windows
 
 LARGEST_FLUSHED = float(np.finfo(np.float16).smallest_subnormal) / 2

@@ -14,13 +14,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from .._call_casts import is_in_full_precision, widen_policy
-from .._contexts import ACTIVE_POLICY
-from .._formats import find_kept_name
-from .._memory import remember_on_class
-from .._policy import Policy
-from .._policy_map import MapRule, Match, PolicyMap, forget_name, match_policy, reads_names
-from ..explanation._written import describe_written_dtypes
+from .._base import ACTIVE_POLICY, remember_on_class
+from ..modules import is_in_full_precision, widen_policy
+from ..modules.common import describe_written_dtypes
+from ..policy import MapRule, Match, Policy, PolicyMap, find_kept_name, forget_name, match_policy, reads_names
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
 

@@ -9,13 +9,10 @@ import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, meta
 
-from .._adapter import Adapter, Hook, Method
-from .._messages import forget_warnings
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._trees import Args, Kwargs, PyTree
-from ..quant._array import is_quantized
-from ..quant._weight import WEIGHT_NAMES
+from .._base import Args, Kwargs, PyTree, forget_warnings
+from ..modules import Adapter, Hook, Method
+from ..policy import Policy, PolicyMap
+from ..quant._weights import WEIGHT_NAMES, is_quantized
 from ._active_policy import find_class_policy
 from ._calls import hook_calls
 from ._classes import make_policied_class, unpolicied_class

@@ -7,8 +7,8 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._adapter import Hook, ModuleCall
-from .._trees import Args, Kwargs
+from .._base import Args, Kwargs
+from ..modules import Hook, ModuleCall
 from ._active_policy import CURRENT, ActivePolicy
 from ._place import calling, is_trial, path_text
 from ._quantized import quantization_of

@@ -12,12 +12,10 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._call_casts import check_keep
-from .._made_classes import find_by_name, make_subclass
-from .._memory import remember_on_class
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._trees import PyTree
+from .._base import PyTree, remember_on_class
+from ..modules import check_keep
+from ..modules.common import find_by_name, make_subclass
+from ..policy import Policy, PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
 from ._float8 import has_float8_state, mark_state, store_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods

@@ -10,14 +10,11 @@ import jax
 from flax import linen as nn
 from flax.core import DenyList
 
-from .._adapter import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
-from .._paths import list_paths_to
-from .._policy import Policy
-from .._policy_map import Match, PolicyMap, match_policy
-from .._trees import Args, Kwargs, PyTree
-from .._unused_rules import spell_key
-from ..explanation._observation import eval_shapes
-from ..quant._wide_layer import find_accumulate_dtype
+from .._base import Args, Kwargs, PyTree, list_paths_to
+from ..modules import Hook, Method, ModelInfo, ModuleCall, ModuleInfo, describe_module
+from ..modules.common import eval_shapes
+from ..policy import Match, Policy, PolicyMap, match_policy, spell_key
+from ..quant._layers import find_accumulate_dtype
 from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._calls import hook_calls
 from ._classes import unpolicied_class

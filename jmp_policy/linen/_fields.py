@@ -11,8 +11,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core import Scope
 
-from .._dtypes import at_least_float32
-from .._memory import remember_weakly
+from .._base import at_least_float32, remember_weakly
 
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 

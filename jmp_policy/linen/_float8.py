@@ -10,16 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from .._float8_format import Float8
-from .._float8_state import OVERWRITE, prepare_state, read_state
-from .._memory import remember_weakly
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._trees import PyTree
-from ..quant._amax_history import State, needs_state, new_state
-from ..quant._layer import why_layer_wide
-from ..quant._layout import WHY_TABLES_WIDE, Layout
-from ..quant._wide_layer import widen_functions
+from .._base import OVERWRITE, PyTree, prepare_state, read_state, remember_weakly
+from ..policy import Float8, Policy, PolicyMap
+from ..quant._layers import why_layer_wide, widen_functions
+from ..quant._products import State, needs_state, new_state
+from ..quant._weights import WHY_TABLES_WIDE, Layout
 from ._active_policy import CURRENT
 from ._fields import temporarily_set
 from ._layer_table import LAYERS, compute_einsum, find_equation, open_layer

@@ -15,13 +15,11 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze
 from flax.linen.module import InterceptorContext
 
-from .._call_casts import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy, widen_policy
-from .._policy import Policy
-from .._trees import Args, Kwargs
-from .._wide_results import keep_wide_results
-from ..explanation._written import find_wider_dtype
-from ..quant._array import Misread
-from ..quant._weight import WEIGHT_NAMES
+from .._base import Args, Kwargs
+from ..modules import cast_arguments, cast_result, keep_carry_dtypes, matmul_precision, resolve_policy, widen_policy
+from ..modules.common import find_wider_dtype, keep_wide_results
+from ..policy import Policy
+from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._fields import PARAMETER_WRAPPERS, find_fields, has_open_dtype, written_dtype
 from ._place import add_paths_to_jit_keys, calling, path_text

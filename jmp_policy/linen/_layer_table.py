@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from .._memory import remember_weakly
-from ..quant._bilinear import Einsum, label_einsum
-from ..quant._layer import WeightedLayer, find_row
-from ..quant._wide_layer import is_own
+from .._base import remember_weakly
+from ..quant._layers import WeightedLayer, find_row, is_own
+from ..quant._products import Einsum, label_einsum
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),

@@ -9,12 +9,11 @@ from typing import Any
 from flax import linen as nn
 from flax.errors import ScopeParamShapeError
 
-from .._call_casts import cast_arguments, cast_result, matmul_precision, widen_policy
-from .._messages import warn_once
-from .._policy import Policy
-from .._trees import Args, Kwargs, cast_floating
-from .._wide_results import keep_wide_results
-from ..quant._float8_product import warn_of_odd_rows
+from .._base import Args, Kwargs, cast_floating, warn_once
+from ..modules import cast_arguments, cast_result, matmul_precision, widen_policy
+from ..modules.common import keep_wide_results
+from ..policy import Policy
+from ..quant._products import warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
 from ._calls import BOUNDARY_HOOK, hook_boundary
 from ._interceptor import make_interceptor

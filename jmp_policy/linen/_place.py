@@ -17,7 +17,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core import FrozenDict, Scope
 
-from .._policy_map import Match, PolicyMap
+from ..policy import Match, PolicyMap
 
 _AROUND = "jmp_policy_around"
 """The flag of a scope: the path of the module whose scope is the outermost around it."""

@@ -12,17 +12,34 @@ from flax import linen as nn
 from flax.core import meta
 from flax.errors import ScopeParamShapeError
 
-from .._float8_format import Float8
-from .._formats import StoredFormat, stored_format_of
-from .._policy import Policy
-from .._trees import Args
+from .._base import Args
+from ..policy import Float8, Policy, StoredFormat, stored_format_of
 from ..quant import QuantizedArray, dot_general, take
-from ..quant._array import Misread, is_quantized
-from ..quant._block_product import ROUNDING
-from ..quant._layer import WHY_AS_NUMBERS, Promote, WeightedLayer, spell_format
-from ..quant._layout import Layout, choose_format, kernel_layout, table_layout, weight_layout, why_left
-from ..quant._weight import WEIGHT_NAMES, Unquantized, fake_quantize, match_format, prepare_weight
-from ..quant._wide_layer import PromoteWide, find_accumulate_dtype, widen_functions
+from ..quant._layers import (
+    WHY_AS_NUMBERS,
+    Promote,
+    PromoteWide,
+    WeightedLayer,
+    find_accumulate_dtype,
+    spell_format,
+    widen_functions,
+)
+from ..quant._products import ROUNDING
+from ..quant._weights import (
+    WEIGHT_NAMES,
+    Layout,
+    Misread,
+    Unquantized,
+    choose_format,
+    fake_quantize,
+    is_quantized,
+    kernel_layout,
+    match_format,
+    prepare_weight,
+    table_layout,
+    weight_layout,
+    why_left,
+)
 from ._fields import PARAMETER_WRAPPERS, temporarily_set
 from ._float8 import explain_float8_layer, make_float8_method, spare_state
 from ._layer_table import (

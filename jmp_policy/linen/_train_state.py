@@ -5,12 +5,10 @@ from typing import Any, Self
 from flax.training import train_state
 
 from .. import optim
-from .._find_scale import find_scaled_state
-from .._finite import select_tree
-from .._float8_state import OVERWRITE
-from .._scaled_state import has_scaled_state
-from ..optim._unseen import overwrite_state
-from ..origins._provenance import Provenance
+from .._base import OVERWRITE
+from ..loss_scale import find_scaled_state, has_scaled_state, select_tree
+from ..numerics._nonfinite import Provenance
+from ..optim._steps import overwrite_state
 
 
 class TrainState(train_state.TrainState):

@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from .._adapter import find_adapter
-from .._call_casts import widen_policy
-from .._formats import stored_format_of
-from .._policy import Policy
-from .._policy_map import match_policy
-from .._trees import cast_floating
+from .._base import cast_floating
+from ..modules import find_adapter, widen_policy
+from ..policy import Policy, match_policy, stored_format_of
 from ._active_policy import CURRENT, NOTES
 from ._fields import (
     find_fields,

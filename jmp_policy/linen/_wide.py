@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from .._policy import Policy
-from .._wide_results import round_result
-from ..quant._bilinear import Dot, label_dot
-from ..quant._layer import WeightedLayer
-from ..quant._wide_layer import find_accumulate_dtype, is_narrower, widen_functions
-from ..quant._wide_product import wide_product
+from ..modules.common import round_result
+from ..policy import Policy
+from ..quant._layers import WeightedLayer, find_accumulate_dtype, is_narrower, widen_functions
+from ..quant._products import Dot, label_dot, wide_product
 from ._fields import temporarily_set
 from ._layer_table import compute_einsum, find_equation, is_default, layer_of, open_layer, rewritten_by
 

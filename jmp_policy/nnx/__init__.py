@@ -7,7 +7,7 @@
 - `QuantizedParam` and `Float8State` are the Variables of quantized weights and of float8 layers.
 """
 
-from ..quant._serialization import register_with_flax as _register_with_flax
+from ..quant._weights import register_with_flax as _register_with_flax
 from ._decorate import cast_params as cast_params
 from ._float8 import Float8State as Float8State
 from ._grad import grad as grad, value_and_grad as value_and_grad

@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._adapter import Adapter, Hook, Method
-from .._messages import warn_user
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._trees import Args, Kwargs, PyTree
+from .._base import Args, Kwargs, PyTree, warn_user
+from ..modules import Adapter, Hook, Method
+from ..policy import Policy, PolicyMap
 from ..quant import QuantizedArray
-from ..quant._layer import Promote
-from ..quant._wide_layer import read_narrow
+from ..quant._layers import Promote, read_narrow
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._calls import find_modules, hook_calls
 from ._decorate import attach_wrapped, decorate_class, find_given_policy

@@ -7,16 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._call_casts import is_in_full_precision
-from .._float8_state import OVERWRITE
-from .._formats import KeptNVFP4, stored_format_of
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from .._policy import Policy
-from .._policy_map import Match, PolicyMap, match_policy
-from ..explanation._written import describe_written_dtypes, find_wider_dtype
-from ..quant._weight import WEIGHT_NAMES
-from ..quant._wide_layer import find_accumulate_dtype
+from .._base import OVERWRITE, remember_on_class
+from ..modules import is_in_full_precision
+from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
+from ..policy import KeptNVFP4, Match, Policy, PolicyMap, match_policy, stored_format_of
+from ..quant._layers import find_accumulate_dtype
+from ..quant._weights import WEIGHT_NAMES
 from ._layers import (
     WRAPPERS,
     find_dtype_source,

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import Hook, ModuleCall, is_flax_object
-from .._memory import remember_on_class
-from .._trees import Args, Kwargs, PyTree
+from .._base import Args, Kwargs, PyTree, remember_on_class
+from ..modules import Hook, ModuleCall, is_flax_object
 from ._methods import list_public_methods
 from ._module_spec import SPEC, find_spec
 from ._nodes import NodeKind, find_kind, list_items, pytree_options

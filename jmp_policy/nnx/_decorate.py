@@ -4,14 +4,9 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from .._get_policy import get_policy
-from .._made_classes import make_subclass, pickle_by_recipe
-from .._memory import remember_on_class
-from .._messages import forget_warnings, warn_once
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._signatures import PolicySpec
-from .._trees import PyTree, cast_floating
+from .._base import PyTree, cast_floating, forget_warnings, remember_on_class, warn_once
+from ..modules.common import make_subclass, pickle_by_recipe
+from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 from ._attachment import Attachment, reject_param, wrap_methods
 from ._nodes import Node, NodeKind, find_kind, list_items, pytree_options
 

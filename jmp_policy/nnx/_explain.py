@@ -8,11 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import Hook, Method, ModelInfo, ModuleInfo, describe_module
-from .._policy import Policy
-from .._policy_map import PolicyMap, match_policy
-from .._trees import Args, Kwargs, PyTree
-from ..quant._array import is_quantized
+from .._base import Args, Kwargs, PyTree
+from ..modules import Hook, Method, ModelInfo, ModuleInfo, describe_module
+from ..policy import Policy, PolicyMap, match_policy
+from ..quant._weights import is_quantized
 from ._calls import hook_calls
 from ._layers import has_written_dtype
 from ._module_spec import ModuleSpec, find_spec

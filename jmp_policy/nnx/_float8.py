@@ -9,15 +9,12 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from .._float8_format import Float8
-from .._float8_state import OVERWRITE, name_state, prepare_leaf
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from .._trees import PyTree
-from ..quant._amax_history import State, needs_state, new_state
-from ..quant._layer import Float8Multiply, why_layer_wide
-from ..quant._layout import Layout, stack_shape
-from ..quant._wide_layer import MultiplyWide
+from .._base import OVERWRITE, PyTree, name_state, prepare_leaf, remember_on_class
+from ..modules.common import make_subclass
+from ..policy import Float8
+from ..quant._layers import Float8Multiply, MultiplyWide, why_layer_wide
+from ..quant._products import State, needs_state, new_state
+from ..quant._weights import Layout, stack_shape
 from ._layer_table import find_layer, find_open_field
 from ._nodes import Attributes
 

@@ -6,15 +6,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 from flax import nnx
 
-from .._dtypes import DTypeLike
-from .._find_scale import get_loss_scale
-from .._finite import all_finite, select_tree
-from .._float8_state import zero_unused
-from .._grad import differentiate_scaled, drop_value, make_reducer, read_scale_at_call, unscale_grads
-from .._loss_scale import LossScale, NoOpLossScale
-from .._scaled_state import has_scaled_state
-from .._trees import PyTree
-from .._types import Aux, Loss, P
+from .._base import Aux, DTypeLike, Loss, P, PyTree, zero_unused
+from ..gradients import differentiate_scaled, drop_value, make_reducer, read_scale_at_call, unscale_grads
+from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
 ArgNum = int | nnx.DiffState

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from .._memory import remember_weakly
-from ..quant._bilinear import Einsum, label_einsum
-from ..quant._layer import PromoteRounded, WeightedLayer, find_row
-from ..quant._layout import Layout, kernel_layout, table_layout
-from ..quant._wide_layer import read_narrow
+from .._base import remember_weakly
+from ..quant._layers import PromoteRounded, WeightedLayer, find_row, read_narrow
+from ..quant._products import Einsum, label_einsum
+from ..quant._weights import Layout, kernel_layout, table_layout
 from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
 

@@ -8,11 +8,9 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from .._adapter import find_adapter
-from .._boundary import policy_of
-from .._dtypes import at_least_float32
-from .._memory import remember_weakly
-from .._policy import Policy
+from .._base import at_least_float32, remember_weakly
+from ..modules import find_adapter, policy_of
+from ..policy import Policy
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes, NodeKind, find_kind
 from ._quantized import make_quantized_attributes

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._adapter import is_flax_object
+from ..modules import is_flax_object
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from flax import nnx
 
-from .._call_casts import (
+from .._base import INFERRED, Args, Kwargs, remember_on_class
+from ..modules import (
     cast_arguments,
     cast_result,
     check_keep,
@@ -18,13 +19,9 @@ from .._call_casts import (
     resolve_policy,
     widen_policy,
 )
-from .._contexts import INFERRED
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from .._policy import Policy
-from .._trees import Args, Kwargs
-from .._wide_results import keep_wide_results
-from ..quant._float8_product import warn_of_odd_rows
+from ..modules.common import keep_wide_results, make_subclass
+from ..policy import Policy
+from ..quant._products import warn_of_odd_rows
 from ._layers import make_linen_attributes
 from ._module_spec import DtypeSource, ModuleSpec
 from ._nodes import Attributes, pytree_options

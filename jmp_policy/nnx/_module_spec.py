@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._float8_format import Float8
-from .._policy import Policy
-from .._policy_map import PolicyMap
+from ..policy import Float8, Policy, PolicyMap
 from ._float8 import make_float8_layer
 from ._quantized_embed import make_quantized_embed
 from ._rounding import make_rounding_layer

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from .._dtypes import is_floating_dtype
-from .._memory import remember_weakly
+from .._base import is_floating_dtype, remember_weakly
 
 Node = Any
 """A value in a tree of modules: anything that an attribute may hold."""

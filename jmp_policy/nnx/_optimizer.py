@@ -7,13 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import optim
-from .._find_scale import find_scaled_state
-from .._float8_state import split_state
-from .._scaled_state import has_scaled_state
-from .._trees import PyTree
-from ..optim._provenance import take_provenance
-from ..optim._step import ParameterUpdate
-from ..optim._unseen import fill_zeros, overwrite_state
+from .._base import PyTree, split_state
+from ..loss_scale import find_scaled_state, has_scaled_state
+from ..optim._steps import ParameterUpdate, fill_zeros, overwrite_state, take_provenance
 from ._float8 import Float8State
 
 

@@ -4,14 +4,10 @@ from typing import Any
 
 from flax import nnx
 
-from .._float8_format import Float8
-from .._formats import Quantization, stored_format_of
-from .._policy import Policy
+from ..policy import Float8, Policy, Quantization, stored_format_of
 from ..quant import QuantizedArray
-from ..quant._layer import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer, spell_format
-from ..quant._layout import WHY_TABLES_WIDE, choose_format, why_left
-from ..quant._weight import match_format, prepare_weight
-from ..quant._wide_layer import read_narrow
+from ..quant._layers import WHY_AS_NUMBERS, Promote, PromoteRounded, WeightedLayer, read_narrow, spell_format
+from ..quant._weights import WHY_TABLES_WIDE, choose_format, match_format, prepare_weight, why_left
 from ._float8 import make_state, why_wide
 from ._layer_table import default_promote, find_layer, find_weight, weight_name
 from ._module_spec import Product

@@ -9,13 +9,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from .._trees import Args
+from .._base import Args, remember_on_class
+from ..modules.common import make_subclass
 from ..quant import QuantizedArray, dot_general, take
-from ..quant._layer import Promote
-from ..quant._layout import table_layout
-from ..quant._weight import fake_quantize, prepare_weight
+from ..quant._layers import Promote
+from ..quant._weights import fake_quantize, prepare_weight, table_layout
 
 StoredTable = jax.Array | QuantizedArray
 """A table as a Param holds it, or a `QuantizedParam`."""

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._formats import Quantization
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from ..quant._block_product import ROUNDING
-from ..quant._layer import Multiply
-from ..quant._wide_layer import MultiplyWide, read_narrow
+from .._base import remember_on_class
+from ..modules.common import make_subclass
+from ..policy import Quantization
+from ..quant._layers import Multiply, MultiplyWide, read_narrow
+from ..quant._products import ROUNDING
 from ._layer_table import find_layer
 from ._nodes import Attributes
 

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from .._call_casts import is_in_full_precision
-from .._dtypes import at_least_float32
-from .._memory import remember_on_class
-from .._trees import cast_floating
+from .._base import at_least_float32, cast_floating, remember_on_class
+from ..modules import is_in_full_precision
 from ._nodes import Attributes, Node, NodeKind, find_floating_dtypes, find_kind, list_items, make_blank, replace_items
 
 _UNWRITTEN = object()

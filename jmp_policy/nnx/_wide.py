@@ -10,14 +10,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._made_classes import make_subclass
-from .._memory import remember_on_class
-from .._policy import Policy
-from .._wide_results import read_wide, round_result
+from .._base import remember_on_class
+from ..modules.common import make_subclass, read_wide, round_result
+from ..policy import Policy
 from ..quant import dot_general
-from ..quant._bilinear import Dot, label_dot
-from ..quant._wide_layer import find_accumulate_dtype, is_narrower, is_own, widen_functions
-from ..quant._wide_product import wide_product
+from ..quant._layers import find_accumulate_dtype, is_narrower, is_own, widen_functions
+from ..quant._products import Dot, label_dot, wide_product
 from ._layer_table import LAYERS, default_promote, find_layer
 from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
@@ -112,9 +110,7 @@ def _call_lora_linear(
     return out + read_wide(self.lora(x), out.dtype)
 
 
-def _call_lora(
-    dtype: np.dtype, own: Callable[..., Any], self: nnx.LoRA, x: jax.Array, **options: Any
-) -> jax.Array:
+def _call_lora(dtype: np.dtype, own: Callable[..., Any], self: nnx.LoRA, x: jax.Array, **options: Any) -> jax.Array:
     """`nnx.LoRA.__call__`: the inner product is rounded between the two, as the input of any product is."""
     stored = self.lora_a[...], self.lora_b[...]
     inputs, *_ = self.promote_dtype((x, *(jnp.zeros((), w.dtype) for w in stored)), dtype=self.dtype)

@@ -13,22 +13,35 @@
   for each scope that loses numbers.
 """
 
-from ..collectives._collective import Collective as Collective
-from ..collectives._report import Collectives as Collectives
-from ..origins._provenance import Provenance as Provenance
-from ..prediction._prediction import Prediction as Prediction, Reason as Reason
-from ..statistics._history import StatsHistory as StatsHistory
-from ..statistics._row import FormatShares as FormatShares, Row as Row
-from ..statistics._stats import Stats as Stats
-from ._audit import audit as audit
-from ._collect import collect as collect
-from ._collectives import collectives as collectives
-from ._first_nonfinite import first_nonfinite as first_nonfinite
-from ._predict import predict as predict
-from ._report import (
-    FINDINGS as FINDINGS,
-    AuditReport as AuditReport,
-    AuditRow as AuditRow,
-    Finding as Finding,
-    Matmul as Matmul,
-)
+import typing as _typing
+
+from .._base import load_lazily as _load_lazily
+
+if _typing.TYPE_CHECKING:
+    from ._audit import (
+        FINDINGS as FINDINGS,
+        AuditReport as AuditReport,
+        AuditRow as AuditRow,
+        Finding as Finding,
+        Matmul as Matmul,
+        audit as audit,
+    )
+    from ._nonfinite import Provenance as Provenance, first_nonfinite as first_nonfinite
+    from ._predict import Prediction as Prediction, Reason as Reason, predict as predict
+    from ._stats import (
+        FormatShares as FormatShares,
+        Row as Row,
+        Stats as Stats,
+        StatsHistory as StatsHistory,
+        collect as collect,
+    )
+    from ._traffic import Collective as Collective, Collectives as Collectives, collectives as collectives
+else:  # `optim` uses one of these and should not load the others
+    _SOURCES = {
+        "_audit": "AuditReport AuditRow FINDINGS Finding Matmul audit",
+        "_nonfinite": "Provenance first_nonfinite",
+        "_predict": "Prediction Reason predict",
+        "_stats": "FormatShares Row Stats StatsHistory collect",
+        "_traffic": "Collective Collectives collectives",
+    }
+    __getattr__, __dir__ = _load_lazily(__name__, _SOURCES, globals())

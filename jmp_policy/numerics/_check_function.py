@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .._adapter import find_adapter
-from .._messages import describe
+from .._base import describe
+from ..modules import find_adapter
 
 
 def check_function(fun: Any, caller: str) -> None:

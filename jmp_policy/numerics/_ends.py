@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from .._adapter import is_flax_object
-from .._trees import Args, Kwargs, PyTree, is_array
+from .._base import Args, Kwargs, PyTree, is_array
+from ..modules import is_flax_object
 
 KeyPath = tuple[Any, ...]
 _ARRAY = object()

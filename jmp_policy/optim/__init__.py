@@ -21,30 +21,42 @@ Half-precision parameters:
 - `state_report` says what moments take: a `StateReport` with a `MomentRow` for each.
 """
 
-from .._scaled_state import LossScaledState as LossScaledState
-from ._cast_state import cast_state as cast_state
-from ._check import SkippedStep as SkippedStep, check as check, last_skip as last_skip
-from ._combine import (
-    accumulate as accumulate,
-    clip_by_global_norm as clip_by_global_norm,
-    global_norm as global_norm,
-    pmean as pmean,
-)
-from ._kahan import KahanState as KahanState, kahan as kahan
-from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
-from ._master_params import master_params as master_params, with_master_params as with_master_params
-from ._master_weights import (
+import typing as _typing
+
+from .._base import load_lazily as _load_lazily
+from ..loss_scale import LossScaledState as LossScaledState
+from ._half import (
+    KahanState as KahanState,
     MasterWeightsState as MasterWeightsState,
     SplitWeightsState as SplitWeightsState,
-    master_weights as master_weights,
-)
-from ._minimize import minimize as minimize
-from ._provenance import ProvenanceState as ProvenanceState
-from ._quantize_state import quantize_state as quantize_state
-from ._quantized_update import QuantizedMomentsState as QuantizedMomentsState
-from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
-from ._step import step as step
-from ._stochastic_rounding import (
     StochasticRoundingState as StochasticRoundingState,
+    kahan as kahan,
+    master_params as master_params,
+    master_weights as master_weights,
     stochastic_rounding as stochastic_rounding,
+    with_master_params as with_master_params,
 )
+from ._moments import (
+    QuantizedMomentsState as QuantizedMomentsState,
+    cast_state as cast_state,
+    quantize_state as quantize_state,
+)
+from ._steps import (
+    ProvenanceState as ProvenanceState,
+    SkippedStep as SkippedStep,
+    accumulate as accumulate,
+    check as check,
+    clip_by_global_norm as clip_by_global_norm,
+    global_norm as global_norm,
+    last_skip as last_skip,
+    loss_scaled as loss_scaled,
+    minimize as minimize,
+    pmean as pmean,
+    skip_nonfinite as skip_nonfinite,
+    step as step,
+)
+
+if _typing.TYPE_CHECKING:
+    from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
+else:  # it loads the package that draws tables
+    __getattr__, __dir__ = _load_lazily(__name__, {"_state_report": "MomentRow StateReport state_report"}, globals())

@@ -8,13 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import is_floating_dtype
-from .._trees import PyTree, is_array
+from .._base import PyTree, is_array, is_floating_dtype
 from ..report import Column, Report, Table, find_row, format_bytes, shorten_dtypes
-from ._moment_blocks import Blocks, choose_sides
-from ._moments import list_moments, map_moments
-from ._quantize_state import is_embedding, show_path
-from ._quantized_update import QuantizedMomentsState
+from ._moments import Blocks, QuantizedMomentsState, choose_sides, is_embedding, list_moments, map_moments, show_path
 
 
 @dataclasses.dataclass(frozen=True)

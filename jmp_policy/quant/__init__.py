@@ -18,7 +18,7 @@ Weights and products:
 - `float8_state` is what a product in float8 remembers.
 """
 
-from .._formats import (
+from ..policy import (
     MXFP4 as MXFP4,
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
@@ -28,7 +28,6 @@ from .._formats import (
     Int4 as Int4,
     Int8 as Int8,
 )
-from ._array import QuantizedArray as QuantizedArray, quantize_array as quantize_array
 from ._calibrate import calibrate as calibrate
 from ._compare import compare as compare
 from ._comparison import Comparison as Comparison, LayerComparison as LayerComparison
@@ -40,3 +39,4 @@ from ._operations import (
     take as take,
 )
 from ._quantize import quantize as quantize
+from ._weights import QuantizedArray as QuantizedArray, quantize_array as quantize_array

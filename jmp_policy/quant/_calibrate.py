@@ -4,11 +4,10 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from .._adapter import Method, find_adapter
-from .._messages import warn_user
-from .._trees import PyTree
+from .._base import PyTree, warn_user
+from ..modules import Method, find_adapter
 from ._calibration import Calibration
-from ._clip import Clip, check_clip
+from ._numbers import Clip, check_clip
 
 
 def calibrate(

@@ -11,10 +11,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._adapter import ModuleCall
-from .._trees import Args, Kwargs
-from ._clip import Clip
-from ._numbers import measure_amax, quantize_symmetric
+from .._base import Args, Kwargs
+from ..modules import ModuleCall
+from ._numbers import Clip, measure_amax, quantize_symmetric
 
 # No context of JAX's, part of the key of every jit cache: each calibration would compile all operations anew.
 _CALIBRATION: "contextvars.ContextVar[Calibration | None]" = contextvars.ContextVar("_CALIBRATION", default=None)

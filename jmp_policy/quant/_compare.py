@@ -8,11 +8,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._adapter import Adapter, Method, ModuleCall, find_adapter
-from .._dtypes import is_floating_dtype
-from .._trees import Args, Kwargs, is_array
-from ._array import QuantizedArray
+from .._base import Args, Kwargs, is_array, is_floating_dtype
+from ..modules import Adapter, Method, ModuleCall, find_adapter
 from ._comparison import Comparison, LayerComparison
+from ._weights import QuantizedArray
 
 
 def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwargs: Any) -> Comparison:

@@ -9,17 +9,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._dtypes import DTypeLike, is_floating_dtype
-from .._float8_format import Float8
-from .._formats import BlockFormat, Quantization, draws_noise, parse_quantization
-from ._amax_history import State, needs_state, new_state
-from ._array import QuantizedArray
-from ._bilinear import Bilinear, Call, Sharding, describe_convolution, describe_dot_general, describe_einsum
-from ._block_product import block_product, is_matmul
-from ._float8_product import float8_product, why_weight_wide
-from ._layout import Layout, block_length, table_layout
-from ._product import multiply_quantized
-from ._weight import StoredWeight, Unquantized, fake_quantize
+from .._base import DTypeLike, is_floating_dtype
+from ..policy import BlockFormat, Float8, Quantization, draws_noise, parse_quantization
+from ._products import (
+    Bilinear,
+    Call,
+    Sharding,
+    State,
+    block_product,
+    describe_convolution,
+    describe_dot_general,
+    describe_einsum,
+    float8_product,
+    is_matmul,
+    multiply_quantized,
+    needs_state,
+    new_state,
+    why_weight_wide,
+)
+from ._weights import Layout, QuantizedArray, StoredWeight, Unquantized, block_length, fake_quantize, table_layout
 
 
 def dot_general(

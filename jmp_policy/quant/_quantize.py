@@ -9,21 +9,12 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath
 
-from .._adapter import find_adapter, is_flax_object
-from .._get_policy import get_policy, is_policy_spec
-from .._messages import warn_user
-from .._misuse import refuse_order
-from .._paths import list_paths_to
-from .._policy import Policy
-from .._policy_map import PolicyMap, match_policy
-from .._signatures import PolicySpec
-from .._trees import PyTree
-from ._array import QuantizedArray
-from ._clip import Clip
-from ._layout import weight_layout
+from .._base import PyTree, list_paths_to, warn_user
+from ..modules import find_adapter, is_flax_object, refuse_order
+from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_policy_spec, match_policy
+from ._numbers import Clip
 from ._quantizer import Quantizer
-from ._serialization import register_with_flax
-from ._weight import WEIGHT_NAMES
+from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_layout
 
 T = TypeVar("T")
 

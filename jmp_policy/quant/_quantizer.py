@@ -4,14 +4,10 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .._dtypes import did_you_mean, is_floating_dtype
-from .._formats import stored_format_of
-from .._get_policy import default_policy
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from ._array import QuantizedArray, quantize_array
-from ._clip import Clip, check_clip
-from ._layout import Layout, choose_format, why_left
+from .._base import did_you_mean, is_floating_dtype
+from ..policy import Policy, PolicyMap, default_policy, stored_format_of
+from ._numbers import Clip, check_clip
+from ._weights import Layout, QuantizedArray, choose_format, quantize_array, why_left
 
 _SHOWN = 5
 """How many of the weights that were left an error names."""

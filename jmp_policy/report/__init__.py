@@ -1,10 +1,6 @@
 """How the library shows what it found: tables with notes, in a terminal and in a notebook, and bar charts."""
 
-from ._chart import (
-    BarChart as BarChart,
-    Bars as Bars,
-    Panel as Panel,
-)
+from ._chart import BarChart as BarChart, Bars as Bars, Panel as Panel
 from ._exponents import ExponentChart as ExponentChart, FormatRange as FormatRange, Histogram as Histogram
 from ._figure import make_figure as make_figure, make_note as make_note
 from ._heat_map import HeatMap as HeatMap, HeatPanel as HeatPanel

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .._grammar import parse_policy
-from .._policy import Policy
+from ..policy import Policy, parse_policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
 
-from .._messages import escape_controls
+from .._base import escape_controls
 from ._table import Table, draw_html_note, draw_html_table
 from ._terminal import DEFAULT_WIDTH, draw_table, measure_width, wrap_note
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from .._policy import Policy
+from ..policy import Policy
 
 _PREFIXES = ("k", "M", "G", "T")
 _MOST_PLACES = 3

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._float8_state import name_state
-from .._mapped_axes import AxisName, list_axes, vary
-from .._messages import describe
-from .._reduce_dtype import is_searching
-from .._signatures import PolicySpec
-from .._trees import Uncast, is_floating
-from ._axes import check_axes, check_divides
+from .._base import Uncast, describe, is_floating, name_state
+from .._base.mesh import AxisName, check_axes, check_divides, list_axes, vary
+from ..policy import PolicySpec, is_searching
 from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
 from ._gather_leaf import Gathering, gather_leaf, take_maximum
 

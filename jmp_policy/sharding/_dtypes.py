@@ -4,12 +4,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from .._dtypes import is_floating_dtype
-from .._get_policy import get_policy
-from .._policy import Policy
-from .._policy_map import PolicyMap
-from .._reduce_dtype import is_wider, meet_policy
-from .._signatures import PolicySpec
+from .._base import is_floating_dtype
+from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_wider, meet_policy
 
 
 def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:

@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._float8_state import is_prepared, read_leaf, write_leaf
-from .._mapped_axes import AxisName, vary
-from .._messages import warn_once
+from .._base import is_prepared, read_leaf, warn_once, write_leaf
+from .._base.mesh import AxisName, Splits, vary
 from ._dtypes import cast_leaf
-from ._specs import Splits
 
 
 class Gathering(NamedTuple):

@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._float8_state import name_state
-from .._mapped_axes import AxisName, list_axes
-from .._reduce_dtype import is_searching
-from .._signatures import PolicySpec
-from ._axes import check_axes, check_explicit, is_explicit
+from .._base import name_state
+from .._base.mesh import (
+    AxisName,
+    Splits,
+    check_axes,
+    check_explicit,
+    complete_spec,
+    find_splits,
+    is_explicit,
+    list_axes,
+    spread_specs,
+)
+from ..policy import PolicySpec, is_searching
 from ._dtypes import list_compute_dtypes, read_compute_dtype, read_reduce_dtype, widen_products
 from ._gather_leaf import Gathering, gather_leaf, share_state
 from ._reads import find_reads
 from ._reshard_leaf import reshard_leaf
-from ._specs import Splits, complete_spec, find_splits, spread_specs
 
 T = TypeVar("T")
 

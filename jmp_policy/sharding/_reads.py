@@ -8,9 +8,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
-from .._dtypes import is_floating_dtype
-from .._trees import PyTree, is_floating
-from ..interpreter import ANNOTATIONS, MOVERS, TRANSFERS, Step, trace, walk
+from .._base import PyTree, is_floating, is_floating_dtype
+from .._jaxpr import ANNOTATIONS, MOVERS, TRANSFERS, Step, trace, walk
 
 MOVES = MOVERS | ANNOTATIONS | TRANSFERS
 """Primitives through which a cast can be moved: casting their operands or their results gives the same."""

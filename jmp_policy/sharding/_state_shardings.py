@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._messages import describe
-from .._trees import PyTree
-from ._specs import Spec, spread_specs
+from .._base import PyTree, describe
+from .._base.mesh import Spec, spread_specs
 
 Path = tuple[Any, ...]
 

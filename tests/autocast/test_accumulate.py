@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.interpreter import walk
+from jmp_policy._jaxpr import walk
 
 PLAIN = "params=float32,compute=bfloat16,output=float32"
 WIDE = f"{PLAIN},accumulate=float32"

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jmp_policy as jmp
-from jmp_policy.autocast import _tables
+from jmp_policy.autocast._rewrite import _tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 from programs import program_text
 
+from jmp_policy._jaxpr import walk
 from jmp_policy.autocast import autocast
-from jmp_policy.interpreter import walk
 
 BFLOAT16 = "params=float32,compute=bfloat16,output=none"
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)

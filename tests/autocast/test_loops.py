@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.interpreter import float_dtype, walk
+from jmp_policy._jaxpr import float_dtype, walk
 
 TURNS = 1024
 ROWS = jnp.asarray(np.random.default_rng(0).integers(48, 80, (TURNS, 4)) / 64, jnp.float32)  # exact in half

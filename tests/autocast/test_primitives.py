@@ -16,7 +16,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy.autocast import _tables, autocast
+from jmp_policy.autocast import autocast
+from jmp_policy.autocast._rewrite import _tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

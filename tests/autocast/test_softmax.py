@@ -11,7 +11,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import jmp_policy as jmp
-from jmp_policy.autocast import _residuals
+from jmp_policy.autocast._rewrite import _residuals
 
 HALVES = ["bfloat16", "float16"]
 EYE = jnp.eye(64)

@@ -6,9 +6,9 @@ import sys
 import jax
 import pytest
 
-from jmp_policy.autocast import _tables
-from jmp_policy.autocast._tables import Precision
-from jmp_policy.interpreter._rewriter import WRITERS
+from jmp_policy._jaxpr._rewriter import WRITERS
+from jmp_policy.autocast._rewrite import _tables
+from jmp_policy.autocast._rewrite._tables import Precision
 
 TABLES = {precision: getattr(_tables, precision.name) for precision in Precision}
 

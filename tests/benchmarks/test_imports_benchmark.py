@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 def _made(jax_seconds, our_seconds):
     return {
         "jax": imports.Import(jax_seconds, jax_seconds, frozenset()),
-        "jmp_policy": imports.Import(our_seconds, jax_seconds, frozenset({"jmp_policy", "jmp_policy._policy"})),
+        "jmp_policy": imports.Import(our_seconds, jax_seconds, frozenset({"jmp_policy", "jmp_policy.policy._policy"})),
     }
 
 

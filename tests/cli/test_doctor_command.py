@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-import jmp_policy.doctor as doctor
+import jmp_policy.cli.doctor as doctor
 from jmp_policy.cli import main
-from jmp_policy.doctor import (
+from jmp_policy.cli.doctor import (
     MATMULS,
     Diagnosis,
     Machine,
@@ -103,8 +103,8 @@ def test_the_bare_package_suffices():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'orbax')))\n"  # their import fails
         "from jmp_policy.cli import main\n"
-        "from jmp_policy.doctor import Sizes\n"
-        "import jmp_policy.doctor._diagnosis as diagnosis; diagnosis.choose_sizes = lambda _: Sizes(16, 16, 16)\n"
+        "from jmp_policy.cli.doctor import Sizes\n"
+        "import jmp_policy.cli.doctor._diagnosis as diagnosis; diagnosis.choose_sizes = lambda _: Sizes(16, 16, 16)\n"
         "statuses = [main(a.split()) for a in ('--version', 'doctor', 'audit os:getcwd')]\n"
         "sys.exit(statuses != [0, 0, 0])"
     )

@@ -14,6 +14,7 @@ import pytest
 import tiny
 
 from jmp_policy import StaticLossScale, get_policy
+from jmp_policy.cli.doctor import Speedup, StepTime
 from jmp_policy.demo import (
     GPTConfig,
     Recommendation,
@@ -25,7 +26,6 @@ from jmp_policy.demo import (
 from jmp_policy.demo._mesh import MeshShape
 from jmp_policy.demo._run_folder import LOCK, RunConfig, RunFolder, hold_folder
 from jmp_policy.demo._trainer import make_trainer
-from jmp_policy.doctor import Speedup, StepTime
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

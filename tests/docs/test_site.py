@@ -8,11 +8,11 @@ import pathlib
 import re
 import tomllib
 
-import floors
+import levels
 import links
 import notebook_page
 import pytest
-import test_floors
+import test_doors
 import yaml
 
 import jmp_policy as jmp
@@ -59,12 +59,12 @@ def test_the_navigation_has_every_notebook_in_the_order_of_their_page():
 
 
 def test_the_links_of_a_page_lead_somewhere_in_the_repository_too():
-    """Where its pages are read without a site; only the drawing of the floors is the site's alone."""
+    """Where its pages are read without a site; only the drawing of the levels is the site's alone."""
     missing = []
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", text):
-            if not (page.parent / target).exists() and target != "images/floors.svg":
+            if not (page.parent / target).exists() and target != "images/levels.svg":
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert missing == []
 
@@ -96,7 +96,7 @@ def test_nothing_is_fetched_from_another_address_to_read_the_site():
     assert [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.parametrize("module", [floors, links, notebook_page], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [levels, links, notebook_page], ids=lambda module: module.__name__)
 def test_the_examples_of_the_hook_are_true(module):
     _assert_examples_are_true(module)
 
@@ -155,20 +155,22 @@ def test_no_picture_and_no_table_of_a_notebook_is_left_out(path):
     )
 
 
-def test_the_picture_of_the_floors_has_each_room_on_the_floor_that_the_tests_hold_it_to():
-    drawn = floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
-    on_floors = {room.rstrip("/").removesuffix(".py"): floor for floor, rooms in drawn.items() for room in rooms}
-    assert on_floors == {name: floor for name, floor in test_floors.FLOORS.items() if name != "__main__"}
-    assert list(drawn) == sorted(drawn, reverse=True)
-    picture = floors.draw_floors(drawn)
-    assert re.findall(r'class="name"[^>]*>([^<]*)<', picture) == [room for rooms in drawn.values() for room in rooms]
-    assert re.findall(r'class="number"[^>]*>(\d+)<', picture) == [str(floor) for floor in drawn]
+def test_the_picture_has_each_package_on_the_level_that_the_tests_check():
+    drawn = levels.read_levels((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+    on_levels = {name.rstrip("/").removesuffix(".py"): level for level, names in drawn.items() for name in names}
+    assert on_levels == {name: level for name, level in test_doors.LEVELS.items() if name != "__main__"}
+    assert list(drawn) == sorted(drawn)
+    picture = levels.draw_levels(drawn)
+    assert re.findall(r'class="name"[^>]*>([^<]*)<', picture) == [
+        name for names in reversed(drawn.values()) for name in names
+    ]
+    assert re.findall(r'class="number"[^>]*>(\d+)<', picture) == [str(level) for level in reversed(drawn)]
 
 
-def test_no_room_is_drawn_beyond_the_edge_of_the_picture():
-    picture = floors.draw_floors(floors.read_floors((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
+def test_no_package_is_drawn_beyond_the_edge_of_the_picture():
+    picture = levels.draw_levels(levels.read_levels((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")))
     (width, height) = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0])
-    boxes = re.findall(r'class="room" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', picture)
+    boxes = re.findall(r'class="package" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', picture)
     assert all(float(x) + float(w) <= width and float(y) + float(h) <= height for x, y, w, h in boxes)
 
 
@@ -193,7 +195,7 @@ class TestHook:
         stored = (ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8")
         assert added["notebooks/download/quickstart.ipynb"].content_string == stored
         assert added["changelog.md"].content_string.startswith("# Changelog")
-        assert "<svg" in added["images/floors.svg"].content_string
+        assert "<svg" in added["images/levels.svg"].content_string
 
     @pytest.mark.slow
     def test_the_page_of_benchmarks_has_the_results_where_there_are_any(self, hook, tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from jmp_policy.interpreter import walk
+from jmp_policy._jaxpr import walk
 
 DELAYED = "float8/4(min_size=0)_from_mixed_bfloat16"
 CURRENT = "float8(recipe=current,min_size=0)_from_mixed_bfloat16"

@@ -10,7 +10,7 @@ from nnx_models import BF16_INSIDE, X, is_bfloat16, rngs
 from nnx_transforms import Block
 
 import jmp_policy as jmp
-from jmp_policy.explanation._operations import walk_operations
+from jmp_policy.numerics._explain._operations import walk_operations
 
 BF16, F16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
 

@@ -16,7 +16,7 @@ from programs import program_text
 
 import jmp_policy as jmp
 from jmp_policy.quant import QuantizedArray, quantize, quantize_array
-from jmp_policy.quant._layout import Layout
+from jmp_policy.quant._weights._layout import Layout
 
 X = jnp.linspace(-2.0, 2.0, 2 * 3 * 8).reshape(2, 3, 8)
 IMAGE = jnp.linspace(-2.0, 2.0, 2 * 4 * 4 * 8).reshape(2, 4, 4, 8)
@@ -120,9 +120,7 @@ LAYERS = {
     "LoRALinear": Layer(lambda rngs: nnx.LoRALinear(8, 4, lora_rank=2, rngs=rngs), X),
     "LoRA": Layer(lambda rngs: nnx.LoRA(8, 2, 4, base_module=nnx.Linear(8, 4, rngs=rngs), rngs=rngs), X),
     "GRUCell": Layer(lambda rngs: nnx.GRUCell(8, 8, rngs=rngs), X, lambda cell, x: cell(x, x)),
-    "OptimizedLSTMCell": Layer(
-        lambda rngs: nnx.OptimizedLSTMCell(8, 8, rngs=rngs), X, lambda cell, x: cell((x, x), x)
-    ),
+    "OptimizedLSTMCell": Layer(lambda rngs: nnx.OptimizedLSTMCell(8, 8, rngs=rngs), X, lambda cell, x: cell((x, x), x)),
     "SimpleCell": Layer(lambda rngs: nnx.SimpleCell(8, 8, rngs=rngs), X, lambda cell, x: cell(x, x)),
     "a user's layer": Layer(lambda rngs: Subclass(8, 4, rngs=rngs), X),
     "a user's method": Layer(lambda rngs: Subclass(8, 4, rngs=rngs), X, lambda layer, x: layer.doubled(layer(x))),

@@ -12,7 +12,7 @@ from optimizer_registry import WAYS, bits, grads_of, params_of, types
 
 import jmp_policy as jmp
 from jmp_policy import optim
-from jmp_policy._rounding import join_float32
+from jmp_policy._base._rounding import join_float32
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

@@ -14,7 +14,7 @@ from meshes import make_mesh
 from programs import cost
 from properties import examples
 
-from jmp_policy.quant._block_numbers import (
+from jmp_policy.quant._numbers._block_numbers import (
     Blocks,
     dequantize,
     draw_noise,

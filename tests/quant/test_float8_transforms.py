@@ -12,7 +12,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from meshes import make_mesh
 
 import jmp_policy as jmp
-from jmp_policy import _float8_state, optim
+from jmp_policy import optim
+from jmp_policy._base import _float8_state
 from jmp_policy.quant import Float8, conv_general_dilated, einsum
 
 KEY = "_overwrite_with_gradient"

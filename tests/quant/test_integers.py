@@ -8,7 +8,7 @@ import quant_reference as reference
 from quant_reference import DTYPES, HALF, TINY
 
 from jmp_policy.quant import quantize_array
-from jmp_policy.quant._numbers import (
+from jmp_policy.quant._numbers._numbers import (
     measure_amax,
     measure_bounds,
     pack,

@@ -5,8 +5,6 @@ import itertools
 import numpy as np
 
 import jmp_policy as jmp
-from jmp_policy.explanation import Explanation, Row
-from jmp_policy.measurement._measure import Meter, Record
 from jmp_policy.numerics import (
     AuditReport,
     AuditRow,
@@ -18,9 +16,11 @@ from jmp_policy.numerics import (
     Reason,
     Stats,
 )
+from jmp_policy.numerics._explain import Explanation, Row
+from jmp_policy.numerics._stats._layout import Layout, Site
+from jmp_policy.numerics._stats._measure import Meter, Record
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
-from jmp_policy.statistics._layout import Layout, Site
 
 FLOAT8 = jmp.get_policy("float8(min_size=0)_from_params=float32,compute=bfloat16,output=float32")
 MIXED = jmp.get_policy("mixed_bfloat16")

@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
 import jmp_policy as jmp
-from jmp_policy._formats import KINDS
+from jmp_policy.policy._formats import KINDS
 from jmp_policy.report import FORMAT_STYLES, OTHER_STYLES, UNSCALED, find_style
 
 STYLES = {**FORMAT_STYLES, **{f"other {index}": style for index, style in enumerate(OTHER_STYLES)}}

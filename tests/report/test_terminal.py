@@ -16,9 +16,9 @@ from reports import NAMES, REPORTS
 from rich.cells import cell_len
 
 import jmp_policy as jmp
+from jmp_policy.numerics._tune import Tuning
 from jmp_policy.report import Column, Report, Table
 from jmp_policy.report._terminal import draw_table, is_fitting, measure_width, wrap_note
-from jmp_policy.tuning import Tuning
 
 WIDTHS = (60, 80, 200)
 HUGE = 10**4
@@ -223,7 +223,7 @@ def test_a_text_has_no_codes_and_the_same_lines_in_every_terminal(variable, valu
 
 
 def test_every_kind_of_report_is_looked_at():
-    # A Tuning prints code below its table, whose lines stay as they are: tests/tuning looks at it.
+    # A Tuning prints code below its table, whose lines stay as they are: tests/numerics/tuning looks at it.
     assert {*map(type, REPORTS.values()), Tuning} == {
         kind
         for kind in Report.__subclasses__()

@@ -52,7 +52,7 @@ They differ in what follows.
 | overwriting by gradient  | `variable.overwrite_with_gradient`           | state under `"_overwrite_with_gradient"`  |
 """
 
-from ..._loss_scale import LossScale as LossScale
+from ...loss_scale import LossScale as LossScale
 from . import dtype_policies as dtype_policies
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap

@@ -5,12 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._dtypes import DTypeLike
-from ..._get_policy import default_policy
-from ..._grammar import parse_policy
-from ..._messages import quote
-from ..._policy import Policy as JmpPolicy
-from ..._trees import cast_floating
+from ..._base import DTypeLike, cast_floating, quote
+from ...policy import Policy as JmpPolicy, default_policy, parse_policy
 
 
 class DTypePolicy:

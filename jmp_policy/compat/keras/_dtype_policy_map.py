@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from ..._messages import quote, shorten
-from ..._policy_map import PolicyMap
-from ..._signatures import PolicySpec
+from ..._base import quote, shorten
+from ...policy import PolicyMap, PolicySpec
 from ._dtype_policy import DTypePolicy
 from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize_policy
 

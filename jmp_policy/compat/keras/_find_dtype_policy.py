@@ -3,12 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..._dtypes import did_you_mean
-from ..._formats import KINDS, Float8
-from ..._get_policy import get_policy, is_policy_spec
-from ..._messages import quote
-from ..._policy import FROM, Policy as JmpPolicy
-from ..._signatures import PolicySpec
+from ..._base import did_you_mean, quote
+from ...policy import FROM, KINDS, Float8, Policy as JmpPolicy, PolicySpec, get_policy, is_policy_spec
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
 from ._legacy_policy import Policy
 from ._quantized_dtype_policy import (

@@ -1,8 +1,7 @@
 """Keras's global policy: our default policy, under Keras's names."""
 
-from ..._get_policy import default_origin, default_policy, set_default_policy
-from ..._messages import quote
-from ..._policy import Policy as JmpPolicy
+from ..._base import quote
+from ...policy import Policy as JmpPolicy, default_origin, default_policy, set_default_policy
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
 from ._find_dtype_policy import convert_policy, parse_dtype_policy

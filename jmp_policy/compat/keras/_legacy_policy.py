@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..._loss_scale import LossScale
+from ...loss_scale import LossScale
 from ._dtype_policy import DTypePolicy
 from ._loss_scale import read_loss_scale, write_loss_scale
 

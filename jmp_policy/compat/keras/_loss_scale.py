@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import optax
 
-from ..._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from ..._messages import quote
+from ..._base import quote
+from ...loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ...optim import loss_scaled
 
 _SCALES = {kind.__name__: kind for kind in (NoOpLossScale, StaticLossScale, DynamicLossScale)}

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Any
 
-from ..._formats import DelayedScaling, Float8, Int8, Quantization, parse_quantization
-from ..._messages import quote, shorten
-from ..._policy import FROM
+from ..._base import quote, shorten
+from ...policy import FROM, DelayedScaling, Float8, Int8, Quantization, parse_quantization
 from ._dtype_policy import DTypePolicy
 
 FLOAT8 = "float8"

@@ -9,7 +9,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..._messages import quote
+from ..._base import quote
 from ._dtype_policy import DTypePolicy as DTypePolicy, FloatDTypePolicy as FloatDTypePolicy
 from ._dtype_policy_map import DTypePolicyMap as DTypePolicyMap
 from ._find_dtype_policy import deserialize_policy, find_dtype_policy, serialize_policy

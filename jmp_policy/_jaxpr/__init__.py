@@ -1,0 +1,77 @@
+"""Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
+
+from ._cost import (
+    MATMULS as MATMULS,
+    MOVING as MOVING,
+    count_bytes as count_bytes,
+    count_flops as count_flops,
+    count_products as count_products,
+)
+from ._evaluate import (
+    Traced as Traced,
+    call as call,
+    evaluate as evaluate,
+    flatten_function as flatten_function,
+    run as run,
+    trace as trace,
+)
+from ._half_sums import (
+    HALF as HALF,
+    HALF_SUMS as HALF_SUMS,
+    REMEDY as REMEDY,
+    HalfSum as HalfSum,
+    find_half_sum as find_half_sum,
+)
+from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
+from ._module_paths import (
+    AUTOCAST as AUTOCAST,
+    RECORD as RECORD,
+    ROUNDING_SCOPE as ROUNDING_SCOPE,
+    ModulePaths as ModulePaths,
+    Modules as Modules,
+)
+from ._primitives import (
+    ANNOTATIONS as ANNOTATIONS,
+    DEVICE_SUMS as DEVICE_SUMS,
+    MOVERS as MOVERS,
+    TRANSFERS as TRANSFERS,
+)
+from ._program import (
+    PRODUCT_SCOPE as PRODUCT_SCOPE,
+    Atom as Atom,
+    Inside as Inside,
+    Program as Program,
+    array_dtype as array_dtype,
+    bodies_of as bodies_of,
+    body_of as body_of,
+    find_direction as find_direction,
+    float_dtype as float_dtype,
+    is_backward as is_backward,
+    is_float as is_float,
+    list_variables as list_variables,
+    multiplies_only as multiplies_only,
+    name_stack as name_stack,
+    replace_variables as replace_variables,
+    scan_parts as scan_parts,
+    without_mesh as without_mesh,
+)
+from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
+from ._records import Recorded as Recorded, record_program as record_program
+from ._register import Register as Register, note_casting as note_casting, refuse_casting as refuse_casting
+from ._replay import find_unrepeatable as find_unrepeatable, prepare_replay as prepare_replay
+from ._rewriter import Rewriter as Rewriter
+from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
+from ._source import (
+    choose_line as choose_line,
+    find_calling_line as find_calling_line,
+    find_line as find_line,
+    find_origin as find_origin,
+    find_raising_line as find_raising_line,
+    find_running_line as find_running_line,
+    is_called_by as is_called_by,
+    is_called_by_library as is_called_by_library,
+    is_traced_in as is_traced_in,
+    list_functions as list_functions,
+    split_line as split_line,
+)
+from ._walk import Step as Step, walk as walk

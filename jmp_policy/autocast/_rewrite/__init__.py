@@ -1,0 +1,25 @@
+"""Rewrites each operation in its precision, with the tables of operations."""
+
+from ._casting import Casting as Casting, CastingRule as CastingRule
+from ._marks import Colour as Colour, Mark as Mark
+from ._place import (
+    EquationPlace as EquationPlace,
+    Functions as Functions,
+    explain_unused_functions as explain_unused_functions,
+)
+from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
+from ._scopes import (
+    COMPUTE_DTYPES as COMPUTE_DTYPES,
+    Scopes as Scopes,
+    check_policy as check_policy,
+    root_policy as root_policy,
+)
+from ._tables import (
+    CLEAR as CLEAR,
+    FULL as FULL,
+    FULL_IN_FLOAT16 as FULL_IN_FLOAT16,
+    FUNCTIONS as FUNCTIONS,
+    INFER as INFER,
+    LOW as LOW,
+    WIDE as WIDE,
+)

@@ -1,0 +1,399 @@
+"""The casting rule: how each operation is written in its precision, by the colours of the values that reach it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from ..._base import at_least_float32
+from ..._jaxpr import Atom, Body, Kind, Program, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ._accumulators import find_accumulators
+from ._dataflow import is_gradient_sum, is_steep_in
+from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, is_sum, join_marks
+from ._place import EquationPlace, PlaceFinder, find_functions
+from ._precision import PrecisionFinder, is_applied_to_each, is_castable
+from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
+from ._rules import AutocastRules
+from ._scopes import COMPUTE_DTYPES, Scope, Scopes, find_sums_dtype
+from ._sums import PRODUCTS, as_low, is_stored, keeps_sums, round_sum, write_product
+from ._tables import Precision
+
+_FLOAT32 = np.dtype(np.float32)
+_TRACED, _LOW, _SUM, _FULL = (Mark(colour) for colour in Colour)
+
+
+class Casting(NamedTuple):
+    """All that decides about an operation."""
+
+    compute_dtype: np.dtype
+    rules: AutocastRules
+    custom_rules: str
+    scopes: Scopes | None = None
+    accumulate_dtype: np.dtype | None = None
+
+
+class CastingRule(Rule):
+    """Autocast as a rule of the interpreter."""
+
+    def __init__(self, casting: Casting):
+        self._casting = casting
+        self._compute = casting.compute_dtype
+        self._sums = find_sums_dtype(casting.accumulate_dtype, casting.compute_dtype)
+        self._precisions = PrecisionFinder(casting.rules.primitives, casting.compute_dtype)
+        self._places = PlaceFinder(find_functions(casting.rules.functions), casting.scopes, self._may_have_sums())
+        self._in_scopes: dict[tuple[np.dtype, np.dtype | None], CastingRule] = {}
+        self._largest = float(jnp.finfo(self._compute).max)
+
+    def _may_have_sums(self) -> bool:
+        return self._sums is not None or (self._casting.scopes is not None and self._casting.scopes.accumulates)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CastingRule) and self._casting == other._casting
+
+    def __hash__(self) -> int:
+        return hash(self._casting)
+
+    def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
+        return self._places.find(outer, program)
+
+    def argument(self, dtype: np.dtype | None) -> Kind:
+        return Kind(dtype, _TRACED)
+
+    def literal(self, literal: Literal) -> Kind:
+        is_number = np.ndim(literal.val) == 0 and (is_float(literal) or isinstance(literal.val, int | np.integer))
+        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_number else _TRACED)
+
+    def join(self, kinds: Sequence[Kind]) -> Kind:
+        first = kinds[0]
+        if all(kind == first for kind in kinds):
+            return first
+        if first.dtype not in COMPUTE_DTYPES:
+            return Kind(first.dtype, _TRACED)
+        mark = join_marks(kinds)
+        if mark.colour is Colour.SUM and any(kind.dtype != _FLOAT32 for kind in kinds):
+            mark = mark._replace(colour=Colour.LOW)
+        low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
+        if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
+            return Kind(low_dtypes.pop(), mark)
+        return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype_of(mark.colour), mark)
+
+    def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
+        return find_accumulators(program, carry)
+
+    def accumulated(self, kind: Kind) -> Kind:
+        return Kind(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
+
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: EquationPlace) -> list[Kind]:
+        # What a loop keeps for its backward pass is as small as without an accumulate dtype.
+        numbered, dtype = enumerate(kinds, len(eqn.outvars) - len(kinds)), self._compute_dtype_in(context)
+        return [as_low(kind, dtype) if i in context.saved else kind for i, kind in numbered]
+
+    def opens(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
+        return _is_of_jax(eqn)
+
+    def opens_inside(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
+        return self._casting.custom_rules == "inside"
+
+    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+        if eqn.primitive.name == "remat2":  # which keeps what it is given
+            values = [round_sum(value, self._compute_dtype_in(context), eqn, body) for value in values]
+        if context.treatment not in ("full", "narrow"):
+            return values
+        # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
+        return [self._widen(value, eqn, body) if value.kind.dtype in COMPUTE_DTYPES else value for value in values]
+
+    def _widen(self, value: Value, eqn: JaxprEqn, body: Body) -> Value:
+        dtype, mark = value.kind
+        if dtype == _FLOAT32:
+            return value
+        return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, mark._replace(colour=Colour.FULL)))
+
+    def together(
+        self,
+        program: Jaxpr,
+        start: int,
+        read: Callable[[Atom], Value],
+        body: Body,
+        contexts: Sequence[EquationPlace],
+    ) -> tuple[int, list[Value]] | None:
+        eqn, place = program.eqns[start], contexts[start]
+        # A gradient that leaves the backward pass is summed in float32, which only the equations behind it tell.
+        if is_gradient_sum(program, start) and is_castable(eqn):
+            results = self._write_full(eqn, [*map(read, eqn.invars)], body)
+            return 1, [self._remember_place(result, place) for result in results]
+        # Arithmetic that float32 reaches, on arrays in half, is computed again in the backward pass.
+        if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
+            count = measure_run(program, start, contexts)
+            write = functools.partial(self.equation, context=place)
+            read_low = lambda atom: round_sum(read(atom), self._compute, eqn, body)
+            return count, write_again(program.eqns[start : start + count], read_low, body, write)
+        is_softmax = eqn.primitive.name == SOFTMAX[0]
+        return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
+
+    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: EquationPlace) -> bool:
+        """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
+        if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
+            return False
+        kinds = [as_low(value.kind, self._compute) for value in values]
+        halves = [
+            _shape_of(value.atom)
+            for value, kind in zip(values, kinds, strict=True)
+            if kind.dtype == self._compute != _FLOAT32
+        ]
+        if _shape_of(eqn.outvars[0]) not in halves:
+            return False
+        colour = self._follow(eqn, values).mark.colour
+        precision = self._precisions.find(eqn, values, place)
+        if precision is Precision.FULL:  # which reads sums as they are
+            return not any(is_sum(value.kind) for value in values)
+        return precision is Precision.INFER and colour is Colour.FULL
+
+    def _write_softmax(
+        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Sequence[EquationPlace]
+    ) -> tuple[int, list[Value]] | None:
+        """Writes the softmax that begins at an equation as one operation, if one does and its result is to be half."""
+        place = contexts[start]
+        if is_sum(logits.kind):
+            logits = self._arrive(logits, Precision.FULL, program.eqns[start], body, place, False)
+        kind = as_low(logits.kind, self._compute_dtype_in(place))
+        if kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
+            return None
+        if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
+            return None
+        eqns = find_softmax(program, start)
+        if eqns is not None and contexts[start + len(eqns) - 1].steep:
+            return None
+        softmax = None if eqns is None else make_softmax(logits.kind.dtype, kind.dtype, eqns)
+        if eqns is None or softmax is None:
+            return None
+        here = softmax.replace(
+            outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
+        )
+        results = body.append(here, [logits.atom], [kind])
+        return len(eqns), [self._remember_place(result, place) for result in results]
+
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+        # A scope may have other dtypes, and another matmul precision.
+        scope = context.scope
+        rule = self if scope is None else self._find_rule_of(scope)
+        if rule is not self:
+            return rule.equation(eqn, values, body, context)
+        eqn = eqn if scope is None else scope.set_precision(eqn)
+        # What the operation runs in, and what reaches it: a value may come from another place than this one.
+        precision = self._precisions.find(eqn, values, context)
+        values = [
+            self._arrive(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
+            for i, value in enumerate(values)
+        ]
+        if precision in _ROUNDING and not keeps_sums(eqn, values):
+            values = [round_sum(value, self._compute, eqn, body) for value in values]
+        # Then it is written: a cast as its author meant it, what treats each of several arrays alone as they are.
+        if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
+            results = self._write_conversion(eqn, values, body)
+        elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
+            results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
+        else:
+            results = _WRITERS[precision](self, eqn, values, body)
+        return [self._remember_place(result, context) for result in results]
+
+    def _find_rule_of(self, scope: Scope) -> CastingRule:
+        """This rule in a scope that computes, or accumulates, in another dtype."""
+        compute: Any = scope.compute_dtype or self._compute
+        accumulate = scope.accumulate_dtype or self._casting.accumulate_dtype
+        key = compute, find_sums_dtype(accumulate, compute)
+        if key == (self._compute, self._sums):
+            return self
+        if key not in self._in_scopes:
+            self._in_scopes[key] = CastingRule(
+                self._casting._replace(compute_dtype=compute, accumulate_dtype=accumulate)
+            )
+            self._in_scopes[key].rewritten = self.rewritten
+        return self._in_scopes[key]
+
+    def _compute_dtype_in(self, place: EquationPlace) -> np.dtype:
+        return (place.scope and place.scope.compute_dtype) or self._compute
+
+    def _arrive(
+        self,
+        value: Value,
+        precision: Precision,
+        eqn: JaxprEqn,
+        body: Body,
+        place: EquationPlace,
+        is_steep: bool,
+    ) -> Value:
+        """A value as it is used in `place`, which may be another one than the place where it was made."""
+        dtype, mark = value.kind
+        if dtype not in COMPUTE_DTYPES:
+            return value
+        if mark.backward and not place.backward:  # a gradient: what averages, clips and applies it does so in float32
+            return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, _FULL))
+        # Out of a scope, in the output dtype of its rule.
+        output_dtype = None if mark.scope is None or place.is_inside(mark.scope) else mark.scope.output_dtype
+        if output_dtype in COMPUTE_DTYPES:
+            left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
+            return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
+        # Out of a narrow function, in the compute dtype, unless what uses it needs float32.
+        stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
+        if mark.narrow and not stays:
+            return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
+        return value
+
+    def _remember_place(self, result: Value, place: EquationPlace) -> Value:
+        """A result whose mark says where it was made."""
+        dtype, mark = result.kind
+        if dtype is None:
+            return result
+        narrow = mark.colour is Colour.FULL and place.treatment == "narrow"
+        scope = None if place.backward else place.scope
+        return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
+
+    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        is_product = self._sums is not None and eqn.primitive.name in PRODUCTS
+        if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
+            is_as_here = all(float_dtype(atom) == self._compute for atom in (*eqn.invars, *eqn.outvars))
+            if not is_product or not is_as_here:
+                return self._write_traced(eqn, values, body)
+        if not is_product:
+            return self._write_in(Kind(self._compute, _LOW), eqn, values, body)
+        operands = [v.atom if is_stored(v) else self._cast(v, self._compute, body, eqn) for v in values]
+        return write_product(eqn, operands, Kind(self._sums, _SUM), self._compute, body)
+
+    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        return self._write_in(Kind(_FLOAT32, _FULL), eqn, values, body)
+
+    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        kind = self._follow(eqn, values)
+        results = self._write_in(Kind(_FLOAT32, kind.mark), eqn, values, body)
+        return [
+            Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
+            for result in results
+        ]
+
+    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        return self._write_in(self._follow(eqn, values), eqn, values, body)
+
+    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        floats = [value.kind for value in values if value.kind.dtype is not None]
+        dtypes = {kind.dtype for kind in floats if not is_exact(kind.mark.numbers, self._compute)}
+        return self._write_in(Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
+
+    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        atoms = [
+            value.atom if value.kind.dtype is None else self._cast(value, float_dtype(atom), body, eqn)
+            for value, atom in zip(values, eqn.invars, strict=True)
+        ]
+        floats = [value.kind for value in values if value.kind.dtype is not None]
+        # A result in its author's dtype has the colour of that dtype, if a value with a colour went in.
+        is_coloured = any(kind.mark.colour is not Colour.TRACED for kind in floats)
+        kinds = [
+            Kind(dtype, self._mark_of(dtype) if is_coloured else _TRACED) for dtype in map(float_dtype, eqn.outvars)
+        ]
+        return body.append(eqn, atoms, kinds)
+
+    def _mark_of(self, dtype: np.dtype | None) -> Mark:
+        return _LOW if dtype == self._compute != _FLOAT32 else _FULL
+
+    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        """A cast that the author wrote is respected; one that only makes a weak type strong is none."""
+        [value], target = values, eqn.params["new_dtype"]
+        source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
+        if source is None or dtype is None:
+            aval: Any = eqn.invars[0].aval
+            known = value.kind.mark.numbers if source is None and value.kind.mark is not None else ()
+            numbers = (0.0, 1.0) if aval.dtype == bool else known
+            return body.append(eqn, [value.atom], [Kind(dtype, _TRACED._replace(numbers=numbers))])
+        if target == source:
+            return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
+        mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
+        return body.append(eqn, [value.atom], [Kind(target, mark)])
+
+    def _write_in(self, kind: Kind, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+        """Writes an equation that runs in the dtype of `kind`; its floating results are of that kind."""
+        atoms = [
+            value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
+        ]
+        kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
+        params = self._rewrite_operators(eqn.params, kind)
+        preferred = eqn.params.get("preferred_element_type")
+        if preferred is not None and preferred != kind.dtype:
+            params = {**eqn.params, "preferred_element_type": kind.dtype}
+        return body.append(eqn, atoms, kinds, params)
+
+    def _rewrite_operators(self, params: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
+        """Rewrites the little programs that reductions, windows and scatters apply to pairs of numbers.
+
+        Returns:
+          The parameters of an equation that runs as `kind`; `None` if they are good as they are.
+        """
+        programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
+        if not any(_has_other_dtype(program, kind) for program in programs.values()):
+            return None
+        changed = {}
+        for name, program in programs.items():
+            body = body_of(program)
+            kinds = [kind if is_float(var) else Kind(None) for var in body.invars]
+            wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
+            changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
+        return params | changed
+
+    def _cast(self, value: Value, dtype: np.dtype, body: Body, eqn: JaxprEqn) -> Atom:
+        atom, source = value.atom, value.kind.dtype
+        if source == dtype:
+            return atom
+        if dtype == self._compute:  # of a mask that is added, half of it: with what it is added to, it overflows
+            largest = self._largest / 2 if eqn.primitive.name in ("add", "sub") else self._largest
+            atom = clamp_masks(atom, value.kind.mark.numbers, largest, eqn, body)
+        if at_least_float32(source) == source:  # narrowing, at each use: the gradients of a weight are summed wide
+            return body.cast(atom, dtype, eqn)
+        return body.cast_once(atom, dtype, eqn)
+
+    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
+        """The kind that follows of several: the greatest colour, and its dtype."""
+        kinds = [value.kind for value in values if value.kind.dtype is not None]
+        mark = join_marks(kinds)
+        if mark.colour is not Colour.TRACED:
+            return Kind(self._dtype_of(mark.colour), mark)
+        traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
+        numbers = find_numbers(eqn, [kind.mark.numbers for kind in kinds])
+        return Kind(next((dtype for dtype in traced if dtype is not None), None), mark._replace(numbers=numbers))
+
+    def _dtype_of(self, colour: Colour) -> np.dtype:
+        return _FLOAT32 if colour in (Colour.SUM, Colour.FULL) else self._compute
+
+
+_ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
+"""What takes the sums of products in the compute dtype, unless it keeps them."""
+
+_WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], Body], list[Value]]] = {
+    Precision.LOW: CastingRule._write_low,
+    Precision.FULL: CastingRule._write_full,
+    Precision.WIDE: CastingRule._write_wide,
+    Precision.INFER: CastingRule._write_following,
+    Precision.CLEAR: CastingRule._write_following,
+    Precision.COMPARE: CastingRule._write_comparison,
+    Precision.TRACED: CastingRule._write_traced,
+}
+
+_JAX = os.path.dirname(jax.__file__)
+
+
+def _is_of_jax(eqn: JaxprEqn) -> bool:
+    """Whether JAX wrote the custom derivative: those rules are good for any dtype."""
+    return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
+
+
+def _has_other_dtype(program: Program, kind: Kind) -> bool:
+    return any(is_float(var) and float_dtype(var) != kind.dtype for var in body_of(program).invars)
+
+
+def _shape_of(atom: Atom) -> tuple[int, ...]:
+    aval: Any = atom.aval
+    return aval.shape

@@ -1,0 +1,135 @@
+"""A user's own rows for the tables of autocast."""
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from ..._base import did_you_mean
+from ...policy import Key, Policy, PolicyMap, PolicySpec
+from . import _tables
+from ._scopes import TREATMENTS, ScopeRow, parse_scope_rule
+from ._tables import Precision
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class AutocastRules:
+    """Moves primitives, functions and scopes from one class of autocast's tables to another.
+
+    Immutable and hashable: functions with equal policies and rules share the programs that were rewritten for them.
+
+    Args:
+      primitives: the name of a primitive of `jax.lax`, or a `jax.extend.core.Primitive`, and its class: `"low"` (in the
+        compute dtype), `"full"` (in float32, and what follows too), `"wide"` (float32 inside), `"infer"` (follows its
+        inputs), `"clear"` (the same, of what only moves numbers), `"compare"`, or `"traced"` (left alone).
+      functions: the name of a function, and how what is inside of it is treated: `"full"` (in float32, and so are its
+        results), `"narrow"` (float32 inside, the compute dtype out), `"infer"` (what the tables have in float32 follows
+        its inputs) or `"low"` (that runs in the compute dtype). A dotted name means that very function, as in
+        `"jax.nn.softmax"`, or all public ones of a module; one without dots any function of that name. The outermost
+        of several decides.
+      scopes: a path of modules or of `jax.named_scope`s, as a pattern of `PolicyMap`, or a module type, and what holds
+        inside: a policy, a dtype, or one of the words for functions. The first that covers an operation wins, before
+        those of a `PolicyMap` that is the policy.
+      backward: the same for the backward passes inside of the function alone, where they win over `scopes`; a policy,
+        dtype or word alone is for all of them. That of `grad(autocast(f))` is outside: write `autocast(grad(f))`.
+
+    Raises:
+      ValueError: nothing has that name as a primitive, function, class or policy.
+
+    >>> import jmp_policy as jmp
+    >>> rules = jmp.AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
+    >>> rules == jmp.AutocastRules(**{name: dict(rows) for name, rows in vars(rules).items()})
+    True
+    """
+
+    primitives: tuple[tuple[str, str], ...]
+    functions: tuple[tuple[str, str], ...]
+    scopes: tuple[ScopeRow, ...]
+    backward: tuple[ScopeRow, ...]
+
+    def __init__(
+        self,
+        *,
+        primitives: Mapping[str | Primitive, str] | None = None,
+        functions: Mapping[str, str] | None = None,
+        scopes: Mapping[Key, PolicySpec] | None = None,
+        backward: Mapping[Key, PolicySpec] | PolicySpec = None,
+    ):
+        everywhere = backward if isinstance(backward, Mapping) or backward is None else {"": backward}
+        rows = {
+            "primitives": [_read_primitive_row(*row) for row in (primitives or {}).items()],
+            "functions": [_read_function_row(*row) for row in (functions or {}).items()],
+            "scopes": _read_scope_rows(scopes or {}, "scopes"),
+            "backward": _read_scope_rows(everywhere or {}, "backward"),
+        }
+        for name, value in rows.items():
+            object.__setattr__(self, name, tuple(value))
+
+
+def has_scopes(policy: Policy | PolicyMap, rules: AutocastRules) -> bool:
+    """Whether a rule depends on where an equation stands."""
+    return bool(isinstance(policy, PolicyMap) or rules.scopes or rules.backward)
+
+
+def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
+    known = {name for precision in Precision for name in getattr(_tables, precision.name)}
+    name = primitive.name if isinstance(primitive, Primitive) else primitive
+    if not isinstance(primitive, Primitive) and name not in known:
+        raise ValueError(
+            f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. "
+            f"{_suggest(name, known)} For example: primitives={{'exp': 'low'}}."
+        )
+    classes = [precision.name.lower() for precision in Precision]
+    if precision not in classes:
+        raise ValueError(
+            f"Unknown class {precision!r} for the primitive {name!r}. {did_you_mean(precision, classes)} "
+            f"For example: primitives={{{name!r}: 'full'}}."
+        )
+    return name, precision
+
+
+def _read_function_row(name: Any, treatment: Any) -> tuple[str, str]:
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(
+            f"{name!r}, in functions of AutocastRules, is no name of a function. "
+            "For example: functions={'jax.nn.softmax': 'full'}."
+        )
+    if "." in name and not _may_exist(name):
+        raise ValueError(
+            f"{name!r}, in functions of AutocastRules, names no function. {_suggest(name, _tables.FUNCTIONS)} "
+            "For example: functions={'jax.nn.softmax': 'full'}."
+        )
+    if treatment not in TREATMENTS:
+        raise ValueError(
+            f"Unknown treatment {treatment!r} of the function {name!r}. {did_you_mean(treatment, TREATMENTS)} "
+            f"For example: functions={{{name!r}: 'full'}}."
+        )
+    return name, treatment
+
+
+def _read_scope_rows(rows: Mapping[Any, PolicySpec], field: str) -> list[ScopeRow]:
+    PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
+    return [(key, parse_scope_rule(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
+
+
+def _may_exist(name: str) -> bool:
+    """Whether a dotted name leads to a function, as far as its package is loaded."""
+    package, *parts = name.split(".")
+    target: Any = sys.modules.get(package)
+    if target is None:
+        return importlib.util.find_spec(package) is not None
+    for i, part in enumerate(parts):
+        target = getattr(target, part, None) or sys.modules.get(".".join([package, *parts[: i + 1]]))
+        if target is None:
+            return False
+    return callable(target) or inspect.ismodule(target)
+
+
+def _suggest(name: object, known: Iterable[str]) -> str:
+    """The nearest of many names; all of them would be a page."""
+    sentence = did_you_mean(name, known)
+    return sentence if sentence.startswith("Did") else "None is like it."

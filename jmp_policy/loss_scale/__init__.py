@@ -1,0 +1,23 @@
+"""Loss scales, finding one in a state, and checks for finite gradients."""
+
+from ._find_scale import (
+    find_scaled_state as find_scaled_state,
+    get_loss_scale as get_loss_scale,
+    metrics as metrics,
+    strip_variables as strip_variables,
+)
+from ._finite import all_finite as all_finite, select_tree as select_tree
+from ._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    LossScale as LossScale,
+    NoOpLossScale as NoOpLossScale,
+    StaticLossScale as StaticLossScale,
+    register_with_flax as register_with_flax,
+)
+from ._scale_settings import suggest_loss_scale as suggest_loss_scale
+from ._scaled_state import (
+    LossScaledState as LossScaledState,
+    check_outermost as check_outermost,
+    find_nodes as find_nodes,
+    has_scaled_state as has_scaled_state,
+)

@@ -1,0 +1,232 @@
+"""What the settings of loss scales may be, as far as can be told: a number may be traced, or on other hosts."""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .._base import quote, warn_user
+
+F = TypeVar("F", bound=Callable[..., None])
+
+SMALLEST = 2.0**-126
+"""The smallest normal number of float32: what is below, XLA may flush to zero, and gradients with it."""
+LARGEST = float(np.finfo(np.float32).max)
+
+NEVER = 2**31
+"""The longest period that an int32 can count to. Longer ones are as long: neither ends."""
+
+
+def check_scale(value: object) -> float | None:
+    """Checks that a value can be a scale, and reads its number, if there is one to read.
+
+    Raises:
+      ValueError: it is not a scalar, or not a positive normal number of float32.
+    """
+    number = _read_scalar(value, "loss_scale")
+    if number is None:
+        _check(_stands_for_array(value), "loss_scale", value, "a positive number", "2.0**15")
+    else:
+        _check_normal(number, "loss_scale", value, "2.0**15")
+    return number
+
+
+def check_constant(value: object) -> float | None:
+    """As `check_scale`, but for zero, which is a warning.
+
+    Raises:
+      ValueError: it is not a scalar, or not a normal number of float32.
+    """
+    if _read_scalar(value, "loss_scale") != 0:
+        return check_scale(value)
+    warn_user(
+        "loss_scale=0 makes every gradient 0 / 0, which is nan. For example: StaticLossScale(2.0**15), or "
+        "NoOpLossScale(), which scales nothing."
+    )
+    return 0.0
+
+
+def check_settings(
+    period: int | float,
+    factor: float,
+    min_loss_scale: ArrayLike,
+    backoff_factor: float | None,
+    max_loss_scale: float,
+    hysteresis: int | float,
+) -> dict[str, Any]:
+    """Checks the settings of a dynamic loss scale, and reads them as Python numbers.
+
+    Raises:
+      ValueError: one is out of its range.
+    """
+    _check(factor > 1, "factor", factor, "greater than one", "2")
+    floor, ceiling, backoff = _read_floor(min_loss_scale), float(max_loss_scale), backoff_factor
+    backoff = float(1 / factor if backoff is None else backoff)
+    _check(0 < backoff < 1, "backoff_factor", backoff, "between zero and one", "0.5")
+    _check(ceiling >= floor, "max_loss_scale", ceiling, f"at least min_loss_scale={floor}", "2.0**24")
+    return {
+        "period": _read_count(period, "period", "2000"),
+        "factor": float(factor),
+        "min_loss_scale": floor,
+        "backoff_factor": backoff,
+        "max_loss_scale": ceiling,
+        "hysteresis": _read_count(hysteresis, "hysteresis", "2"),
+    }
+
+
+_OTHER_NAMES = {
+    "init_scale": "loss_scale",
+    "initial_scale": "loss_scale",
+    "scale": "loss_scale",
+    "growth_interval": "period",
+    "dynamic_growth_steps": "period",
+    "scale_window": "period",
+    "growth_factor": "factor",
+    "scale_factor": "factor",
+    "minimum_scale": "min_loss_scale",
+    "min_scale": "min_loss_scale",
+    "max_scale": "max_loss_scale",
+    "fin_steps": "counter",
+}
+"""The arguments of the loss scales of PyTorch, Flax, Keras, Apex and DeepSpeed, and what they are called here."""
+
+
+def refuse_other_names(init: F) -> F:
+    """Lets a constructor say what the arguments of other libraries' loss scales are called here.
+
+    Raises:
+      TypeError: when it is called with one.
+    """
+
+    @functools.wraps(init)
+    def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() & _OTHER_NAMES.keys():
+            kind, here, given = type(self).__name__, _OTHER_NAMES[name], quote(kwargs[name])
+            example = f"For example: {kind}({here}={given})."
+            raise TypeError(f"{kind} has no argument {name!r}: here it is {here!r}. {example}")
+        init(self, *args, **kwargs)
+
+    return init_or_refuse  # type: ignore[return-value]
+
+
+def check_scalar(value: object, name: str) -> None:
+    """Checks that a value is not an array of several numbers.
+
+    Raises:
+      ValueError: it is one.
+    """
+    shape = getattr(value, "shape", ())
+    if isinstance(shape, tuple) and shape:
+        raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
+
+
+def suggest_loss_scale(value: object) -> str:
+    """What to write instead of a value that is no loss scale; the empty string, where that is not known.
+
+    >>> suggest_loss_scale("mixed_float16"), suggest_loss_scale(1024.0)
+    ("jmp_policy.get_policy('mixed_float16').loss_scale()", 'jmp_policy.StaticLossScale(1024.0)')
+    """
+    if value is None:
+        return "jmp_policy.NoOpLossScale()"
+    if isinstance(value, str):
+        is_policy = re.search(r"\d|float|half|full|infer|=", value)
+        return f"jmp_policy.get_policy({quote(value)}).loss_scale()" if is_policy else "jmp_policy.DynamicLossScale()"
+    if isinstance(value, int | float) or (isinstance(value, jax.Array | np.generic | np.ndarray) and value.ndim == 0):
+        return f"jmp_policy.StaticLossScale({'scale' if isinstance(value, Tracer) else float(value)})"
+    if isinstance(value, type):
+        return f"jmp_policy.{value.__name__}(2.0**15)" if hasattr(value, "unscale") else ""
+    if callable(getattr(value, "loss_scale", None)) or getattr(value, "__name__", "") == "loss_scale":
+        return "policy.loss_scale()"  # of a policy or a map, or the method, which is to be called
+    if hasattr(value, "init") and hasattr(value, "update"):  # a transformation of optax, which has no state itself
+        return "the state that it makes, opt_state = tx.init(params)"
+    return ""
+
+
+def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:
+    """A scale within its bounds: below its floor an overflow would raise it, and above its ceiling it would stay there.
+
+    Args:
+      scale: a scale, a float32 array, which may be traced, or what stands for one.
+      number: its number, if that is known.
+      floor: its lower bound.
+      ceiling: its upper bound.
+    """
+    if number is None:
+        bounds = np.float32(floor), np.float32(min(ceiling, LARGEST))
+        return lax.clamp(bounds[0], scale, bounds[1]) if isinstance(scale, jax.Array) else scale
+    name, bound = ("min_loss_scale", floor) if number < floor else ("max_loss_scale", ceiling)
+    if np.float32(floor) <= np.float32(number) <= np.float32(min(ceiling, LARGEST)):
+        return scale
+    warn_user(
+        f"loss_scale={number} is {'below' if number < floor else 'above'} {name}={bound}, where the scale starts "
+        f"instead. For example: DynamicLossScale({number}, {name}={number})."
+    )
+    return jnp.asarray(bound, jnp.float32)
+
+
+def warn_if_not_floating(value: object, name: str) -> None:
+    """Warns of a scale that is an integer, as DeepMind's `jmp` does."""
+    dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        warn_user(f"Expected floating type for {name}, got {dtype}")
+
+
+def _read_floor(value: Any) -> float:
+    check_scalar(value, "min_loss_scale")
+    number = float(value)
+    if number == 0:
+        warn_user(
+            "min_loss_scale=0 would let the loss scale become zero, by which gradients cannot be divided: the floor is "
+            "2.0**-126, the smallest normal number of float32. For example: min_loss_scale=1.0."
+        )
+        return SMALLEST
+    _check_normal(number, "min_loss_scale", number, "1.0")
+    return number
+
+
+def _read_count(value: Any, name: str, example: str) -> int:
+    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()  # which DeepMind's jmp takes
+    is_count = is_whole or hasattr(value, "__index__")
+    _check(is_count and value >= 1, name, value, "a positive int", example)
+    return int(value)
+
+
+def _read_scalar(value: Any, name: str) -> float | None:
+    """The number in a value, if it has one that can be read here and now."""
+    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    _check(not is_truth, name, value, "a positive number", "2.0**15")
+    is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
+    if is_array:
+        check_scalar(value, name)
+    if isinstance(value, jax.Array):
+        if isinstance(value, Tracer) or not value.is_fully_addressable:
+            return None
+        value = jax.device_get(value)
+    try:
+        return float(value) if is_array or isinstance(value, int | float) else None
+    except OverflowError:  # of an int
+        return math.inf
+
+
+def _stands_for_array(value: object) -> bool:
+    """Whether a value is traced, or what JAX has for an array where it rebuilds a tree."""
+    return hasattr(value, "shape") or type(value) is object
+
+
+def _check_normal(number: float, name: str, value: object, example: str) -> None:
+    _check(0 < number < math.inf, name, value, "a positive number", example)
+    of_float32 = "a normal number of float32, from 2.0**-126 to 2.0**128"
+    _check(SMALLEST <= number <= LARGEST, name, value, of_float32, example)
+
+
+def _check(holds: object, name: str, value: object, must_be: str, example: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {must_be}, got {quote(value)}. For example: {name}={example}.")

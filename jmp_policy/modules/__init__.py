@@ -1,0 +1,39 @@
+"""Policies on functions and modules, and the protocol for Flax modules."""
+
+from ._adapter import (
+    WRITTEN as WRITTEN,
+    Adapter as Adapter,
+    Hook as Hook,
+    Method as Method,
+    ModelInfo as ModelInfo,
+    ModuleCall as ModuleCall,
+    ModuleInfo as ModuleInfo,
+    describe_module as describe_module,
+    find_adapter as find_adapter,
+    find_lifting_adapter as find_lifting_adapter,
+    find_loaded_adapters as find_loaded_adapters,
+    is_flax_object as is_flax_object,
+)
+from ._boundary import (
+    NO_TARGET as NO_TARGET,
+    parse_target as parse_target,
+    policy_of as policy_of,
+    with_policy as with_policy,
+)
+from ._call_casts import (
+    cast_arguments as cast_arguments,
+    cast_result as cast_result,
+    check_keep as check_keep,
+    is_in_full_precision as is_in_full_precision,
+    keep_carry_dtypes as keep_carry_dtypes,
+    matmul_precision as matmul_precision,
+    resolve_policy as resolve_policy,
+    widen_policy as widen_policy,
+)
+from ._full_precision import FULL_PRECISION as FULL_PRECISION, force_full_precision as force_full_precision
+from ._misuse import (
+    NoContext as NoContext,
+    refuse_device as refuse_device,
+    refuse_order as refuse_order,
+    refuse_unknown_arguments as refuse_unknown_arguments,
+)

@@ -1,0 +1,233 @@
+"""`numerics.audit`: a program is traced, its operations are counted, and its steps are checked one after the other."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Var
+
+from ..._base import TRACING, is_array
+from ..._jaxpr import (
+    HALF,
+    MATMULS,
+    ModulePaths,
+    Register,
+    Step,
+    count_bytes,
+    count_flops,
+    find_line,
+    find_origin,
+    find_running_line,
+    float_dtype,
+    is_backward,
+    multiplies_only,
+    trace,
+    walk,
+)
+from .._check_function import check_function
+from ._checks import Suspicion, check, suspect_half_gradient
+from ._facts import Fact, derive_facts, describe_argument, describe_constant, find_fact
+from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul
+
+
+def audit(fun: Callable[..., Any]) -> Callable[..., AuditReport]:
+    """Tells which operations of a function run in which dtype, and where that is likely to lose numbers or time.
+
+    The function is traced and not run: `jax.ShapeDtypeStruct`s suffice as arguments, and nothing is allocated. The
+    report is of the program as JAX traces it, before XLA fuses and rewrites it, with the bodies of jit, scan, cond,
+    remat, shard_map and custom rules; of a whole train step it has the forward and the backward pass apart. It does
+    not see what runs in kernels of the user's (Pallas, FFI, callbacks). The body of a `while` loop counts once, and so
+    does each branch of a `cond`; of a `lax.platform_dependent` the branch for the platform of this process, and of a
+    loop of no turns nothing. `numerics.FINDINGS` has the names of all findings, and what they are. A backward pass
+    sums where the forward pass broadcast, as for the gradient of a bias: the table has these sums, and they are not
+    among the findings.
+
+    Args:
+      fun: any function of trees of arrays. The audit ignores what it returns besides arrays.
+
+    Returns:
+      A function of the same arguments that returns an `AuditReport`: a table when printed or shown in a notebook,
+      `.rows`, `.findings` and `.to_dict()` for programs, `.assert_matmuls_in` and `.assert_no` for tests.
+
+    Raises:
+      TypeError: `fun` is not a function. What the function itself raises comes through.
+
+    Source: NVIDIA published a speed-up over a baseline that ran in float32 unnoticed (TransformerEngine issue 2976).
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def loss(w, x):
+    ...     logits = x @ w.astype(jnp.bfloat16)
+    ...     return -jnp.mean(jax.nn.log_softmax(logits).astype(jnp.float32))
+    >>> report = jmp.numerics.audit(jax.grad(loss))(jnp.ones((3, 4)), jax.ShapeDtypeStruct((8, 3), jnp.bfloat16))
+    >>> [(row.dtype, row.backward, row.flops) for row in report.rows if row.operation == "dot_general"]
+    [('bfloat16', False, 192), ('bfloat16', True, 192)]
+    >>> [finding.id for finding in report.findings]
+    ['half-logits']
+    >>> report.assert_matmuls_in("bfloat16")
+    """
+    check_function(fun, "audit")
+
+    @functools.wraps(fun)
+    def run_audit(*args: Any, **kwargs: Any) -> AuditReport:
+        register, overflows = Register(), []
+        traceable = register.watch(_make_traceable(fun, overflows))
+        with TRACING(register.token):
+            program = trace(traceable, args, kwargs).program
+        return _inspect_program(program, overflows, ModulePaths(register.list_modules()))
+
+    return run_audit
+
+
+def _make_traceable(fun: Callable[..., Any], overflows: "list[_Overflow]") -> Callable[..., Any]:
+    """Makes a function that returns only the arrays, and notes each constant that overflows meanwhile."""
+
+    def notice(kind: str, flag: int) -> None:
+        overflows.append(_Overflow(find_running_line(), str(source_info_util.current_name_stack())))
+
+    def list_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        with np.errstate(over="call", call=notice):
+            return [leaf for leaf in jax.tree.leaves(fun(*args, **kwargs)) if is_array(leaf)]
+
+    return list_arrays
+
+
+class _Overflow(NamedTuple):
+    """A constant that became infinite while the program was traced.
+
+    Attributes:
+      source: the user's line.
+      scope: the name stack.
+    """
+
+    source: str
+    scope: str
+
+
+def _inspect_program(program: ClosedJaxpr, overflows: Iterable[_Overflow], paths: ModulePaths) -> AuditReport:
+    """The report of a program.
+
+    Args:
+      program: the program; it is not run.
+      overflows: what happened while it was traced.
+      paths: where its equations stand.
+    """
+    inspector = _Inspector(paths)
+    body = program.jaxpr
+    inspector.facts.update((var, describe_argument(var)) for var in body.invars)
+    inspector.facts.update(zip(body.constvars, map(describe_constant, program.consts), strict=False))
+    inspector.has_half = any(float_dtype(var) in HALF for var in (*body.invars, *body.constvars))
+    for overflow in overflows:
+        inspector.see_overflow(overflow)
+    for step in walk(body, live_only=True):
+        inspector.see(step)
+    inspector.finish(body.outvars)
+    return inspector.report()
+
+
+class _Inspector:
+    """Sees one step after the other.
+
+    Attributes:
+      facts: what is known of each value.
+      has_half: whether anything in the program is half precision.
+    """
+
+    def __init__(self, paths: ModulePaths):
+        self.facts: dict[Var, Fact] = {}
+        self.has_half = False
+        self._paths = paths
+        self._rows: dict[tuple, list[int]] = {}
+        self._matmuls: dict[tuple, list[int]] = {}
+        self._findings: dict[tuple, list[Any]] = {}
+        self._loops: dict[str, None] = {}
+        self._places: dict[str, tuple[str, bool]] = {}
+
+    def see(self, step: Step) -> None:
+        if step.name == "constant":
+            self.facts[step.results[0]] = describe_constant(step.operands[0])
+            return
+        # What is known of the operands decides what is wrong here, and what is known of the results.
+        backward = self._find_place(step.scope)[1]
+        facts = [find_fact(atom, self.facts) for atom in step.operands]
+        for suspicion in check(step, facts, backward):
+            self._suspect(suspicion, backward)
+        self.facts.update(zip(step.results, derive_facts(step, facts, backward), strict=True))
+        # A link is nothing that runs: it has no costs. That of a `while` shows that its turns are not known.
+        if step.name in ("link", "carry"):
+            if step.eqn.primitive.name == "while":
+                self._loops.setdefault(find_line(find_origin(step)))
+            return
+        self.has_half = self.has_half or any(float_dtype(var) in HALF for var in step.results)
+        self._count(step)
+
+    def finish(self, outvars: Sequence[Any]) -> None:
+        """Sees what the program returns, which may be gradients."""
+        for atom in outvars:
+            fact = find_fact(atom, self.facts)
+            if fact.summed is not None:
+                self._suspect(suspect_half_gradient(fact, atom), backward=True)
+
+    def see_overflow(self, overflow: _Overflow) -> None:
+        path, backward = self._find_place(overflow.scope)
+        key = "infinite-constant", overflow.source, path, backward
+        self._findings.setdefault(key, ["when it was cast", (), 0])[2] += 1
+
+    def report(self) -> AuditReport:
+        rows = (AuditRow(*key, *counts) for key, counts in self._rows.items())
+        matmuls = (Matmul(*key, *counts) for key, counts in self._matmuls.items())
+        return AuditReport(tuple(rows), tuple(self._describe_findings()), tuple(matmuls), tuple(self._loops))
+
+    def _describe_findings(self) -> Iterable[Finding]:
+        for (name, source, path, backward), (detail, dtypes, count) in self._findings.items():
+            if name != "float32-matmul" or self.has_half:  # a program in float32 throughout is meant to be
+                message = f"{FINDINGS[name]} ({detail}); {REMEDIES[name]}"
+                yield Finding(name, message, source, path, dtypes, backward, count)
+
+    def _suspect(self, suspicion: Suspicion, backward: bool) -> None:
+        if not suspicion.step.trips:
+            return
+        path = self._find_place(suspicion.step.scope)[0]
+        key = suspicion.id, find_line(find_origin(suspicion.step)), path, backward
+        dtypes = tuple(map(str, dict.fromkeys(suspicion.dtypes)))
+        self._findings.setdefault(key, [suspicion.detail, dtypes, 0])[2] += 1
+
+    def _count(self, step: Step) -> None:
+        if not step.trips:
+            return
+        path, backward = self._find_place(step.scope)
+        work = step.trips * count_flops(step.eqn)
+        key = path, step.name, _name_dtype(step), backward
+        _add_amounts(self._rows, key, step.trips, work, step.trips * count_bytes(step.eqn))
+        if step.name in MATMULS and not multiplies_only(step.eqn):
+            dtypes = tuple(dict.fromkeys(str(float_dtype(atom) or atom.aval.dtype) for atom in step.operands[:2]))
+            matmul = step.name, dtypes, key[2], find_line(find_origin(step)), path, backward
+            _add_amounts(self._matmuls, matmul, step.trips, work)
+
+    def _find_place(self, scope: str) -> tuple[str, bool]:
+        if scope not in self._places:
+            self._places[scope] = self._paths.read_stack(scope), is_backward(scope)
+        return self._places[scope]
+
+
+def _add_amounts(table: dict[tuple, list[int]], key: tuple, *amounts: int) -> None:
+    counts = table.setdefault(key, [0] * len(amounts))
+    for i, amount in enumerate(amounts):
+        counts[i] += amount
+
+
+def _name_dtype(step: Step) -> str:
+    """The dtype that a step runs in: the widest floating one that it reads, or else makes."""
+    if step.name == "convert_element_type":
+        return f"{step.operands[0].aval.dtype}->{step.results[0].aval.dtype}"
+    for atoms in (step.operands, step.results):
+        floats = [dtype for dtype in map(float_dtype, atoms) if dtype is not None]
+        if floats:
+            return str(max(floats, key=_width))
+    return next((str(dtype) for atom in step.results if (dtype := getattr(atom.aval, "dtype", None))), "")
+
+
+def _width(dtype: np.dtype) -> int:
+    return dtype.itemsize

@@ -1,0 +1,250 @@
+"""The rules of an audit: what is wrong with a step, if anything."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+from jax.typing import ArrayLike
+
+from ..._jaxpr import (
+    AUTOCAST,
+    DEVICE_SUMS,
+    HALF,
+    HALF_SUMS,
+    MATMULS,
+    MOVING,
+    Atom,
+    Step,
+    count_products,
+    find_half_sum,
+    find_origin,
+    float_dtype,
+    is_backward,
+    is_called_by,
+    is_called_by_library,
+    is_traced_in,
+    list_functions,
+)
+from ._facts import FLOAT32, Fact
+
+
+class Suspicion(NamedTuple):
+    """A finding that has yet to be described.
+
+    Attributes:
+      id: its name.
+      step: where it was met.
+      detail: what was met there.
+      dtypes: the dtypes that take part.
+    """
+
+    id: str
+    step: Step
+    detail: str
+    dtypes: tuple[Any, ...]
+
+
+Check = Callable[[Step, Sequence[Fact], bool], Iterator[Suspicion]]
+
+FLOAT16 = np.dtype(np.float16)
+_SMALLEST, _LARGEST = 2.0**-24, 65504.0  # of float16: a constant beyond is better off in float32
+
+
+def check(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    """Finds what is wrong with a step, given what is known of its operands.
+
+    JAX writes the backward pass: it transposes the forward operations. There a check looks only for what the user can
+    change: matmuls, sums over devices, constants, and the dtype in which gradients are summed.
+    """
+    if not backward:
+        yield from _check_gradient_sum(step, facts)
+        yield from _check_promotion(step, facts)
+        yield from _check_loss(step)
+    found = CHECKS.get(step.name)
+    if found is not None:
+        yield from found(step, facts, backward)
+
+
+def _check_gradient_sum(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
+    """The gradient of a weight that was summed in half: the first step outside of the backward pass uses it."""
+    for atom, fact in zip(step.operands, facts, strict=True):
+        if fact.summed is not None:
+            yield suspect_half_gradient(fact, atom)
+
+
+def suspect_half_gradient(fact: Fact, atom: Atom) -> Suspicion:
+    """Suspects a gradient that was summed in half precision, at the cast of its weight if there was one."""
+    summed: Any = fact.summed
+    dtype = float_dtype(summed.results[0])
+    uses = "the rows that were looked up" if summed.name.startswith("scatter") else "several uses"
+    return Suspicion("half-gradient", fact.widening or summed, f"over {uses}, in {dtype}", (dtype, float_dtype(atom)))
+
+
+def _check_promotion(step: Step, facts: Sequence[Fact]) -> Iterator[Suspicion]:
+    """A half operand that the very call that computes has widened, which strict dtype promotion would refuse."""
+    if step.name not in _PROMOTING or AUTOCAST in step.scope:
+        return
+    # Which float32 operand of the call could as well be half?
+    given = [fact for atom, fact in zip(step.operands, facts, strict=True) if _is_needlessly_wide(atom, fact)]
+    if not given:
+        return
+    # Which operand was half, until this very call widened it?
+    for atom, fact in zip(step.operands, facts, strict=True):
+        half = float_dtype(atom) if fact.widening is None else float_dtype(fact.widening.operands[0])
+        if half in HALF and (fact.widening is None or _is_one_call(fact.widening, step)):
+            if is_called_by_library(find_origin(step)):  # a layer that mixes dtypes knows what it does
+                return
+            through = f"{half} becomes float32 through {given[0].given}"
+            yield Suspicion("accidental-promotion", step, through, (half, FLOAT32))
+            return
+
+
+def _is_needlessly_wide(atom: Atom, fact: Fact) -> bool:
+    """Whether an operand is float32 because it was given or made so, and half precision could hold it."""
+    if float_dtype(atom) != FLOAT32 or not fact.given or fact.widening is not None:
+        return False
+    return not isinstance(atom, Literal) or atom.val == 0 or _SMALLEST <= abs(atom.val) <= _LARGEST
+
+
+def _is_one_call(first: Step, second: Step) -> bool:
+    return find_origin(first).source_info.traceback == find_origin(second).source_info.traceback
+
+
+def _check_loss(step: Step) -> Iterator[Suspicion]:
+    """Anything that a loss of optax computes in half: errors, margins and squares as well as logarithms."""
+    dtype = next((dtype for dtype in map(float_dtype, step.operands) if dtype in HALF), None)
+    if dtype is None or step.name in MOVING or step.name == "convert_element_type":
+        return
+    if not is_called_by(find_origin(step), "optax.losses"):
+        return
+    if "smooth_labels" not in list_functions(step):  # it prepares the targets of a loss
+        yield Suspicion("half-logits", step, f"in {dtype}", (dtype,))
+
+
+def _check_matmul(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtypes = tuple(dict.fromkeys(float_dtype(atom) for atom in step.operands[:2]))
+    if FLOAT32 in dtypes and count_products(step.eqn) > 1 and "force_full_precision" not in step.scope:
+        names = " and ".join(map(str, dtypes))
+        yield Suspicion("float32-matmul", step, f"reads {names}", dtypes)
+
+
+def _check_reduction(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    if (backward and step.name != _OF_MAX_POOLING) or (step.name == "reduce_sum" and facts[0].made == "truth"):
+        return
+    found = find_half_sum(step)
+    if found is not None:
+        name = "half-cumulative" if step.name.startswith("cum") else "half-reduction"
+        yield Suspicion(name, step, str(found), (found.dtype,))
+
+
+_OF_MAX_POOLING = "select_and_scatter_add"
+"""A sum that only backward passes take. The forward operation that it belongs to sums nothing."""
+
+
+def _check_conversion(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    if source is None or target not in HALF or source == target:
+        return
+    widening = facts[0].widening
+    if widening is not None and not backward and float_dtype(widening.operands[0]) == target:
+        yield from _check_round_trip(widening, step, (target, source))
+    infinite = [constant for constant in facts[0].constants if _becomes_infinite(constant, target)]
+    if infinite:
+        yield Suspicion("infinite-constant", step, f"{_format_largest(infinite[0])} in {target}", (source, target))
+
+
+def _check_round_trip(widening: Step, narrowing: Step, dtypes: tuple[np.dtype, np.dtype]) -> Iterator[Suspicion]:
+    """Two casts that somebody wrote. A function of jax.numpy has its reasons for both, and so has a transposed cast."""
+    if not _is_one_call(widening, narrowing) and not is_backward(widening.scope):
+        yield Suspicion("round-trip-cast", narrowing, f"from {dtypes[0]} to {dtypes[1]} and back", dtypes)
+
+
+def _becomes_infinite(constant: ArrayLike, dtype: np.dtype) -> bool:
+    wide = np.asarray(constant).astype(np.float64)
+    with np.errstate(over="ignore"):
+        return bool(np.any(np.isfinite(wide) & np.isinf(wide.astype(np.float32).astype(dtype).astype(np.float32))))
+
+
+def _format_largest(constant: ArrayLike) -> str:
+    finite = np.asarray(constant).astype(np.float64).ravel()
+    largest = finite[np.argmax(np.where(np.isfinite(finite), np.abs(finite), 0))]
+    return f"{largest:.4g}"
+
+
+def _check_exponential(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    if float_dtype(step.operands[0]) == FLOAT16 and not backward:
+        name = "float16-softmax" if list_functions(step) & {"softmax", "_softmax"} else "float16-exp"
+        yield Suspicion(name, step, step.name, (FLOAT16,))
+
+
+def _check_logarithm(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    dtype, fact = float_dtype(step.operands[0]), facts[0]
+    if backward or dtype is None:
+        return
+    narrowest: Any = dtype if fact.narrowest is None or dtype in HALF else fact.narrowest
+    if narrowest in HALF and fact.made in ("softmax", "sigmoid"):
+        yield Suspicion(f"log-of-{fact.made}", step, f"rounded to {narrowest}", (narrowest, dtype))
+    elif narrowest in HALF and (fact.made == "sum of exp" or _is_in_loss(step)):
+        yield Suspicion("half-logits", step, f"in {narrowest}", (narrowest, dtype))
+    elif dtype == FLOAT16:
+        yield Suspicion("float16-log", step, step.name, (FLOAT16,))
+
+
+def _is_in_loss(step: Step) -> bool:
+    return bool(list_functions(step) & _LOSSES) or is_traced_in(find_origin(step), "optax.losses")
+
+
+_LOSSES = frozenset(("log_softmax", "logsumexp", "log_sigmoid"))
+
+
+def _check_root(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    if facts[0].made == "sum of squares" and not backward:
+        narrowest = facts[0].narrowest
+        if FLOAT16 in (narrowest, float_dtype(step.operands[0])):
+            yield Suspicion("float16-norm", step, f"{step.name} of a sum of squares", (FLOAT16,))
+
+
+def _check_all_reduce(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    for atom, fact in zip(step.operands, facts, strict=True):
+        dtype = float_dtype(atom)
+        if dtype in HALF:
+            what = "a gradient" if backward or fact.is_gradient else "a value"
+            yield Suspicion("half-all-reduce", step, f"{step.name} of {what} in {dtype}", (dtype,))
+            return
+
+
+def _check_addition(step: Step, facts: Sequence[Fact], backward: bool) -> Iterator[Suspicion]:
+    """A sum that a loop carries from turn to turn."""
+    dtype = float_dtype(step.results[0])
+    if dtype not in HALF or backward:
+        return
+    for atom, fact in zip(step.operands, facts, strict=True):
+        if fact.carried is not None and _is_only_added(atom, step.results[0], fact.carried):
+            gradient = any(other.is_gradient for other in facts)
+            name = "half-gradient" if gradient else "half-reduction"
+            yield Suspicion(name, step, f"over the turns of a loop, in {dtype}", (dtype,))
+
+
+def _is_only_added(carry: Atom, total: Atom, body: Jaxpr) -> bool:
+    """Whether a loop uses a carry for nothing but a sum that it returns."""
+    uses = sum(carry is atom for eqn in body.eqns for atom in eqn.invars)
+    return uses == 1 and any(atom is total for atom in body.outvars)
+
+
+CHECKS: dict[str, Check] = (
+    dict.fromkeys(MATMULS, _check_matmul)
+    | dict.fromkeys(HALF_SUMS, _check_reduction)
+    | dict.fromkeys(("exp", "exp2", "expm1", "pow"), _check_exponential)
+    | dict.fromkeys(("log", "log2", "log1p"), _check_logarithm)
+    | dict.fromkeys(("sqrt", "rsqrt"), _check_root)
+    | dict.fromkeys(DEVICE_SUMS, _check_all_reduce)
+    | {"add": _check_addition, "convert_element_type": _check_conversion}
+)
+"""By primitive: what to look for."""
+
+_PROMOTING = MATMULS | {
+    "add", "atan2", "clamp", "concatenate", "div", "dynamic_update_slice", "max", "min", "mul", "nextafter", "pow",
+    "rem", "scatter", "scatter-add", "select_n", "stack", "sub",
+}  # fmt: skip
+"""Operations whose operands JAX promotes to one dtype. Comparisons are left out: their result is a bool."""

@@ -1,0 +1,232 @@
+"""The facts that an audit keeps of each value: where it comes from, and what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, Literal, Var
+
+from ..._jaxpr import DEVICE_SUMS, HALF as HALF, MOVING, Atom, Step, float_dtype, is_float
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      given: where it comes from, if the program computed it from no floating argument: `ARGUMENT` for an argument
+        itself, at most moved or converted, `CONSTANT` or `OWN`; the empty string otherwise.
+      constants: the arrays and numbers that are among its elements, or were added to them.
+      widening: the conversion that widened it from half precision; it was at most moved since.
+      made: its name in the language of losses and norms, such as `"sum of exp"`, or the empty string.
+      narrowest: the narrowest dtype in which that was made.
+      is_gradient: whether a backward pass made it; it was at most moved, converted or scaled since.
+      summed: the step of a backward pass that added it up in half precision; it was at most moved or converted since.
+      carried: the body of the loop that carries it.
+    """
+
+    given: str = ""
+    constants: tuple[Any, ...] = ()
+    widening: Step | None = None
+    made: str = ""
+    narrowest: np.dtype | None = None
+    is_gradient: bool = False
+    summed: Step | None = None
+    carried: Jaxpr | None = None
+
+
+ARGUMENT, CONSTANT = "a float32 parameter or argument", "a constant"
+OWN = "an array that the program makes itself"
+"""The program makes it of constants, keys and whole numbers: a range, noise, a table of angles, a mask."""
+
+UNKNOWN = Fact()
+
+
+def find_fact(atom: Atom, environment: dict[Var, Fact]) -> Fact:
+    """What is known of a variable or literal."""
+    if isinstance(atom, Literal):
+        return Fact(given=CONSTANT, constants=(atom.val,) if is_float(atom) else ())
+    return environment.get(atom, UNKNOWN)
+
+
+def describe_argument(var: Var) -> Fact:
+    """What is known of an argument of the program."""
+    return Fact(given=ARGUMENT if is_float(var) else OWN)
+
+
+def describe_constant(value: Any) -> Fact:
+    """What is known of an array that a program closes over."""
+    if isinstance(value, Tracer) or not hasattr(value, "dtype"):
+        return Fact(given=ARGUMENT)
+    return Fact(given=CONSTANT, constants=(value,))
+
+
+def derive_facts(step: Step, facts: Sequence[Fact], backward: bool) -> Sequence[Fact]:
+    """What is known of each result of a step."""
+    if step.name == "optimization_barrier":  # as many as there are operands
+        return facts
+    if step.name in DEVICE_SUMS:
+        return [Fact(made=fact.made, narrowest=fact.narrowest, is_gradient=fact.is_gradient) for fact in facts]
+    return [_derive_fact(step, facts, backward)] * len(step.results)
+
+
+def _derive_fact(step: Step, facts: Sequence[Fact], backward: bool) -> Fact:
+    if step.name == "convert_element_type":
+        return _follow_conversion(step, facts[0])
+    if step.name in MOVING:
+        return _follow_move(step, facts)
+    made, narrowest = _recognize(step, facts)
+    gradient = backward or (step.name in ("mul", "div", "add") and any(fact.is_gradient for fact in facts))
+    return Fact(
+        given=OWN if all(fact.given in (CONSTANT, OWN) for fact in facts) else "",
+        constants=_collect_constants(step, facts),
+        made=made,
+        narrowest=narrowest,
+        is_gradient=gradient,
+        summed=_find_half_sum(step, facts) if backward and step.name in _SUMS else None,
+    )
+
+
+def find_narrowest(dtypes: Sequence[np.dtype | None]) -> np.dtype | None:
+    """The dtype of the fewest bytes."""
+    return min((dtype for dtype in dtypes if dtype is not None), key=lambda dtype: dtype.itemsize, default=None)
+
+
+_SUMS = ("add_any", "scatter-add", "scatter_add")
+"""How gradients of several uses become one. XLA adds them in their own dtype, where it reduces in a wider one."""
+
+
+def _find_half_sum(step: Step, facts: Sequence[Fact]) -> Step | None:
+    """The step that summed a gradient in half, now or before: what was lost stays lost.
+
+    A scatter sums rows of an activation's gradient, which is a sum itself wherever a residual stream forks: what it
+    reads does not count. A scatter in order sums nothing, for each row was looked up once.
+    """
+    scatters = step.name.startswith("scatter")
+    in_order = scatters and facts[1].made == "iota"
+    if float_dtype(step.results[0]) in HALF and not in_order:
+        return step
+    return None if scatters else next((fact.summed for fact in facts if fact.summed is not None), None)
+
+
+def _follow_conversion(step: Step, fact: Fact) -> Fact:
+    source, target = float_dtype(step.operands[0]), float_dtype(step.results[0])
+    # Whole numbers and masks become floating: they keep their origin, and a mask is remembered as one.
+    if source is None:
+        return Fact(given=fact.given, made="truth" if step.operands[0].aval.dtype == bool else fact.made)
+    narrowest = find_narrowest([fact.narrowest, target]) if fact.made else None
+    # Widening loses nothing. It is remembered, for what is narrowed again, or was widened to compute with.
+    if source in HALF and target == FLOAT32:
+        return fact._replace(widening=step)
+    return fact._replace(widening=None if source != target else fact.widening, narrowest=narrowest)
+
+
+def _follow_move(step: Step, facts: Sequence[Fact]) -> Fact:
+    pairs = zip(step.operands, facts, strict=True)
+    floats = [fact for atom, fact in pairs if is_float(atom)]
+    if not floats:
+        made = "iota" if any(fact.made == "iota" for fact in facts) else ""
+        # What a loop carries may be made of more in its later turns.
+        return Fact(given="" if step.name == "carry" else _join_origins(facts), made=made)
+    if step.name == "carry":
+        return Fact(constants=floats[0].constants, carried=step.around[-1][1])
+    if len(floats) == 1:
+        return floats[0]
+    # Of several values that become one, what the program computed says more than what it was given.
+    first = next((fact for fact in floats if not fact.given), floats[0])
+    constants = tuple(constant for fact in floats for constant in fact.constants)[:_FEW]
+    return first._replace(given=_join_origins(floats), constants=constants)
+
+
+def _join_origins(facts: Sequence[Fact]) -> str:
+    """Where a value comes from that is made of several."""
+    kinds = {fact.given for fact in facts}
+    return next((kind for kind in ("", ARGUMENT, OWN, CONSTANT) if kind in kinds), "")
+
+
+_FEW = 8
+"""A fact remembers so many constants."""
+
+
+def _collect_constants(step: Step, facts: Sequence[Fact]) -> tuple[Any, ...]:
+    if step.name not in ("add", "sub"):
+        return ()
+    return tuple(constant for fact in facts for constant in fact.constants)[:_FEW]
+
+
+def _recognize(step: Step, facts: Sequence[Fact]) -> tuple[str, np.dtype | None]:
+    rule = _MAKING.get(step.name)
+    made = rule(step, facts) if rule is not None else ""
+    if not made:
+        return "", None
+    dtypes = [float_dtype(atom) for atom in step.operands if not isinstance(atom, Literal)]
+    return made, find_narrowest([*dtypes, *(fact.narrowest for fact in facts if fact.made)])
+
+
+def _recognize_total(step: Step, facts: Sequence[Fact]) -> str:
+    return {"exp": "sum of exp", "square": "sum of squares"}.get(facts[0].made, "") or _recognize_kept(step, facts[:1])
+
+
+def _recognize_product(step: Step, facts: Sequence[Fact]) -> str:
+    if step.operands[0] is step.operands[-1]:
+        return "square"
+    return _recognize_kept(step, facts)
+
+
+def _recognize_quotient(step: Step, facts: Sequence[Fact]) -> str:
+    above, below = facts
+    if below.made == "sum of exp" and above.made == "exp":
+        return "softmax"
+    if below.made == "one and exp" and (above.given or above.made == "exp"):
+        return "sigmoid"
+    return _recognize_kept(step, facts)
+
+
+def _recognize_sum(step: Step, facts: Sequence[Fact]) -> str:
+    kinds = [fact.made or bool(fact.given) for fact in facts]
+    if "exp" in kinds and True in kinds:
+        return "one and exp"
+    return _recognize_kept(step, facts)
+
+
+def _recognize_kept(step: Step, facts: Sequence[Fact]) -> str:
+    """Keeps the name of what is summed, negated, or added to or scaled by a constant or mask.
+
+    A variance keeps its name, too: it is a difference of squares.
+    """
+    known = [fact for fact in facts if fact.made in _KEPT]
+    kinds = {fact.made for fact in known if not fact.given} or {fact.made for fact in known}
+    others = (fact for fact in facts if fact.made not in kinds)
+    if len(kinds) != 1 or not all(fact.given or fact.made in ("square", "truth") for fact in others):
+        return ""
+    return kinds.pop()
+
+
+_KEPT = frozenset(("softmax", "sigmoid", "sum of exp", "sum of squares", "iota"))
+
+_MAKING: dict[str, Callable[[Step, Sequence[Fact]], str]] = {
+    "iota": lambda step, facts: "iota",
+    "exp": lambda step, facts: "exp",
+    "exp2": lambda step, facts: "exp",
+    "logistic": lambda step, facts: "sigmoid",
+    "square": lambda step, facts: "square",
+    "integer_pow": lambda step, facts: "square" if step.eqn.params["y"] == 2 else "",
+    "reduce_sum": _recognize_total,
+    "reduce_window_sum": _recognize_total,
+    "reduce_max": _recognize_kept,
+    "reduce_min": _recognize_kept,
+    "neg": _recognize_kept,
+    "abs": _recognize_kept,
+    "mul": _recognize_product,
+    "div": _recognize_quotient,
+    "add": _recognize_sum,
+    "sub": _recognize_kept,
+    "max": _recognize_kept,
+    "min": _recognize_kept,
+    "clamp": _recognize_kept,
+}
+"""By primitive: how to tell what a step makes, if an audit has a name for it."""

@@ -1,0 +1,312 @@
+"""What an audit can find, and the report of what it found: a table of operations, and findings."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..._base import DTypeLike, did_you_mean, escape_controls, parse_dtype
+from ..._jaxpr import REMEDY
+from ...report import Column, Report, Table, format_bytes, format_count, shorten_dtypes
+
+MOST_ROWS = 60
+"""A table shows so many rows: `AuditReport.rows` has the others."""
+
+FINDINGS = {
+    "float32-matmul": "a matrix product or convolution in float32, in a program that has half precision elsewhere",
+    "accidental-promotion": "float32 for no reason but the dtype of a constant, a parameter or an array that the "
+    "program makes, where half would follow",
+    "half-reduction": "a sum or product of many numbers in half precision: its error grows with their count",
+    "half-cumulative": "a cumulative sum or product in half precision: its error grows along the axis",
+    "round-trip-cast": "half precision widened and narrowed again with nothing computed between",
+    "float16-exp": "an exponential in float16, which overflows at 11.1",
+    "float16-log": "a logarithm in float16, whose argument may have been rounded to zero",
+    "float16-softmax": "a softmax in float16: small probabilities become zero",
+    "float16-norm": "the root of a sum of squares in float16: squares overflow at 256, and are zero below 2.4e-4",
+    "half-logits": "a loss computed from logits in half precision",
+    "log-of-softmax": "the logarithm of a softmax that was rounded to half precision: log(0) is -inf",
+    "log-of-sigmoid": "the logarithm of a sigmoid that was rounded to half precision: log(0) is -inf",
+    "half-gradient": "a gradient that is summed in half precision over the uses of a weight",
+    "infinite-constant": "a finite constant that is infinite in half precision",
+    "half-all-reduce": "a sum over devices in half precision",
+}
+"""The names of findings, and what each is."""
+
+REMEDIES = {
+    "float32-matmul": "cast what it reads, or give the layer a dtype",
+    "accidental-promotion": "cast the float32 operand, or widen the other one where that is meant",
+    "half-reduction": REMEDY,
+    "half-cumulative": "cast to float32 first",
+    "round-trip-cast": "leave both casts out",
+    "float16-exp": "cast to float32 first",
+    "float16-log": "cast to float32 first",
+    "float16-softmax": "cast to float32 first",
+    "float16-norm": "square and sum in float32",
+    "half-logits": "cast the logits to float32",
+    "log-of-softmax": "use jax.nn.log_softmax of float32 logits",
+    "log-of-sigmoid": "use jax.nn.log_sigmoid of float32 logits",
+    "half-gradient": "cast the weight at each use, inside of a loop, after a lookup; or add in float32",
+    "infinite-constant": "use jnp.finfo(x.dtype).min or .max, or -jnp.inf where that is meant",
+    "half-all-reduce": "cast to float32 before, and back after",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditRow:
+    """The operations of one kind, in one dtype, at one place.
+
+    Attributes:
+      path: the module names and `jax.named_scope`s around them, joined by `/`; the root's is the empty string.
+      operation: the name of the primitive.
+      dtype: the widest floating dtype that they read; of a conversion, `"float32->bfloat16"`.
+      backward: whether they belong to a backward pass.
+      count: how many there are; in a loop, for all its turns.
+      flops: additions and multiplications, of all turns and devices.
+      bytes: what they read and write, each by itself: an upper bound of what is left when XLA has fused them.
+
+    >>> from jmp_policy.numerics import AuditReport, AuditRow
+    >>> product = AuditRow("head", "dot_general", "bfloat16", backward=False, count=2, flops=768, bytes=272)
+    >>> print(AuditReport((product,), (), ()))
+    module  operation    dtype  pass     count  flops  bytes
+    ────────────────────────────────────────────────────────
+    head    dot_general  bf16   forward      2    768  272 B
+    <BLANKLINE>
+    no findings
+    """
+
+    path: str
+    operation: str
+    dtype: str
+    backward: bool
+    count: int
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The matrix products or convolutions of one line of the source, in one dtype and place; without outer products.
+
+    Attributes:
+      operation: the name of the primitive.
+      dtypes: the dtypes that it reads.
+      dtype: the widest of them, which is what it runs in.
+      source: the user's line that it comes from.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      backward: whether it belongs to a backward pass.
+      count: how many there are; a line in a loop, or in a function that is called again, has many.
+      flops: additions and multiplications of all of them.
+
+    >>> from jmp_policy.numerics import AuditReport, Matmul
+    >>> product = Matmul("dot_general", ("float32", "bfloat16"), "float32", "train.py:12 (loss)", "head", False, 2, 768)
+    >>> AuditReport((), (), (product,)).assert_matmuls_in("bfloat16")
+    Traceback (most recent call last):
+    AssertionError: 2 of 2 matmuls are not in bfloat16:
+      train.py:12 (loss): dot_general in head reads float32 and bfloat16, 2 times
+    """
+
+    operation: str
+    dtypes: tuple[str, ...]
+    dtype: str
+    source: str
+    path: str
+    backward: bool
+    count: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is likely to lose numbers, or time.
+
+    Attributes:
+      id: its name, a key of `numerics.FINDINGS`.
+      message: what was met, and what would mend it.
+      source: the user's line that it comes from, `"file.py:12 (function)"`.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      dtypes: the dtypes that take part.
+      backward: whether it was met in a backward pass.
+      count: how many equations of that line have it.
+
+    >>> from jmp_policy.numerics import Finding
+    >>> message = "an exponential in float16, which overflows at 11.1 (exp); cast to float32 first"
+    >>> print(Finding("float16-exp", message, "train.py:12 (loss)", "head", ("float16",), backward=False, count=1))
+    train.py:12 (loss): float16-exp in head: an exponential in float16, which overflows at 11.1 (exp); cast to float32
+    first
+    """
+
+    id: str
+    message: str
+    source: str
+    path: str
+    dtypes: tuple[str, ...]
+    backward: bool
+    count: int
+
+    def __str__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.source}: {self.id}{where}{', backward' if self.backward else ''}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AuditReport(Report):
+    """What `numerics.audit` found: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each place, operation and dtype, in the order of the program.
+      findings: what is likely to lose numbers or time, in the order of the program.
+      matmuls: the matrix products and convolutions.
+      uncounted_loops: the lines of `while` loops, whose operations are counted for one turn.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> report = jmp.numerics.audit(lambda x: jnp.exp(x) @ x)(jax.ShapeDtypeStruct((4, 4), jnp.float16))
+    >>> [finding.id for finding in report.findings], report.flops, report.bytes
+    (['float16-exp'], 144, 160)
+    >>> report.matmul_shares
+    {'float16': 1.0}
+    >>> report
+    <AuditReport: 2 rows, 1 matmuls, 1 findings; print it for the table>
+    >>> report.assert_no("float16-softmax")
+    """
+
+    rows: tuple[AuditRow, ...]
+    findings: tuple[Finding, ...]
+    matmuls: tuple[Matmul, ...]
+    uncounted_loops: tuple[str, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """The additions and multiplications of all rows."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def matmul_shares(self) -> dict[str, float]:
+        """By dtype, the share of the flops of `matmuls` that run in it."""
+        work = dict.fromkeys((matmul.dtype for matmul in self.matmuls), 0)
+        for matmul in self.matmuls:
+            work[matmul.dtype] += matmul.flops
+        total = max(1, sum(work.values()))  # an empty matrix is no work
+        return {dtype: flops / total for dtype, flops in work.items()}
+
+    def assert_matmuls_in(self, dtype: DTypeLike) -> None:
+        """Checks that every matrix product and convolution runs in a dtype, forward and backward.
+
+        Args:
+          dtype: anything that `get_policy` reads as a dtype.
+
+        Raises:
+          AssertionError: one runs in another dtype, and the message has its line; or the program has none.
+          ValueError: `dtype` is not a floating dtype.
+        """
+        wanted = str(parse_dtype(dtype))
+        if not self.matmuls:
+            raise AssertionError(f"There is no matrix product or convolution, in {wanted} or any other dtype.")
+        others = [matmul for matmul in self.matmuls if matmul.dtype != wanted]
+        if others:
+            lines = "".join(f"\n  {escape_controls(_describe_matmul(matmul), keep='')}" for matmul in others)
+            counts = f"{_count_matmuls(others)} of {_count_matmuls(self.matmuls)}"
+            raise AssertionError(f"{counts} matmuls are not in {wanted}:{lines}")
+
+    def assert_no(self, *ids: str) -> None:
+        """Checks that the audit found nothing of the given names; without a name, that it found nothing at all.
+
+        Raises:
+          AssertionError: it did; the message has the lines.
+          ValueError: `numerics.FINDINGS` lacks a name.
+        """
+        for name in ids:
+            if name not in FINDINGS:
+                raise ValueError(f"Unknown finding {name!r}. {did_you_mean(name, FINDINGS)} {_EXAMPLE}")
+        found = [finding for finding in self.findings if not ids or finding.id in ids]
+        if found:
+            lines = "".join(f"\n  {escape_controls(str(finding), keep='')}" for finding in found)
+            raise AssertionError(f"{len(found)} {'finding' if len(found) == 1 else 'findings'}:{lines}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        return {
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "findings": [_make_plain(finding) for finding in self.findings],
+            "matmuls": [_make_plain(matmul) for matmul in self.matmuls],
+            "uncounted_loops": list(self.uncounted_loops),
+            "flops": self.flops,
+            "bytes": self.bytes,
+        }
+
+    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+        counts = f"{len(self.rows)} rows, {_count_matmuls(self.matmuls)} matmuls, {len(self.findings)} findings"
+        return f"<AuditReport: {counts}; print it for the table>"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        tables = [_make_matmul_table(self.matmuls)] if self.matmuls else []
+        return [*tables, _make_row_table(_choose_rows(self.rows))] if self.rows or width is None else tables
+
+    def _list_notes(self) -> list[str]:
+        notes = []
+        if len(self.rows) > MOST_ROWS:
+            notes.append(f"{len(self.rows) - MOST_ROWS} rows of less work are left out: `.rows` has them.")
+        notes += [f"{line}: the body of this while loop counts once." for line in self.uncounted_loops]
+        return [*notes, *map(str, self.findings)] if self.findings else [*notes, "no findings"]
+
+
+_EXAMPLE = "For example: report.assert_no('float32-matmul')."
+
+
+def _count_matmuls(matmuls: Iterable[Matmul]) -> int:
+    return sum(matmul.count for matmul in matmuls)
+
+
+def _describe_matmul(matmul: Matmul) -> str:
+    where = f" in {matmul.path}" if matmul.path else ""
+    direction = "backward " if matmul.backward else ""
+    times = f", {matmul.count} times" if matmul.count > 1 else ""
+    return f"{matmul.source}: {direction}{matmul.operation}{where} reads {' and '.join(matmul.dtypes)}{times}"
+
+
+def _make_plain(entry: Finding | Matmul) -> dict[str, Any]:
+    return dataclasses.asdict(entry) | {"dtypes": list(entry.dtypes)}
+
+
+def _make_matmul_table(matmuls: Sequence[Matmul]) -> Table:
+    """A row for each dtype that matmuls run in: how many of them there are, and their work."""
+    total = sum(matmul.flops for matmul in matmuls)
+    rows = []
+    for dtype in dict.fromkeys(matmul.dtype for matmul in matmuls):
+        group = [matmul for matmul in matmuls if matmul.dtype == dtype]
+        backward = _count_matmuls(matmul for matmul in group if matmul.backward)
+        counts = str(_count_matmuls(group) - backward), str(backward)
+        work = sum(matmul.flops for matmul in group)
+        rows.append((dtype, *counts, format_count(work), f"{work / total:.1%}" if total else ""))
+    return Table([Column("matmuls in"), *map(_number_column, ("forward", "backward", "flops", "of all"))], rows)
+
+
+def _make_row_table(rows: Iterable[AuditRow]) -> Table:
+    texts, numbers = ("module", "operation", "dtype", "pass"), ("count", "flops", "bytes")
+    cells = [
+        (
+            row.path,
+            row.operation,
+            "->".join(shorten_dtypes([dtype]) for dtype in row.dtype.split("->")),
+            "backward" if row.backward else "forward",
+            str(row.count),
+            format_count(row.flops),
+            format_bytes(row.bytes),
+        )
+        for row in rows
+    ]
+    headings = [cell[0] or "(no module)" for cell in cells]
+    return Table([*map(Column, texts), *map(_number_column, numbers)], cells, headings=headings)
+
+
+def _number_column(header: str) -> Column:
+    return Column(header, is_number=True)
+
+
+def _choose_rows(rows: Sequence[AuditRow]) -> list[AuditRow]:
+    """The rows that cost most, in the order of the program."""
+    dearest = set(sorted(rows, key=lambda row: (-row.flops, -row.bytes))[:MOST_ROWS])
+    return [row for row in rows if row in dearest]

@@ -1,0 +1,295 @@
+"""The explanation: a row per module, what was amiss with the rules, and totals."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..._base import list_paths_to
+from ..._jaxpr import REMEDY
+from ...policy import Policy
+from ...report import (
+    Column,
+    Report,
+    Table,
+    find_row,
+    format_bytes,
+    is_fitting,
+    list_places,
+    name_place,
+    shorten_dtypes,
+    shorten_policy,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What holds at one module, and which dtypes were seen there.
+
+    Attributes:
+      path: the module names joined by `/`; the root's is the empty string.
+      type: the name of its class.
+      policy: the policy that holds for it, or `None`.
+      rule: where the policy came from: the key of a map's rule, `"default"` where no rule covers the module, `"its own
+        policy"`, `"inherited"` from the module around it, `"author's dtype"`, `"force_full_precision"`, or the empty
+        string without a policy.
+      param_dtypes: the dtypes of its own parameters; the modules inside have rows of their own.
+      input_dtypes: the dtypes of the arrays it was called with, before any cast.
+      compute_dtypes: the dtypes that the operations in its own code read; conversions do not count.
+      output_dtypes: the dtypes of the arrays it returned, after any cast.
+      param_bytes: the size of its own parameters.
+      float32_bytes: their size if they were float32.
+      leaks_into: the paths of the modules whose own code computes in a wider dtype than is meant there, because this
+        module, which a rule or its author names, returned it.
+      quantization: the format of its weight under a quantized policy, such as `"int8"`, or why the weight is left as
+        it is: `"left: 64 elements are fewer than min_size=4096"`; the empty string without such a policy or weight.
+        For float8 it says what this very call computed its products in.
+      half_sums: the sums and products of many numbers that its own code takes in half precision, such as
+        `"reduce_window_sum of 4096 numbers in bfloat16"`, a global `nn.avg_pool`: their errors grow with the count.
+      accumulate_dtype: the dtype in which its products handed over their sums, if its policy has another one for these
+        than it computes in; else the empty string, as for a layer whose author wrote how it multiplies.
+      output_cast: the narrower dtype to which the model casts what this module returned, at its own output, if a rule
+        or its author names the module; else the empty string.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
+    >>> row = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))[""]
+    >>> row.type, row.rule, row.param_dtypes, row.compute_dtypes
+    ('Dense', 'its own policy', ('float32',), ('bfloat16',))
+    """
+
+    path: str
+    type: str
+    policy: Policy | None
+    rule: str
+    param_dtypes: tuple[str, ...]
+    input_dtypes: tuple[str, ...]
+    compute_dtypes: tuple[str, ...]
+    output_dtypes: tuple[str, ...]
+    param_bytes: int
+    float32_bytes: int
+    leaks_into: tuple[str, ...]
+    quantization: str = ""
+    half_sums: tuple[str, ...] = ()
+    accumulate_dtype: str = ""
+    output_cast: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain strings, numbers and lists."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        return plain | {"policy": None if self.policy is None else self.policy.name}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Report):
+    """What `jmp_policy.explain` found: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each module, the root first.
+      unused: a sentence for each rule of a map that decided for no module.
+      unknown: a sentence for each module whose place in the model is not known: its caller runs it through linen's
+        `.apply`, and does not hold it.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> model = jmp.with_policy(nn.Dense(2), "mixed_bfloat16")
+    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), jnp.float32))
+    >>> explanation[""].compute_dtypes, explanation.total_bytes
+    (('bfloat16',), 32)
+    >>> explanation
+    <Explanation: 1 modules; print it for the table>
+    >>> print(explanation)
+    module  type   policy          rule            param  in   compute  out   bytes
+    ───────────────────────────────────────────────────────────────────────────────
+    Dense   Dense  mixed_bfloat16  its own policy  f32    f32  bf16     bf16   32 B
+    <BLANKLINE>
+    parameters: 32 B, 100% of what they would take in float32
+    """
+
+    rows: tuple[Row, ...]
+    unused: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all parameters."""
+        return sum(row.param_bytes for row in self.rows)
+
+    @property
+    def float32_bytes(self) -> int:
+        """Their size if they were float32."""
+        return sum(row.float32_bytes for row in self.rows)
+
+    def __getitem__(self, path: str) -> Row:
+        """The row of the module at a path.
+
+        Raises:
+          KeyError: no row has this path.
+        """
+        return find_row(self.rows, path, "module", "explained")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "unused": list(self.unused),
+            "unknown": list(self.unknown),
+            "total_bytes": self.total_bytes,
+            "float32_bytes": self.float32_bytes,
+        }
+
+    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+        return f"<Explanation: {len(self.rows)} modules; print it for the table>"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        rows, headers = self.rows, ["module", "type", *_HEADERS]
+        quantization = ["quantization"] if any(row.quantization for row in rows) else []
+        if width is None:
+            headers = ["module", "type", "policy", *_HEADERS, *quantization, "leaks into"]
+            return [_make_module_table(rows, headers, module=lambda row: row.path)]
+        indent = functools.partial(_indent, paths={row.path for row in rows})
+        modules = _make_module_table(rows, headers, gap=1, module=indent)
+        if all(row.policy is None for row in rows):
+            return [modules]
+        whole = _make_module_table(rows, ["module", "type", "policy", *_HEADERS, *quantization], module=indent)
+        if is_fitting(whole, width):
+            return [whole]
+        # A narrow terminal has a table of the policies, and one of what was quantized. Where there is no room even for
+        # the rules, that table has their names, and the one of the modules has numbers.
+        numbers = {} if is_fitting(modules, width) else _number_rules(rows)
+        modules = _make_module_table(rows, headers, gap=1, module=indent, rule=lambda row: _name_rule(row, numbers))
+        return [modules, _make_rule_table(rows, numbers), *(_make_quantization_table(rows) for _ in quantization)]
+
+    def _list_notes(self) -> list[str]:
+        found = _describe_bytes(self), *_describe_leaks(self), *_describe_output_casts(self), *_describe_half_sums(self)
+        return [*found, *self.unused, *self.unknown]
+
+
+Rule = tuple[str, Policy | None]
+"""Where a policy came from, and the policy."""
+
+_HEADERS = ("rule", "param", "in", "compute", "out", "bytes")
+"""The columns of every table of modules."""
+
+_NAMES = ("module", "type", "policy", "bytes")
+"""The columns whose cells have one line; those of the others are lists and sentences."""
+
+_CELLS: dict[str, Callable[[Row], str]] = {
+    "type": lambda row: row.type,
+    "policy": lambda row: shorten_policy(row.policy),
+    "rule": lambda row: row.rule,
+    "param": lambda row: shorten_dtypes(row.param_dtypes),
+    "in": lambda row: shorten_dtypes(row.input_dtypes),
+    "compute": lambda row: _describe_computation(row),
+    "out": lambda row: shorten_dtypes(row.output_dtypes),
+    "bytes": lambda row: format_bytes(row.param_bytes),
+    "quantization": lambda row: row.quantization,
+    "leaks into": lambda row: ", ".join(map(name_place, row.leaks_into)),
+}
+"""By column: what it says of a module."""
+
+
+def _describe_computation(row: Row) -> str:
+    computed = shorten_dtypes(row.compute_dtypes)
+    return f"{computed}, sums {shorten_dtypes((row.accumulate_dtype,))}" if row.accumulate_dtype else computed
+
+
+def _make_module_table(
+    rows: Sequence[Row], headers: Sequence[str], gap: int = 2, **cells: Callable[[Row], str]
+) -> Table:
+    """A row for each module, in whose columns stands what `_CELLS` or the arguments of their names say."""
+    columns = [Column(header, is_number=header == "bytes", wraps=header not in _NAMES) for header in headers]
+    said = _CELLS | cells
+    texts = [[said[header](row) for header in headers] for row in rows]
+    return Table(columns, texts, gap, headings=[_name_module(row) for row in rows])
+
+
+def _make_rule_table(rows: Sequence[Row], numbers: Mapping[Rule, int]) -> Table:
+    """A row for each rule and its policy."""
+    counts = collections.Counter((row.rule, row.policy) for row in rows if row.policy is not None)
+    cells = [
+        (f"{numbers[rule]}: {rule[0]}" if numbers else rule[0], shorten_policy(rule[1]), str(count))
+        for rule, count in counts.items()
+    ]
+    return Table([Column("rule", wraps=True), Column("policy"), Column("modules", is_number=True)], cells)
+
+
+def _number_rules(rows: Sequence[Row]) -> dict[Rule, int]:
+    rules = dict.fromkeys((row.rule, row.policy) for row in rows if row.policy is not None)
+    return {rule: number for number, rule in enumerate(rules, start=1)}
+
+
+def _name_rule(row: Row, numbers: Mapping[Rule, int]) -> str:
+    return str(numbers.get((row.rule, row.policy), row.rule))
+
+
+def _make_quantization_table(rows: Sequence[Row]) -> Table:
+    """A row for each thing that became of a weight."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        if row.quantization:
+            places.setdefault(row.quantization, []).append(name_place(row.path))
+    cells = [(quantization, ", ".join(names)) for quantization, names in places.items()]
+    return Table([Column("quantization", wraps=True), Column("modules", wraps=True)], cells)
+
+
+def _indent(row: Row, paths: set[str]) -> str:
+    """The path of a module, without what the row of the module around it says already; marked if it has a note."""
+    around = [outer for outer in list_paths_to(row.path)[1:-1] if outer in paths]
+    name = _name_module(row)
+    return "  " * len(around) + (name.removeprefix(f"{around[-1]}/") if around else name)
+
+
+def _name_module(row: Row) -> str:
+    return (row.path or row.type) + (" (!)" if row.leaks_into or row.half_sums else "")
+
+
+def _describe_bytes(explanation: Explanation) -> str:
+    total, float32 = explanation.total_bytes, explanation.float32_bytes
+    if not float32:
+        return "no parameters"
+    return f"parameters: {format_bytes(total)}, {total / float32:.0%} of what they would take in float32"
+
+
+def _describe_leaks(explanation: Explanation) -> list[str]:
+    """A sentence for each rule whose modules leak."""
+    by_rule: dict[tuple[str, Policy | None], list[Row]] = {}
+    for row in explanation.rows:
+        if row.leaks_into:
+            by_rule.setdefault((row.rule, row.policy), []).append(row)
+    return [_describe_leak(explanation, rows) for rows in by_rule.values()]
+
+
+def _describe_leak(explanation: Explanation, rows: list[Row]) -> str:
+    first, others = rows[0], len(rows) - 1
+    into = list(dict.fromkeys(path for row in rows for path in row.leaks_into))
+    who = f"{first.path} (!)" + (f" and {others} more" if others else "")
+    dtypes = shorten_dtypes(first.output_dtypes)
+    spread = f"{who} {'leak' if others else 'leaks'} {dtypes} into the code of {list_places(into)}"
+    meant = explanation[into[0]].policy
+    if first.policy is None or meant is None or first.rule == "author's dtype":
+        return f"{spread}; cast what it returns, where that is not meant"
+    return f"{spread}; '{first.policy.with_output_dtype(meant.compute_dtype)}' does not"
+
+
+def _describe_output_casts(explanation: Explanation) -> list[str]:
+    """A sentence for each module whose wide result the root casts."""
+    return [
+        f"{row.path} returns {shorten_dtypes(row.output_dtypes)}, and the output dtype of the whole model casts it to "
+        f"{shorten_dtypes((row.output_cast,))}; give the model an output dtype of {row.output_dtypes[0]} to keep it"
+        for row in explanation.rows
+        if row.output_cast
+    ]
+
+
+def _describe_half_sums(explanation: Explanation) -> list[str]:
+    """A sentence for each sum."""
+    by_sum: dict[str, list[str]] = {}
+    for row in explanation.rows:
+        for half_sum in row.half_sums:
+            by_sum.setdefault(half_sum, []).append(row.path)
+    growing = "whose error grows with their count"
+    return [f"{list_places(paths)} (!): {half_sum}, {growing}; {REMEDY}" for half_sum, paths in by_sum.items()]

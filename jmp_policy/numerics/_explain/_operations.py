@@ -1,0 +1,226 @@
+"""The operations of a traced program one after the other, and what they say of its modules: the dtypes in which each
+computes, multiplies and sums, and which ones leak a wide dtype."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr
+
+from ..._base import is_floating_dtype, list_paths_to
+from ..._jaxpr import ANNOTATIONS, MOVERS, ROUNDING_SCOPE, HalfSum, find_half_sum, walk
+from ...modules import ModuleInfo
+from ...modules.common import read_path
+from ...policy import ODD_ROWS, Float8
+
+STRUCTURAL = (MOVERS - {"gather"}) | ANNOTATIONS | {"convert_element_type", "reduce_precision", "link", "carry"}
+"""Primitives that move or convert elements. A lookup of rows counts as computing: it is all that an Embed does.
+
+A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.
+"""
+
+
+class OperandInfo(NamedTuple):
+    """What an operation reads or makes.
+
+    Attributes:
+      key: tells it from other values; `None` for a literal.
+      dtype: its dtype if it is floating, else `None`.
+    """
+
+    key: int | None
+    dtype: np.dtype | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One primitive operation.
+
+    Attributes:
+      name: the name of the primitive.
+      scope: the `jax.named_scope`s around it, outermost first, joined by `/`.
+      operands: what it reads.
+      results: what it makes.
+      half_sum: the sum or product of many numbers that it takes in half precision, if it is one.
+    """
+
+    name: str
+    scope: str
+    operands: tuple[OperandInfo, ...]
+    results: tuple[OperandInfo, ...]
+    half_sum: HalfSum | None = None
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does arithmetic, other than that of rounding into a quantized format."""
+        return self.name not in STRUCTURAL and ROUNDING_SCOPE not in self.scope
+
+
+def walk_operations(jaxpr: Jaxpr, scope: str = "") -> Iterator[Operation]:
+    """The operations of a program in order, also in the bodies of jit, scan, cond, remat and custom rules.
+
+    A body stands for itself once, where it is called, and `link`s join its values to the ones around it. A value that
+    goes around a loop is not followed to the next turn.
+
+    Args:
+      jaxpr: the program; its values are told apart by identity, so keep it alive.
+      scope: the scopes around the program.
+
+    >>> import jax, jax.numpy as jnp
+    >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
+    >>> [operation.name for operation in walk_operations(program.jaxpr) if operation.computes]
+    ['sin', 'mul']
+    """
+    for step in walk(jaxpr, scope):
+        if step.name != "constant":
+            operands, results = _describe_operands(step.operands), _describe_operands(step.results)
+            yield Operation(step.name, step.scope, operands, results, find_half_sum(step))
+
+
+def _describe_operands(variables: Sequence[Any]) -> tuple[OperandInfo, ...]:
+    return tuple(OperandInfo(_identify(variable), _floating_dtype(variable.aval)) for variable in variables)
+
+
+def _identify(variable: Any) -> int | None:
+    return None if hasattr(variable, "val") else id(variable)
+
+
+def _floating_dtype(aval: Any) -> np.dtype | None:
+    dtype = getattr(aval, "dtype", None)
+    return np.dtype(dtype) if dtype is not None and is_floating_dtype(dtype) else None
+
+
+def collect_compute_dtypes(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+    """The dtypes that the operations in each module's own code read, by path; conversions do not count."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = read_path(operation.scope)
+        if path is not None and operation.computes:
+            # Behind the two that a `scaled_dot` multiplies are the scales of their blocks.
+            read = operation.operands[:2] if operation.name == "scaled_dot" else operation.operands
+            found[path].update(dict.fromkeys(str(v.dtype) for v in read if v.dtype is not None))
+    return {path: tuple(dtypes) for path, dtypes in found.items()}
+
+
+def collect_made_dtypes(program: Iterable[Operation]) -> dict[str, set[str]]:
+    """The dtypes that the operations in each module's own code make, by path; conversions count."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for operation in program:
+        path = read_path(operation.scope)
+        if path is not None:
+            found[path].update(str(value.dtype) for value in operation.results if value.dtype is not None)
+    return found
+
+
+def collect_half_sums(program: Iterable[Operation]) -> dict[str, tuple[str, ...]]:
+    """The sums and products of many numbers that each module's own code takes in half precision, by path."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = read_path(operation.scope)
+        if path is not None and operation.half_sum is not None:
+            found[path][str(operation.half_sum)] = None
+    return {path: tuple(sums) for path, sums in found.items()}
+
+
+def describe_weight(module: ModuleInfo, computed: Collection[str], made: Collection[str]) -> str:
+    """What became of the weight of a module, as `Row.quantization` says it.
+
+    A layer whose weight fits 8 bits need not have multiplied in them: that depends on its inputs, and on the code of
+    an author's subclass. Only its operations show it.
+
+    Args:
+      module: what holds at it.
+      computed: the dtypes that its operations read; conversions do not count.
+      made: the dtypes that its operations made; conversions count.
+    """
+    format = None if module.policy is None else module.policy.quantization
+    is_open = isinstance(format, Float8) and module.quantization == str(format) and made
+    if not is_open or _has_float8(computed):
+        return module.quantization
+    if _has_float8(made):
+        return f"{format}, computed with as numbers: it is a convolution"
+    return f"left: {ODD_ROWS}" if module.is_layer else f"left: {ODD_ROWS}, or its code is no layer of Flax's"
+
+
+def _has_float8(dtypes: Collection[str]) -> bool:
+    return any(dtype.startswith("float8") for dtype in dtypes)
+
+
+Marks = dict[int | None, frozenset[str]]
+"""By value: the named modules whose wide results it is made of."""
+
+
+def find_leaks(program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, tuple[str, ...]]:
+    """Finds, for each module that leaks a wide dtype, the paths of the modules into whose code it leaks.
+
+    A rule such as `"norm": "float32"` makes a module return float32. A layer of Flax's that takes it narrows it, but
+    in code of the user's own, such as a residual sum, promotion makes everything that follows float32. So what a named
+    module returns gets its mark. The mark passes through every operation that keeps the dtype; a conversion that the
+    author wrote takes it away. Arithmetic with a marked operand is a leak, where it stands in the code of a module
+    that is meant to compute in a narrower dtype.
+
+    Args:
+      program: the operations in order.
+      modules: what holds at each path.
+    """
+    marks: Marks = {}
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for operation in program:
+        path = read_path(operation.scope)
+        # Does it compute with what another module marked?
+        if operation.computes and path is not None:
+            for value in operation.operands:
+                for source in _find_leaking_modules(marks.get(value.key, frozenset()), path, value, modules[path]):
+                    found[source][path] = None
+        # Its results keep the marks of its operands, and get those of the named modules that it stands in.
+        sources = _find_named_around(path, modules)
+        for value in operation.results:
+            marks[value.key] = _pass_on(operation, value, marks) | sources
+    return {source: tuple(paths) for source, paths in found.items()}
+
+
+def find_output_casts(jaxpr: Jaxpr, program: Iterable[Operation], modules: Mapping[str, ModuleInfo]) -> dict[str, str]:
+    """Finds the named modules whose wide result the root casts to its own output dtype, by path, and that dtype.
+
+    Args:
+      jaxpr: the program.
+      program: its operations in order.
+      modules: what holds at each path.
+    """
+    outputs = {id(variable) for variable in jaxpr.outvars}
+    marks: Marks = {}
+    found: dict[str, str] = {}
+    for operation in program:
+        path = read_path(operation.scope)
+        for value in operation.results:
+            marks[value.key] = _pass_on(operation, value, marks) | _find_named_around(path, modules)
+        if operation.name != "convert_element_type" or path != "":
+            continue
+        (read, *_), (made, *_) = operation.operands, operation.results
+        if made.key in outputs and read.dtype and made.dtype and read.dtype.itemsize > made.dtype.itemsize:
+            found.update((source, str(made.dtype)) for source in marks.get(read.key, ()))
+    return found
+
+
+def _find_leaking_modules(marks: frozenset[str], path: str, value: OperandInfo, module: ModuleInfo) -> Iterable[str]:
+    """The modules whose wide result the code at a path computes with, other than those that it is part of."""
+    if module.is_layer or module.compute_dtype is None or value.dtype is None:
+        return ()
+    if np.dtype(module.compute_dtype).itemsize >= value.dtype.itemsize:
+        return ()
+    return sorted(source for source in marks if source not in list_paths_to(path))
+
+
+def _pass_on(operation: Operation, result: OperandInfo, marks: Marks) -> frozenset[str]:
+    if result.dtype is None:
+        return frozenset()
+    same_dtype = [v for v in operation.operands if v.dtype is not None and v.dtype == result.dtype]
+    return frozenset().union(*(marks.get(v.key, frozenset()) for v in same_dtype))
+
+
+def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> frozenset[str]:
+    """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
+    around = list_paths_to(path or "")[1:]
+    return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)

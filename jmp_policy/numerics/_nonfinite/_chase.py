@@ -1,0 +1,175 @@
+"""The way back from a result that is not finite to the value that began it, inside of a compiled program."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..._base.mesh import vary_everywhere
+from ._extremes import INFINITY, MOST_LOOPS, NEVER, Extremes, decode_key
+from ._graph import CONSTANT, NONE, Graph
+from ._provenance import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, Provenance
+
+
+class Place(NamedTuple):
+    """A value on the way.
+
+    Attributes:
+      value: which, an int32 scalar.
+      kind: `NAN` or `INFINITE`; `FINITE` for nowhere.
+      turns: when, of the loops whose turns have no rows of their own: int32 of shape `(MOST_LOOPS,)`.
+    """
+
+    value: jax.Array
+    kind: jax.Array
+    turns: jax.Array
+
+
+def find_origin(graph: Graph, record: Extremes) -> Provenance:
+    """Finds the origin of the first result of a program that is not finite.
+
+    From value to value it goes to an operand that is a nan, or where none is, to one that is infinite. Where a nan was
+    made of infinities, that is the origin, and theirs is its cause. So what never got into a result is never blamed.
+    Where an infinity was made at a zero, as by a logarithm, and that zero is the reciprocal of an earlier infinity, the
+    origin of that one is its cause.
+
+    Args:
+      graph: the values of the program.
+      record: what was measured of them.
+    """
+    program = Place(jnp.int32(len(graph.start) - 2), jnp.int32(_PROGRAM), jnp.zeros(MOST_LOOPS, jnp.int32))
+    tables, program = vary_everywhere((Graph(*map(jnp.asarray, graph)), program))  # type: ignore[arg-type]
+    origin, operand = _chase(tables, record, program)
+    operand = jax.tree.map(
+        functools.partial(jnp.where, origin.kind == INFINITE), _find_vanished(tables, record, origin), operand
+    )
+    cause, _ = _chase(tables, record, operand)
+    places = jax.tree.map(lambda *parts: jnp.stack(parts), origin, cause)
+    texts, turns, ranges = jax.vmap(functools.partial(_describe, tables, record))(places)
+    status = jnp.where(origin.kind == FINITE, NOT_REPRODUCED, FOUND)
+    return Provenance(status.astype(jnp.int32), texts, places.kind, turns, ranges)
+
+
+_PROGRAM = 3
+"""The kind of the value that stands for the program, from which every result that is not finite is an operand."""
+
+
+@jax.jit  # traced once for both ways
+def _chase(graph: Graph, record: Extremes, start: Place) -> tuple[Place, Place]:
+    """Goes back from a value to its origin.
+
+    Returns:
+      The origin, and the infinite operand that it made a nan of. Either is `FINITE` if there is none.
+    """
+
+    def goes_on(state: tuple[Place, Place]) -> jax.Array:
+        here, operand = state
+        is_made = (here.kind == NAN) & (operand.kind == INFINITE)
+        return (operand.kind != FINITE) & ~is_made
+
+    def go(state: tuple[Place, Place]) -> tuple[Place, Place]:
+        return state[1], _choose(graph, record, state[1])
+
+    before = start._replace(kind=jnp.full_like(start.kind, FINITE))
+    origin, operand = lax.while_loop(goes_on, go, (before, start))
+    return origin._replace(kind=jnp.where(origin.kind == _PROGRAM, FINITE, origin.kind)), operand
+
+
+def _find_vanished(graph: Graph, record: Extremes, origin: Place) -> Place:
+    """Finds an infinity whose reciprocal is a zero that a value was made of; `FINITE` if there is none."""
+    ends = jnp.stack([record.low, record.high])
+    has_zero = jnp.any(decode_key(ends, graph.is_half) == 0, axis=0)
+
+    def choose(edge: jax.Array, chosen: tuple[Place, Place], here: Place) -> tuple[Place, Place]:
+        value = graph.target[edge]
+        (_, _), (score, infinite) = _weigh(graph, record, here, edge)
+        infinite = infinite._replace(turns=record.first[value, 1])
+        # The turn in which it was zero is not known: any.
+        zero = Place(value, jnp.int32(INFINITE), jnp.full_like(here.turns, NEVER))
+        takes = has_zero[value], graph.is_reciprocal[here.value] & (score > 0)
+        pairs = zip(takes, (zero, infinite), chosen, strict=True)
+        return tuple(jax.tree.map(functools.partial(jnp.where, take), new, old) for take, new, old in pairs)  # type: ignore[return-value]
+
+    def goes_on(state: tuple[jax.Array, Place, Place]) -> jax.Array:
+        steps, here, found = state
+        return (steps < _MOST_STEPS) & (here.kind != FINITE) & (found.kind == FINITE)
+
+    def go(state: tuple[jax.Array, Place, Place]) -> tuple[jax.Array, Place, Place]:
+        steps, here, nowhere = state
+        consider = functools.partial(choose, here=here)
+        edges = graph.start[here.value], graph.start[here.value + 1]
+        return steps + 1, *lax.fori_loop(*edges, consider, (nowhere, nowhere))
+
+    nowhere = origin._replace(kind=jnp.full_like(origin.kind, FINITE))
+    return lax.while_loop(goes_on, go, (jnp.int32(0), origin, nowhere))[2]
+
+
+_MOST_STEPS = 16
+"""How many values lie between an infinity and a zero of its reciprocal, at most."""
+
+
+def _choose(graph: Graph, record: Extremes, place: Place) -> Place:
+    """The operand to go to from a value: one that is not finite either, at that time or before."""
+
+    def consider(edge: jax.Array, best: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
+        for found in _weigh(graph, record, place, edge):
+            is_better = found[0] > best[0]
+            best = jax.tree.map(functools.partial(jnp.where, is_better), found, best)
+        return best
+
+    nowhere = jnp.zeros_like(place.kind), place._replace(kind=jnp.full_like(place.kind, FINITE))
+    return lax.fori_loop(graph.start[place.value], graph.start[place.value + 1], consider, nowhere)[1]
+
+
+def _weigh(graph: Graph, record: Extremes, place: Place, edge: jax.Array) -> list[tuple[jax.Array, Place]]:
+    """An operand as a nan and as an infinity, each with a score; 0 if it was not that by then."""
+    value = graph.target[edge]
+    first, is_positive = record.first[value], record.high[value] == INFINITY
+    # A nan is followed from a nan. A mask is minus infinity more often than what overflowed.
+    # Of the results the first that is not finite, whatever it holds: a gradient is after its loss.
+    later = graph.start[place.value + 1] - edge
+    before_others = jnp.where(place.kind == _PROGRAM, 4 * later, 0)
+    scores = jnp.where(place.kind == INFINITE, 1, 4), jnp.where(is_positive, 3, 2)
+    # In the loops that both are in, it is the same turn: what is infinite in each of them may do harm in one.
+    stays = (jnp.arange(MOST_LOOPS, dtype=jnp.int32) < graph.common[edge]) & ~graph.carried[edge]
+    weighed = []
+    for kind, turns, score in zip((NAN, INFINITE), first, scores, strict=True):
+        is_so = (turns[0] != NEVER) & _is_before(turns, place.turns, graph.common[edge], graph.carried[edge])
+        other = Place(value, jnp.int32(kind), jnp.where(stays, place.turns, turns))
+        weighed.append((jnp.where(is_so, score + before_others, 0), other))
+    return weighed
+
+
+def _is_before(turns: jax.Array, others: jax.Array, count: jax.Array, strictly: jax.Array) -> jax.Array:
+    """Whether the first `count` turns come before others, or are the same if that is enough."""
+    is_less, is_equal = jnp.array(False), jnp.array(True)
+    for i in range(MOST_LOOPS):
+        is_used = i < count
+        is_less |= is_used & is_equal & (turns[i] < others[i])
+        is_equal &= ~is_used | (turns[i] == others[i])
+    return is_less | (is_equal & ~strictly)
+
+
+def _describe(graph: Graph, record: Extremes, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The text, the turns and the ranges of the operands of a place, as a `Provenance` has them."""
+    value, is_used = place.value, place.kind != FINITE
+    text = graph.texts[graph.text[value]]
+
+    # Of a loop whose turns have no rows of their own, the turn is that of the place.
+    turns, loop, last = graph.turns[value], -2 - graph.turns[value], graph.last[value]
+    run = jnp.where(last >= 0, last - place.turns, place.turns)
+    turns = jnp.where(loop >= 0, run[jnp.clip(loop, 0, MOST_LOOPS - 1)], turns)
+
+    # In a row, beside the smallest and the largest number of each operand.
+    operands, scales, shifts = (table[value][None] for table in (graph.operands, graph.scales, graph.shifts))
+    is_half, is_constant = graph.is_half[operands], operands == CONSTANT
+    keys = jnp.concatenate([record.low[operands], record.high[operands]])
+    is_known = is_constant | ((operands >= 0) & (keys[:1] <= keys[1:]))
+    numbers = jnp.where(is_constant, 0, decode_key(keys, is_half) * scales) + shifts
+    numbers = jnp.where(scales < 0, numbers[::-1], numbers)
+    crossed = jnp.array([[jnp.inf], [-jnp.inf]], jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.where(is_known, numbers, crossed), jnp.int32)
+    ranges = jnp.where(operands == NONE, UNUSED, bits).T
+    return jnp.where(is_used, text, 0), jnp.where(is_used, turns, UNUSED), jnp.where(is_used, ranges, UNUSED)

@@ -1,0 +1,257 @@
+"""The smallest and the largest number of each value of a program, with what is not finite, turn by turn."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from ..._jaxpr import ANNOTATIONS, Order, Recorder, array_dtype, is_float
+
+MOST_LOOPS = 3
+"""How many loops around a value, whose turns have no rows of their own, are told apart."""
+
+MOST_SPLIT = 64
+"""Each turn of a loop of at most so many has rows of its own."""
+
+NEVER = np.iinfo(np.int32).max
+"""The turn of what never happened."""
+
+INFINITY = 0x7F800000
+"""The key of infinity; that of minus infinity is its bitwise complement, and those of nan are beyond both."""
+
+
+class Extremes(NamedTuple):
+    """A record: what was seen of several values.
+
+    Attributes:
+      low: the key of the smallest number, int32 of shape `(rows,)`. Keys have the order of the numbers that they are
+        of, from a negative nan to a positive one, and are those of float32 but for float16: see `decode_key`.
+      high: the key of the largest.
+      first: the first turns with a nan and with an infinity, of the loops whose turns have no rows of their own, in
+        the order in which they run; int32 of shape `(rows, 2, MOST_LOOPS)`. All are `NEVER` where none has.
+      turns: how many turns of the innermost `while` were seen, int32 of shape `(rows,)`.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    first: jax.Array
+    turns: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtremesRecorder(Recorder):
+    """Measures all floating values but those that are finite exactly where an operand is, which tells of them."""
+
+    def enter(self, outer: None, eqn: JaxprEqn) -> None:
+        return None
+
+    def choose(self, eqn: JaxprEqn, context: None) -> Sequence[int]:
+        pairs = enumerate(eqn.outvars)
+        return [i for i, var in pairs if is_measurable(var) and find_telling_operand(eqn, i) is None]
+
+    def splits(self, turns: int) -> bool:
+        return turns <= MOST_SPLIT
+
+    def measure(self, value: Any) -> tuple[jax.Array, jax.Array]:
+        return find_extremes(lax.stop_gradient(value))
+
+    def gather(self, measured: Sequence[tuple[jax.Array, jax.Array]]) -> Extremes:
+        low, high = (jnp.stack(keys) for keys in zip(*measured, strict=True))
+        has_nan, has_infinity = (high > INFINITY) | (low < ~INFINITY), (high == INFINITY) | (low == ~INFINITY)
+        held = jnp.stack([has_nan, has_infinity], 1)[:, :, None]
+        first = jnp.where(held, 0, jnp.full((len(measured), 2, MOST_LOOPS), NEVER, jnp.int32))
+        return Extremes(low, high, first, jnp.ones_like(low))
+
+    def join(self, records: Sequence[Extremes]) -> Extremes:
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *records)
+
+    def merge(self, one: Extremes, other: Extremes) -> Extremes:
+        first = jnp.where(_has_happened(one.first), one.first, _enter_turn(other.first, one.turns[:, None, None]))
+        low, high = _leave_out_nan(other.low, other.high)
+        return Extremes(jnp.minimum(one.low, low), jnp.maximum(one.high, high), first, one.turns + 1)
+
+    def fold(self, record: Extremes, order: Order) -> Extremes:
+        low, high, first, _ = record
+        if order == "backward":
+            first = first[::-1]
+        earliest = jnp.argmax(_has_happened(first), axis=0, keepdims=True)
+        kept = jnp.take_along_axis(first, earliest, axis=0)[0]
+        if order != "devices":
+            kept = _enter_turn(kept, earliest[0])
+        low, high = _leave_out_nan(low, high)
+        return Extremes(jnp.min(low, 0), jnp.max(high, 0), kept, jnp.ones(low.shape[1:], jnp.int32))
+
+    def empty(self, rows: int) -> Extremes:
+        least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+        return Extremes(
+            jnp.full(rows, most, jnp.int32),
+            jnp.full(rows, least, jnp.int32),
+            jnp.full((rows, 2, MOST_LOOPS), NEVER, jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+        )
+
+
+def find_extremes(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys of the smallest and the largest number of an array, int32 scalars; of no numbers, they are crossed.
+
+    They are found among integers: XLA on CPUs loses a nan in a maximum of floats, and computes in float16 with the
+    range of float32 unless it is made to write the bits.
+
+    >>> low, high = find_extremes(jnp.array([-2.0, 0.5, jnp.inf], jnp.float16))
+    >>> float(decode_key(low, True)), float(decode_key(high, True)), int(high) == INFINITY
+    (-2.0, inf, True)
+    """
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        (low, high), (other_low, other_high) = find_extremes(value.real), find_extremes(value.imag)
+        return jnp.minimum(low, other_low), jnp.maximum(high, other_high)
+    keys = encode_keys(value)
+    limits = np.iinfo(np.int32)
+    start = np.int32(limits.max), np.int32(limits.min)
+    return lax.reduce((keys, keys), start, _join_extremes, tuple(range(keys.ndim)))
+
+
+def encode_keys(value: jax.Array) -> jax.Array:
+    """Integers in the order of the numbers, int32 of the same shape.
+
+    >>> encode_keys(jnp.array([-jnp.inf, -0.0, 0.0, jnp.inf])).tolist() == [~INFINITY, -1, 0, INFINITY]
+    True
+    """
+    if value.dtype == jnp.float16:
+        bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32)
+        magnitude, sign = ((bits & 0x7FFF) << _HALF_SHIFT) + _HALF_OFFSET, bits
+    else:
+        if value.dtype == jnp.bfloat16:
+            bits = lax.bitcast_convert_type(value, jnp.int16).astype(jnp.int32) << 16
+        else:
+            bits = lax.bitcast_convert_type(_make_single(value), jnp.int32)
+        magnitude, sign = bits & 0x7FFFFFFF, bits
+    return magnitude ^ (sign >> 31)
+
+
+def decode_key(key: jax.Array, is_half: jax.typing.ArrayLike) -> jax.Array:
+    """The float32 number of a key.
+
+    Args:
+      key: int32 of any shape.
+      is_half: whether it is a key of float16, booleans that broadcast to that shape.
+    """
+    magnitude = key ^ (key >> 31)
+    half = ((magnitude - _HALF_OFFSET) >> _HALF_SHIFT).astype(jnp.int16)
+    single = lax.bitcast_convert_type(magnitude, jnp.float32)
+    number = jnp.where(is_half, lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32), single)
+    return jnp.where(key < 0, -number, number)
+
+
+def is_measurable(atom: Any) -> bool:
+    """Whether an atom is an array that may hold what is not finite, and a result that something uses."""
+    dtype = array_dtype(atom)
+    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+    return (is_complex or is_float(atom)) and str(atom) != "_"
+
+
+def moves_only(eqn: JaxprEqn) -> bool:
+    """Whether an equation only moves numbers, or widens them: result by result it has what its operand has.
+
+    >>> import jax
+    >>> eqns = jax.make_jaxpr(lambda x: jnp.exp(x.T).astype(jnp.float32))(jnp.ones((2, 3), jnp.float16)).eqns
+    >>> [(eqn.primitive.name, moves_only(eqn)) for eqn in eqns]
+    [('transpose', True), ('exp', False), ('convert_element_type', True)]
+    """
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
+            return False
+        return float(jnp.finfo(new).max) >= float(jnp.finfo(old).max)
+    return name in _MOVES
+
+
+class Telling(NamedTuple):
+    """An operand that is finite exactly where a result is.
+
+    Attributes:
+      operand: which.
+      scale: the result is so many times the operand.
+      shift: and so much more.
+    """
+
+    operand: int
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
+    """Finds the operand that tells whether a result is finite: where numbers are moved, turned or brought nearer.
+
+    >>> import jax
+    >>> eqns = jax.make_jaxpr(lambda x: 2.0 * (1.0 - 0.5 * -x))(1.0).eqns
+    >>> for eqn in eqns:
+    ...     print(eqn.primitive.name, find_telling_operand(eqn, 0))
+    neg Telling(operand=0, scale=-1.0, shift=0.0)
+    mul Telling(operand=1, scale=0.5, shift=0.0)
+    sub Telling(operand=1, scale=-1.0, shift=1.0)
+    mul None
+    """
+    name = eqn.primitive.name
+    if moves_only(eqn):
+        return Telling(result)
+    if name == "neg":
+        return Telling(0, -1.0)
+    numbers = [i for i, atom in enumerate(eqn.invars) if isinstance(atom, Literal)]
+    if len(numbers) != 1 or len(eqn.invars) != 2 or not is_float(eqn.invars[numbers[0]]):
+        return None
+    [place] = numbers
+    number = float(eqn.invars[place].val)  # pyright: ignore[reportAttributeAccessIssue]
+    limits = jnp.finfo(eqn.outvars[result].aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    is_little = abs(number) < float(limits.max) * float(limits.eps) / 8  # too little to carry the largest past the end
+    if name == "add" and is_little:
+        return Telling(1 - place, 1.0, number)
+    if name == "sub" and is_little:
+        return Telling(1 - place, -1.0 if place == 0 else 1.0, number if place == 0 else -number)
+    if name == "mul" and 0 < abs(number) <= 1:
+        return Telling(1 - place, number)
+    if name == "div" and place == 1 and 1 <= abs(number) < math.inf:
+        return Telling(0, 1 / number)
+    return None
+
+
+_MOVES = ANNOTATIONS | {"broadcast_in_dim", "copy", "reshape", "rev", "squeeze", "tile", "transpose"}
+"""Of the movers those that keep every element of an operand and add none: no slices, and nothing that joins arrays."""
+
+# The bits of float16 are put where infinity and nan have the keys that they have in float32.
+_HALF_SHIFT = 13
+_HALF_OFFSET = INFINITY - (0x7C00 << _HALF_SHIFT)
+
+
+def _make_single(value: jax.Array) -> jax.Array:
+    """The same numbers in float32, where those that do not fit are its largest."""
+    if value.dtype != jnp.float64:
+        return value.astype(jnp.float32)
+    largest = float(jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isfinite(value), jnp.clip(value, -largest, largest), value).astype(jnp.float32)
+
+
+def _join_extremes(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
+    return lax.min(one[0], other[0]), lax.max(one[1], other[1])
+
+
+def _leave_out_nan(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The extremes without those of turns with a nan: what went wrong stays wrong, and ranges are to be of before."""
+    limits, has_nan = np.iinfo(np.int32), (low < ~INFINITY) | (high > INFINITY)
+    return jnp.where(has_nan, limits.max, low), jnp.where(has_nan, limits.min, high)
+
+
+def _has_happened(first: jax.Array) -> jax.Array:
+    return first[..., :1] != NEVER
+
+
+def _enter_turn(first: jax.Array, turn: jax.Array) -> jax.Array:
+    """Puts the turn of a loop before those of the loops inside, where something happened."""
+    moved = jnp.concatenate([jnp.broadcast_to(turn, (*first.shape[:-1], 1)), first[..., :-1]], axis=-1)
+    return jnp.where(_has_happened(first), moved.astype(jnp.int32), NEVER)

@@ -1,0 +1,366 @@
+"""Which value of a program was made of which: tables of integers, in which a compiled program finds its way back."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from ..._jaxpr import Line, body_of, float_dtype, scan_parts
+from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
+from ._provenance import MOST_OPERANDS, MOST_TURNS
+from ._words import Words, write_words
+
+NONE, CONSTANT, UNKNOWN = -1, -2, -3
+"""What stands for an operand that there is not, for a number in the program, and for a value that is not measured."""
+
+_RECIPROCALS = ("div", "integer_pow", "pow", "rsqrt")
+
+Around = tuple[tuple[JaxprEqn, Jaxpr], ...]
+
+
+class Graph(NamedTuple):
+    """The values of a program, which are the rows of its record, and what each was made of.
+
+    The values that value `i` was made of are `target[start[i]:start[i + 1]]`. One more than there are values stands
+    for the program: its edges lead to the results.
+
+    Attributes:
+      start: int32 of shape `(values + 2,)`.
+      target: int32 of shape `(edges,)`.
+      common: how many loops, whose turns have no rows of their own, both ends of an edge are in; int32.
+      carried: whether the value comes from the turn before, of the last of those loops; booleans.
+      operands: the values of the first operands, or `NONE`, `CONSTANT`, `UNKNOWN`; int32 of shape
+        `(values, MOST_OPERANDS)`.
+      scales: the numbers of an operand are so many times those of its value, float32 of that shape.
+      shifts: and so much more; for a constant, the number.
+      turns: the turns of the loops around a value, -1 after the last, and `-2 - i` for the `i`-th of those whose turns
+        have no rows of their own; int32 of shape `(values, MOST_TURNS)`.
+      last: the last turn of such a loop if it runs from last to first, else -1; int32 of shape `(values, MOST_LOOPS)`.
+      is_half: whether a value is float16; booleans.
+      is_reciprocal: whether a value may be zero because an operand is infinite, as of a division; booleans.
+      text: which text each value has; int32.
+      texts: uint8 of shape `(texts, TEXT_LENGTH)`.
+    """
+
+    start: np.ndarray
+    target: np.ndarray
+    common: np.ndarray
+    carried: np.ndarray
+    operands: np.ndarray
+    scales: np.ndarray
+    shifts: np.ndarray
+    turns: np.ndarray
+    last: np.ndarray
+    is_half: np.ndarray
+    is_reciprocal: np.ndarray
+    text: np.ndarray
+    texts: np.ndarray
+
+
+class Edge(NamedTuple):
+    """A value that another was made of.
+
+    Attributes:
+      value: which.
+      carried: the loop around it that carried it to another turn, by its place among those whose turns have no rows of
+        their own; `None` if none did.
+      scale: the other has so many times its numbers.
+      shift: and so much more.
+    """
+
+    value: int
+    carried: int | None = None
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+def build_graph(
+    program: Jaxpr, arguments: Sequence[int], lines: Sequence[Line], words: Sequence[Words], recorder: ExtremesRecorder
+) -> Graph:
+    """Builds the graph of a program.
+
+    Args:
+      program: the program that was recorded.
+      arguments: which of its arguments have rows; these come first.
+      lines: what the other rows are of.
+      words: what is said of each row.
+      recorder: what measured them.
+    """
+    finder = _EdgeFinder(program, arguments, lines, recorder)
+    values = [(Line(None, 0), ())] * len(arguments) + [(line, line.step.around) for line in lines]  # type: ignore[arg-type]
+    edges = [[] for _ in arguments] + [finder.find_sources(line) for line in lines]
+    merged = [[i for i, (eqn, _) in enumerate(around) if finder.is_merged(eqn)] for _, around in values]
+
+    # The edges of all values one after the other, with those of the program at the end.
+    start = np.cumsum([0, *map(len, edges), len(results := finder.find_results())])
+    common, carried = [], []
+    for value, own in enumerate(edges):
+        for edge in own:
+            shared = _count_shared(values[value], values[edge.value], finder)
+            common.append(sum(i < shared for i in merged[value]) if edge.carried is None else edge.carried + 1)
+            carried.append(edge.carried is not None)
+    flat = [edge.value for own in (*edges, results) for edge in own]
+    common += [0] * len(results)
+    carried += [False] * len(results)
+
+    # What is said of each.
+    distinct = list(dict.fromkeys(words))
+    places = {word: i for i, word in enumerate(distinct)}
+    operands = [[] for _ in arguments] + [finder.list_operands(line) for line in lines]
+    loops = [_list_turns(line, around, finder) for line, around in values]
+    atoms = [program.invars[i] for i in arguments] + [line.step.eqn.outvars[line.result] for line in lines]
+    return Graph(
+        start=start.astype(np.int32),
+        target=np.array(flat or [0], np.int32),  # which a traced program may index, though it never reads it
+        common=np.minimum(np.array(common or [0], np.int32), MOST_LOOPS),
+        carried=np.array(carried or [False], bool),
+        operands=_pad([[row for row, _, _ in own] for own in operands], MOST_OPERANDS, NONE, np.int32),
+        scales=_pad([[scale for _, scale, _ in own] for own in operands], MOST_OPERANDS, 0, np.float32),
+        shifts=_pad([[shift for _, _, shift in own] for own in operands], MOST_OPERANDS, 0, np.float32),
+        turns=_pad([row for row, _ in loops], MOST_TURNS, NONE, np.int32),
+        last=_pad([row for _, row in loops], MOST_LOOPS, NONE, np.int32),
+        is_half=np.array([float_dtype(atom) == np.float16 for atom in atoms], bool),
+        is_reciprocal=np.array([False] * len(arguments) + [line.step.name in _RECIPROCALS for line in lines], bool),
+        text=np.array([places[word] for word in words], np.int32),
+        texts=np.stack([write_words(word) for word in distinct]),
+    )
+
+
+class _EdgeFinder:
+    """Follows values of a program back, in and out of bodies, to the rows that they have."""
+
+    def __init__(self, program: Jaxpr, arguments: Sequence[int], lines: Sequence[Line], recorder: ExtremesRecorder):
+        self._program, self._recorder = program, recorder
+        self._arguments = {id(program.invars[i]): row for row, i in enumerate(arguments)}
+        self._rows = {
+            (_key(line.step.around), line.turns, id(line.step.eqn.outvars[line.result])): len(arguments) + row
+            for row, line in enumerate(lines)
+        }
+        self._makers: dict[int, dict[Var, tuple[JaxprEqn, int]]] = {}
+        self._found: dict[Any, list[Edge]] = {}
+
+    def is_merged(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation is a loop whose turns have no rows of their own."""
+        name = eqn.primitive.name
+        return name == "while" or (name == "scan" and not self._recorder.splits(eqn.params["length"]))
+
+    def find_sources(self, line: Line) -> list[Edge]:
+        """What the value of a line was made of."""
+        is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
+        follow = self._follow_bits if is_of_bits else self._follow
+        return self._join(follow(atom, line.step.around, line.turns) for atom in line.step.eqn.invars)
+
+    def find_results(self) -> list[Edge]:
+        """What the results of the program are."""
+        return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
+
+    def list_operands(self, line: Line) -> list[tuple[int, float, float]]:
+        """Of the first operands of a line the rows, scales and shifts."""
+        found = []
+        for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
+            edges = self._follow(atom, line.step.around, line.turns)
+            number = None if edges else self._find_number(atom, line.step.around)
+            edge = next(iter(edges), None)
+            if edge is not None:
+                found.append((edge.value, edge.scale, edge.shift))
+            else:
+                found.append((UNKNOWN, 0.0, 0.0) if number is None else (CONSTANT, 0.0, number))
+        return found
+
+    def _find_number(self, atom: Any, around: Around) -> float | None:
+        """The number that a value is in each turn, if it stands in the program."""
+        while not isinstance(atom, Literal):
+            body = around[-1][1] if around else self._program
+            eqn, i = self._list_makers(body).get(atom, (None, 0))
+            if eqn is not None and moves_only(eqn):
+                atom = eqn.invars[i]
+            elif eqn is None and around and around[-1][0].primitive.name in _CALLS and atom in body.invars:
+                atom, around = around[-1][0].invars[body.invars.index(atom)], around[:-1]
+            else:
+                return None
+        return float(np.asarray(atom.val, np.float32)) if float_dtype(atom) is not None else None
+
+    def _follow(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """The rows of a value that is read in a body; none for what is not measured, as integers."""
+        if isinstance(atom, Literal) or not is_measurable(atom):
+            return []
+        key = _key(around), turns, id(atom)
+        if key in self._rows:
+            return [Edge(self._rows[key])]
+        if key not in self._found:
+            self._found[key] = []  # a carry that goes around unchanged comes back here
+            self._found[key] = self._find(atom, around, turns)
+        return self._found[key]
+
+    def _follow_bits(self, atom: Any, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """The rows of the floats whose bits an integer was made of; none from other turns of a loop, or a branch.
+
+        The scale of a block is nan because of integers that stand for its largest magnitude.
+        """
+        if isinstance(atom, Literal) or is_measurable(atom):
+            return self._follow(atom, around, turns)
+        key = _key(around), turns, id(atom)
+        if key not in self._found:
+            self._found[key] = self._find_bits(atom, around, turns)
+        return self._found[key]
+
+    def _find_bits(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        body = around[-1][1] if around else self._program
+        made = self._list_makers(body).get(var)
+        if made is None:
+            if not around or around[-1][0].primitive.name not in _CALLS or var not in body.invars:
+                return []
+            return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
+        eqn, i = made
+        if eqn.primitive.name in _CALLS:
+            inside = body_of(eqn.params[_CALLS[eqn.primitive.name]])
+            return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
+        if eqn.primitive.name in ("cond", "while", "scan"):
+            return []
+        return self._join(self._follow_bits(atom, around, turns) for atom in eqn.invars)
+
+    def _find(self, var: Var, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        body = around[-1][1] if around else self._program
+        made = self._list_makers(body).get(var)
+        if made is not None:
+            eqn, i = made
+            telling = find_telling_operand(eqn, i)
+            if telling is not None:
+                _, scale, shift = telling
+                edges = self._follow(eqn.invars[telling.operand], around, turns)
+                return [edge._replace(scale=scale * edge.scale, shift=scale * edge.shift + shift) for edge in edges]
+            return self._enter(eqn, i, around, turns)
+        if not around:
+            return [Edge(self._arguments[id(var)])] if id(var) in self._arguments else []
+        return self._leave(body.invars.index(var), around, turns) if var in body.invars else []
+
+    def _enter(self, eqn: JaxprEqn, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """Goes on inside of an equation that made a value as its result `i`."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "cond":
+            branches = [body_of(branch) for branch in params["branches"]]
+            return self._join(self._follow(body.outvars[i], (*around, (eqn, body)), turns) for body in branches)
+        if name == "while":
+            turn = body_of(params["body_jaxpr"])
+            start = params["cond_nconsts"] + params["body_nconsts"]
+            inside = self._follow(turn.outvars[i], (*around, (eqn, turn)), turns)
+            return self._join([inside, self._follow(eqn.invars[start + i], around, turns)])
+        parameter = _PARAMETERS.get(name)
+        if parameter is None:
+            return []
+        body = body_of(params[parameter])
+        inside = (*around, (eqn, body))
+        if name != "scan":
+            return self._follow(body.outvars[i], inside, turns)
+        consts, carried = scan_parts(eqn, eqn.invars)
+        order = _list_order(eqn)
+        if not order:
+            return self._follow(eqn.invars[consts + i], around, turns) if i < carried else []
+        if self.is_merged(eqn):
+            return self._follow(body.outvars[i], inside, turns)
+        ends = order[-1:] if i < carried else order
+        return self._join(self._follow(body.outvars[i], inside, (*turns, turn)) for turn in ends)
+
+    def _leave(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """Goes on outside of a body that was given a value as its argument `i`."""
+        eqn, body = around[-1]
+        name, params, outside = eqn.primitive.name, eqn.params, around[:-1]
+        if name == "cond":
+            return self._follow(eqn.invars[1 + i], outside, turns)
+        if name == "while":
+            first, consts = params["cond_nconsts"], params["body_nconsts"]
+            start = self._follow(eqn.invars[first + i], outside, turns)
+            return start if i < consts else self._join([self._carry(i - consts, around, turns), start])
+        if name != "scan":
+            return self._follow(eqn.invars[i], outside, turns)
+        consts, carried = scan_parts(eqn, eqn.invars)
+        is_carry, merged = consts <= i < consts + carried, self.is_merged(eqn)
+        if merged:
+            start = self._follow(eqn.invars[i], outside, turns)
+            return self._join([self._carry(i - consts, around, turns), start]) if is_carry else start
+        order, turn = _list_order(eqn), turns[-1]
+        if is_carry and turn != order[0]:
+            before = order[order.index(turn) - 1]
+            return self._follow(body.outvars[i - consts], around, (*turns[:-1], before))
+        if i >= consts + carried:
+            return self._follow_slice(eqn.invars[i], eqn.params["length"], outside, turns)
+        return self._follow(eqn.invars[i], outside, turns[:-1])
+
+    def _follow_slice(self, atom: Any, length: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """Follows what turn `turns[-1]` of a scan gets of an array: of what a scan stacked, what that turn made."""
+        body = around[-1][1] if around else self._program
+        made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
+        if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
+            eqn, i = made
+            if i >= scan_parts(eqn, eqn.invars)[1] and eqn.params["length"] == length:
+                inner = body_of(eqn.params["jaxpr"])
+                return self._follow(inner.outvars[i], (*around, (eqn, inner)), turns)
+        return self._follow(atom, around, turns[:-1])
+
+    def _carry(self, i: int, around: Around, turns: tuple[int, ...]) -> list[Edge]:
+        """What the turn before made of carry `i`, in a loop whose turns have no rows of their own."""
+        level = sum(self.is_merged(eqn) for eqn, _ in around) - 1
+        edges = self._follow(around[-1][1].outvars[i], around, turns)
+        levels = [level if edge.carried is None else min(edge.carried, level) for edge in edges]
+        return [edge._replace(carried=level) for edge, level in zip(edges, levels, strict=True)]
+
+    def _list_makers(self, body: Jaxpr) -> dict[Var, tuple[JaxprEqn, int]]:
+        if id(body) not in self._makers:
+            self._makers[id(body)] = {var: (eqn, i) for eqn in body.eqns for i, var in enumerate(eqn.outvars)}
+        return self._makers[id(body)]
+
+    def _join(self, found: Iterable[list[Edge]]) -> list[Edge]:
+        return list(dict.fromkeys(edge for edges in found for edge in edges))
+
+
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+}
+_PARAMETERS = {**_CALLS, "scan": "jaxpr"}
+
+
+def _key(around: Around) -> tuple[tuple[int, int], ...]:
+    return tuple([(id(eqn), id(body)) for eqn, body in around])
+
+
+def _list_order(eqn: JaxprEqn) -> range:
+    """The turns of a scan in the order in which they run."""
+    turns = range(eqn.params["length"])
+    return turns[::-1] if eqn.params["reverse"] else turns
+
+
+def _count_shared(one: tuple[Line, Around], other: tuple[Line, Around], finder: _EdgeFinder) -> int:
+    """How many of the equations around two values are the same, in the same turns."""
+    turns = iter(zip(one[0].turns, other[0].turns, strict=False))
+    count = 0
+    for mine, theirs in zip(one[1], other[1], strict=False):
+        if mine[0] is not theirs[0] or mine[1] is not theirs[1]:
+            break
+        if mine[0].primitive.name == "scan" and not finder.is_merged(mine[0]):
+            turn, its = next(turns)
+            if turn != its:
+                break
+        count += 1
+    return count
+
+
+def _list_turns(line: Line, around: Around, finder: _EdgeFinder) -> tuple[list[int], list[int]]:
+    """The columns `turns` and `last` of a value."""
+    own, turns, last = iter(line.turns), [], []
+    for eqn, _ in around:
+        if finder.is_merged(eqn):
+            turns.append(-2 - len(last))
+            is_backward = eqn.primitive.name == "scan" and eqn.params["reverse"]
+            last.append(eqn.params["length"] - 1 if is_backward else NONE)
+        elif eqn.primitive.name == "scan":
+            turns.append(next(own))
+    return turns, last
+
+
+def _pad(rows: Sequence[Sequence[Any]], width: int, fill: int, dtype: Any) -> np.ndarray:
+    return np.array([[*row[:width], *[fill] * (width - len(row))] for row in rows], dtype).reshape(len(rows), width)

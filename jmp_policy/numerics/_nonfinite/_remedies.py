@@ -1,0 +1,206 @@
+"""What helps against an operation that made a number that is not finite."""
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from ..._jaxpr import DEVICE_SUMS
+from ._words import GUARDED, Words
+
+Range = tuple[float, float] | None
+
+LARGEST_HALF = 65504.0
+
+_EPSILON = "Keep the {} away from zero, with an epsilon or `jnp.maximum`."
+_TRAP = (
+    "If a `jnp.where` guards this, guard what goes into the operation too, as in "
+    "`jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)`: the gradient of the branch that is not taken is zero times this."
+)
+_BY_ZERO = (
+    "Choose the result for this case by two `jnp.where`, as in "
+    "`jnp.where(y != 0, x / jnp.where(y != 0, y, 1.0), 0.0)`: with the outer one alone the gradient stays nan. "
+    "Of a norm, add an epsilon under the root instead."
+)
+_ROOT = "Keep what is under the root positive, with an epsilon or `jnp.maximum`. " + _TRAP
+
+_DERIVATIVE = "This is the derivative of {}, which is infinite at zero. "
+_GUARD = (
+    "A branch of a `jnp.where` uses it, and the gradient of a branch that is not taken is zero times infinity, a nan. "
+    "Guard the input of the operation as well, as in `jnp.where(ok, f(jnp.where(ok, x, 0.0)), other)`."
+)
+_VECTORS = (
+    "This is the derivative of {}, which does not exist where two {} (a degenerate matrix). The derivative of the "
+    "values alone is finite: use {}. If you need the vectors, move the values apart first, as with "
+    "`a + jnp.diag(1e-3 * jnp.arange(n))`."
+)
+_SINGULAR = (
+    "The matrix is singular, or nearly so: add an epsilon to its diagonal, or use `jnp.linalg.pinv` or "
+    "`jnp.linalg.lstsq`."
+)
+_GAMMA = "It has poles at zero and at the negative integers: keep its operand positive, as with `jnp.maximum`."
+_OPAQUE = "This is a single operation here: {} makes it of operands that are finite. Look there."
+
+REMEDIES = {
+    "div": _EPSILON.format("divisor") + " " + _TRAP,
+    "rem": _EPSILON.format("divisor"),
+    "log": "Keep what goes into the logarithm positive, with an epsilon or `jnp.maximum`. " + _TRAP,
+    "log1p": "Keep what goes into it above -1. " + _TRAP,
+    "sqrt": _ROOT,
+    "rsqrt": _ROOT,
+    "pow": "Keep the base away from zero and positive, or take an integer power. " + _TRAP,
+    "integer_pow": _EPSILON.format("base") + " " + _TRAP,
+    "exp": "Subtract the largest number before, as `jax.nn.softmax` and `jax.nn.logsumexp` do.",
+    "exp2": "Subtract the largest number before, as `jax.nn.softmax` and `jax.nn.logsumexp` do.",
+    "expm1": "Bound what goes into it.",
+    "sinh": "Bound what goes into it.",
+    "cosh": "Bound what goes into it.",
+    "acos": "Keep what goes into it within -1 and 1.",
+    "asin": "Keep what goes into it within -1 and 1.",
+    "atanh": "Keep what goes into it within -1 and 1, ends left out.",
+    "acosh": "Keep what goes into it at 1 or above.",
+    "erf_inv": "Keep what goes into it within -1 and 1, ends left out.",
+    "cholesky": "The matrix has to be positive definite: add an epsilon to its diagonal.",
+    "custom_linear_solve": _SINGULAR,
+    "triangular_solve": _SINGULAR,
+    "lu": _SINGULAR,
+    "lgamma": _GAMMA,
+    "digamma": _GAMMA,
+    "polygamma": _GAMMA,
+    "igamma": "Keep both operands positive.",
+    "igammac": "Keep both operands positive.",
+    "zeta": "It has a pole where its first operand is 1: keep that above 1.",
+    "gather": "An index is out of bounds, where `jnp.take` and `x.at[i].get(mode='fill')` return nan: keep the indices "
+    "within the axis, or pass `mode='clip'`.",
+    "pure_callback": _OPAQUE.format("its function on the host"),
+    "ffi_call": _OPAQUE.format("the code that it calls"),
+    "pallas_call": _OPAQUE.format("its kernel"),
+    "custom_jvp_call": _OPAQUE.format("its function"),
+    "custom_vjp_call": _OPAQUE.format("its function"),
+}
+"""By primitive, where the numbers themselves are at fault and not their format."""
+
+_OVERFLOWING = DEVICE_SUMS | {
+    "add", "add_any", "conv_general_dilated", "convert_element_type", "cosh", "cumlogsumexp", "cumprod", "cumsum",
+    "div", "dot_general", "exp", "exp2", "expm1", "integer_pow", "lgamma", "mul", "pow", "ragged_dot_general",
+    "reduce_precision", "reduce_prod", "reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul",
+    "select_and_scatter_add", "sinh", "square", "sub",
+}  # fmt: skip
+"""Primitives that overflow for finite operands, however small: a sum may have many terms."""
+
+_DERIVATIVES = {
+    "sqrt": _DERIVATIVE.format("a square root") + "Add an epsilon under the root, as in `jnp.sqrt(x + 1e-6)`, and of a "
+    "norm in `jnp.sqrt(jnp.sum(x * x) + 1e-6)`. " + _TRAP,
+    "cbrt": _DERIVATIVE.format("a cube root") + _EPSILON.format("operand of the root") + " " + _TRAP,
+    "div": "This is the derivative of a division, which is infinite where it divides by zero. " + _BY_ZERO,
+    "eigh": _VECTORS.format("eigenvectors", "eigenvalues are equal", "`jnp.linalg.eigvalsh(a)`"),
+    "svd": _VECTORS.format(
+        "singular vectors", "singular values are equal or one is zero", "`jnp.linalg.svd(a, compute_uv=False)`"
+    ),
+    "log": _DERIVATIVE.format("a logarithm") + _EPSILON.format("operand of the logarithm") + " " + _TRAP,
+}
+"""By the primitive whose derivative an operation computes, where that has a pole at zero."""
+
+
+def find_remedy(words: Words, kind: str, operands: Sequence[Range], is_cause: bool = False) -> str:
+    """Says what helps; the empty string where nothing is known.
+
+    Args:
+      words: what is said of the operation or argument.
+      kind: `"nan"` or `"inf"`.
+      operands: the smallest and the largest number of each operand.
+      is_cause: whether another operation made a nan of its infinities.
+
+    >>> find_remedy(Words("log", path="head", dtype="float32"), "inf", [(0.0, 1.0)])[:55]
+    'Keep what goes into the logarithm positive, with an eps'
+    >>> find_remedy(Words("dot_general", path="head", dtype="float16"), "inf", [(-3.0, 4e4), (0.0, 2.0)])[:46]
+    'float16 ends at 65504. Keep this in float32: `'
+    """
+    primitive, dtype, path = words.primitive, words.dtype, words.path
+    if words.argument:
+        return (
+            "It was there before the function ran: look at the batch, or at the step before, which a transformation "
+            "such as `optim.skip_nonfinite` would have skipped."
+        )
+    if any(pair is not None and math.isinf(pair[0]) and pair[0] == pair[1] for pair in operands):
+        return (
+            "It is a constant of the program, such as a mask. Where everything is masked, a softmax of it is nan: mask "
+            "with `jnp.finfo(x.dtype).min`, or give `jax.nn.softmax` the mask as `where=`."
+        )
+    if words.role == GUARDED and is_cause:
+        return _GUARD
+    if words.role in _DERIVATIVES and has_pole(primitive, operands, dtype):
+        return _DERIVATIVES[words.role]
+    if primitive == "div" and kind == "nan":  # of finite operands
+        return "Dividend and divisor are both zero. " + _BY_ZERO
+    is_too_large = kind == "inf" and _overflows(primitive, operands, dtype)
+    if is_too_large and dtype == "float16":
+        return _advise_float32(words.direction, path)
+    if primitive == "pow" and has_pole(primitive, operands, dtype):
+        return _explain_power(operands)
+    if primitive in REMEDIES and not (is_too_large and primitive in ("lgamma", "pow", "integer_pow")):
+        return REMEDIES[primitive]
+    if is_too_large:
+        return f"The numbers are too large for {dtype}: smaller steps, clipped gradients or a norm before this help."
+    if kind == "inf" and any(operands):
+        return "None of its operands is large: look for a pole, or for an end of the domain, among them."
+    return ""
+
+
+def _advise_float32(direction: str, path: str) -> str:
+    if direction == "backward":
+        return (
+            "float16 ends at 65504, and gradients are multiplied by the loss scale: start from a smaller one, such "
+            "as `DynamicLossScale(2.0**10)`, which a dynamic one finds by itself after some skipped steps."
+        )
+    island = f"`PolicyMap({{{path!r}: 'float32'}}, policy)`" if path else "`jmp.force_full_precision`"
+    return f"float16 ends at 65504. Keep this in float32: {island}."
+
+
+def _explain_power(operands: Sequence[Range]) -> str:
+    """Says which power it is the derivative of, as far as one exponent tells."""
+    low, high = (operands[1] if len(operands) > 1 else None) or (math.nan, math.nan)
+    if low != high or low <= -1:
+        return REMEDIES["pow"]
+    return (
+        f"A power of {low:.4g} is infinite at zero, and it is the derivative of a power of {1 + low:.4g}. "
+        "Keep the base away from zero, as in `(jnp.abs(x) + 1e-6) ** p`. " + _TRAP
+    )
+
+
+def _overflows(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
+    """Whether an infinity is an overflow, and not a pole or something inside of an operation that nothing is known of.
+
+    >>> _overflows("add", [(1.0, 2.0)], "float32"), _overflows("zeta", [(1.0, 1.0), (1.0, 1.0)], "float32")
+    (True, False)
+    """
+    if primitive in _OVERFLOWING:
+        return not has_pole(primitive, operands, dtype)
+    largest = max((max(-pair[0], pair[1]) for pair in operands if pair is not None), default=0.0)
+    return primitive not in REMEDIES and largest > float(jnp.finfo(dtype).max) ** 0.25
+
+
+def has_pole(primitive: str, operands: Sequence[Range], dtype: str) -> bool:
+    """Whether an operation is infinite in every format: at zero, which is among its operands.
+
+    The exponent of an integer power is not known: it is taken for a square where a square of the largest number would
+    overflow, as that is what most are.
+
+    >>> has_pole("integer_pow", [(-600.0, 700.0)], "float16"), has_pole("integer_pow", [(0.0, 2.0)], "float16")
+    (False, True)
+    """
+    poles = {"div": 1, "log": 0, "rsqrt": 0, "pow": 0, "integer_pow": 0, "lgamma": 0}
+    i = poles.get(primitive)
+    if i is None or i >= len(operands):
+        return False
+    pair = operands[i]
+    if pair is None or pair[0] > 0:
+        return False
+    if primitive == "lgamma":  # which has more below zero
+        return True
+    if pair[1] < 0:
+        return False
+    if primitive == "pow" and len(operands) > 1 and operands[1] is not None:
+        return operands[1][0] < 0
+    largest = max(-pair[0], pair[1])
+    return primitive != "integer_pow" or largest <= math.sqrt(float(jnp.finfo(dtype).max))

@@ -1,0 +1,282 @@
+"""From what a policy would have in narrow formats to what it would lose, and to what saves it."""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..._base import list_paths_to
+from ...autocast._rewrite import root_policy
+from ...policy import Key, Policy, PolicyMap
+from .._stats import FloatFormat, ObservedProgram, Row, Stats, parse_format
+from ._choose_scale import Choice, choose_scale
+from ._flow import find_masked, find_noise, list_operations
+from ._losses import Loss, find_loss, find_scaled_loss, find_span
+from ._prediction import Prediction, Reason, spell_scale
+from ._prediction_plot import SpanBar
+from ._trial import try_policy
+from ._values import PRODUCTS, NarrowValue, list_narrow_values, list_quantized_values
+
+MOST_ROUNDS = 16
+"""So often scopes are put in float32, and the policy tried again. What leaves a scope in float32 may be too large for
+the next one, and that is rarely a long chain."""
+
+
+def diagnose(
+    stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str, scale: float, *, is_given: bool
+) -> Prediction:
+    """Predicts what a policy would lose of a program.
+
+    Args:
+      stats: what was measured, with numbers.
+      observed: the program.
+      policy: the policy.
+      by: how it is given, `"autocast"` or `"with_policy"`.
+      scale: the loss scale that is asked about; between two powers of two, the nearer one stands for it.
+      is_given: whether the user named it, and would keep it.
+    """
+    trial = _Trial(stats, observed, policy, by)
+    exponent = round(math.log2(scale))
+    values = trial.list_values(policy)
+    losses = {value: trial.find_loss(value, exponent) for value in values}
+    repair = _find_repair(trial, values, policy, exponent if is_given else None)
+    losses |= {value: loss for value, loss in repair.later.items() if value not in losses or not losses[value].what}
+    has_scale = any(map(trial.is_scaled, values))
+    kept = scale if is_given and repair.scale.exponent == exponent else math.ldexp(1.0, repair.scale.exponent)
+    reasons = _list_reasons(losses, trial.rows, repair.culprits)
+    return Prediction(
+        reasons=reasons,
+        policy_map=make_map(repair.culprits, policy, trial.paths),
+        loss_scale=kept if has_scale else None,
+        policy=policy,
+        asked_scale=scale,
+        by=by,
+        risks=_rank_scopes(losses),
+        notes=tuple(_list_notes(trial, values, reasons, repair, has_scale=has_scale)),
+        spans=tuple(_list_spans(losses, trial.rows, exponent, repair.culprits)),
+    )
+
+
+class _Repair(NamedTuple):
+    """What saves a program.
+
+    Attributes:
+      culprits: the scopes that must be in float32.
+      scale: the loss scale for the others.
+      later: what these would lose at that scale, or once others are in float32.
+    """
+
+    culprits: tuple[str, ...]
+    scale: Choice
+    later: dict[NarrowValue, Loss]
+
+
+def _find_repair(
+    trial: "_Trial", values: Sequence[NarrowValue], policy: Policy | PolicyMap, given: int | None
+) -> _Repair:
+    """Puts scopes in float32 until no other loses anything: what leaves them is cast elsewhere then."""
+    culprits: dict[str, None] = {}
+    later: dict[NarrowValue, Loss] = {}
+    scale = trial.choose_scale(values, given)
+    for _ in range(MOST_ROUNDS):
+        lost = [value.path for value in values if not trial.is_scaled(value) and trial.find_loss(value, 0).what]
+        new = [path for path in (*lost, *scale.unsaved) if path not in culprits]
+        if not new:
+            break
+        culprits |= dict.fromkeys(new)
+        losses = {value: trial.find_loss(value, scale.exponent) for value in values if value.path in new}
+        later |= {value: loss for value, loss in losses.items() if loss.what}
+        values = trial.list_values(make_map(culprits, policy, trial.paths))
+        scale = trial.choose_scale(values, given)
+    return _Repair(tuple(culprits), scale, later)
+
+
+class _Trial:
+    """A program that was measured, on which policies are tried.
+
+    Attributes:
+      rows: its rows.
+      paths: its scopes.
+    """
+
+    def __init__(self, stats: Stats, observed: ObservedProgram, policy: Policy | PolicyMap, by: str):
+        self.rows = stats.rows()
+        self._observed, self._by = observed, by
+        self._operations = list_operations(observed)
+        paths = dict.fromkeys(operation.path for operation in self._operations)
+        self._places = {path: self._find_place(path) for path in paths}
+        self.paths = tuple(dict.fromkeys(self._places.values()))
+        self._noise = find_noise(self._operations, self.rows)
+        self._masked = {name: self._find_masked(name) for name in ("float16", "bfloat16")}
+        self._find_span = functools.cache(lambda row, format: find_span(self.rows[row], format))
+
+    @property
+    def is_of_modules(self) -> bool:
+        """Whether the program calls modules of Flax, and is tried as if it called none."""
+        return self._by == "autocast" and bool(self._observed.types)
+
+    def list_values(self, policy: Policy | PolicyMap) -> list[NarrowValue]:
+        """The values that a policy has in narrow formats, but for those of which nothing can be lost."""
+        written = try_policy(self._observed, policy, self._by)
+        found = list_narrow_values(self._operations, written, self.rows)
+        if self._by == "with_policy":
+            found += list_quantized_values(self._operations, self._observed, self.rows, policy)
+        found = [value._replace(path=self._places[value.path]) for value in found]
+        return [value for value in dict.fromkeys(found) if self.rows[value.row].amax and value.row not in self._noise]
+
+    def _find_place(self, path: str) -> str:
+        """The path that a rule must name: under `with_policy` that of a module, since it knows no other scopes."""
+        types = self._observed.list_types() if self._by == "with_policy" else {}
+        return next((outer for outer in reversed(list_paths_to(path)) if outer in types), path)
+
+    def find_loss(self, value: NarrowValue, exponent: int) -> Loss:
+        """What a value loses at a loss scale of two to some power."""
+        row = self.rows[value.row]
+        if value.is_scaled:
+            return find_scaled_loss(row, value.format)
+        loss = find_loss(row, value.format, exponent if self.is_scaled(value) else 0)
+        if loss.what == "overflow" and value.row in self._masked[value.format]:
+            return Loss("", 0.0, loss.amax, loss.limit, 0.0)
+        return loss
+
+    def is_scaled(self, value: NarrowValue) -> bool:
+        """Whether the loss scale multiplies a value."""
+        return value.direction == "backward" and self.rows[value.row].direction == "backward" and not value.is_scaled
+
+    def choose_scale(self, values: Sequence[NarrowValue], given: int | None) -> Choice:
+        """The loss scale that saves most scopes."""
+        spans: dict[str, list[tuple[float, float]]] = {}
+        scaled = [value for value in values if self.is_scaled(value)]
+        for value in scaled:
+            spans.setdefault(value.path, []).append(self._find_span(value.row, value.format))
+        return choose_scale(spans, given, list({value.format for value in scaled}))
+
+    def find_widest(self, values: Iterable[NarrowValue]) -> tuple[NarrowValue, NarrowValue] | None:
+        """The gradient that needs the largest loss scale, and the one that needs the smallest."""
+        scaled = [value for value in values if self.is_scaled(value)]
+        if not scaled:
+            return None
+        least = max(scaled, key=lambda value: self._find_span(value.row, value.format)[0])
+        return least, min(scaled, key=lambda value: self._find_span(value.row, value.format)[1])
+
+    def lacks_operations(self) -> bool:
+        """Whether most operations were not measured."""
+        return not any(row.primitive and row.primitive not in PRODUCTS for row in self.rows)
+
+    def _find_masked(self, format: str) -> set[int]:
+        known = parse_format(format)
+        assert isinstance(known, FloatFormat)
+        return find_masked(self._operations, self.rows, known.max)
+
+
+def make_map(culprits: Iterable[str], policy: Policy | PolicyMap, paths: Sequence[str]) -> PolicyMap:
+    """A policy with scopes in float32, and all that is inside of them.
+
+    What is in no scope at all can be named by the pattern of the root alone, which covers everything: the scopes right
+    inside of it get their policy before that.
+    """
+    named = set(culprits)
+    # A rule covers all that is inside of its scope, and another one there would decide nothing.
+    wide = [path for path in culprits if named.isdisjoint(list_paths_to(path)[1:-1])]
+    rules: list[tuple[Key, Policy | str]] = [(re.escape(path), "float32") for path in wide if path]
+    old = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
+    if "" in wide:
+        tops = dict.fromkeys(path.partition("/")[0] for path in paths if path)
+        default = root_policy(policy)
+        rest = [(re.escape(top), default) for top in tops if top not in wide]
+        return PolicyMap([*rules, *old, *rest, ("", "float32")], default)
+    return PolicyMap([*rules, *old], policy.default if isinstance(policy, PolicyMap) else policy)
+
+
+def _list_reasons(
+    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], culprits: Sequence[str]
+) -> tuple[Reason, ...]:
+    """The worst value of each scope, pass and kind of fault, worst first."""
+    worst: dict[tuple[str, str, str], tuple[NarrowValue, Loss]] = {}
+    for value, loss in losses.items():
+        key = value.path, value.direction, loss.what
+        if loss.what and (key not in worst or loss.risk > worst[key][1].risk):
+            worst[key] = value, loss
+    made = [_make_reason(value, loss, rows[value.row], culprits) for value, loss in worst.values()]
+    # A scope that no scale saves loses nothing at this one, maybe: it is named where it is cured.
+    return tuple(sorted(made, key=lambda reason: (reason.cure != "float32", -reason.risk)))
+
+
+def _make_reason(value: NarrowValue, loss: Loss, row: Row, culprits: Sequence[str]) -> Reason:
+    return Reason(
+        path=value.path,
+        direction=value.direction,
+        what=loss.what,
+        format=value.format,
+        share=loss.share,
+        amax=loss.amax,
+        limit=loss.limit,
+        primitive=value.primitive,
+        is_operand=value.is_cast,
+        source=row.source or row.path,
+        cure="float32" if value.path in culprits else "loss_scale",
+        risk=loss.risk,
+    )
+
+
+def _rank_scopes(losses: Mapping[NarrowValue, Loss]) -> dict[str, float]:
+    risks: dict[str, float] = {}
+    for value, loss in losses.items():
+        risks[value.path] = max(loss.risk, risks.get(value.path, 0.0))
+    return dict(sorted(risks.items(), key=lambda item: -item[1]))
+
+
+def _list_spans(
+    losses: Mapping[NarrowValue, Loss], rows: Sequence[Row], exponent: int, culprits: Sequence[str]
+) -> list[SpanBar]:
+    """For each scope and pass one bar of all its values, the worst scopes first."""
+    bars: dict[tuple[str, str], SpanBar] = {}
+    for value, loss in losses.items():
+        row, shift = rows[value.row], exponent if value.direction == "backward" else 0
+        least, most = (math.log2(size) + shift for size in (_find_least(row), row.amax))
+        key = value.path, value.direction
+        old = bars.get(key, SpanBar(*key, value.format, least, most, False))
+        is_lost = old.is_lost or bool(loss.what)
+        ends = {"least": min(old.least, least), "most": max(old.most, most)}
+        bars[key] = old._replace(**ends, is_lost=is_lost, is_saved=is_lost and value.path not in culprits)
+    order = list(_rank_scopes(losses))
+    return sorted(bars.values(), key=lambda bar: order.index(bar.path))
+
+
+def _find_least(row: Row) -> float:
+    """The magnitude of the smallest numbers of a tensor that matter: so many times smaller than the typical one."""
+    least = row.min_nonzero or row.amax
+    return min(row.amax, max(least, row.rms / 64))
+
+
+def _list_notes(
+    trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair, *, has_scale: bool
+) -> Iterable[str]:
+    if has_scale:
+        yield _describe_scale(trial, values, reasons, repair)
+    else:
+        yield "No backward pass was measured: collect(jax.value_and_grad(loss_fn), where='all') has one."
+    if repair.culprits:
+        names = ", ".join(path or "(no scope)" for path in repair.culprits)
+        yield f"In float32 by .policy_map: {names}."
+    if trial.is_of_modules:
+        yield "For modules that get it from with_policy, which leaves their own operations alone: by='with_policy'."
+    if trial.lacks_operations():
+        yield "Of the operations only matmuls were measured: collect(..., where='all') sees what lies between them."
+    broken = [row for row in trial.rows if row.nans]
+    if broken:
+        yield f"{len(broken)} rows have nan without the policy, the first in {broken[0].path or 'no scope'}."
+
+
+def _describe_scale(trial: _Trial, values: Sequence[NarrowValue], reasons: Sequence[Reason], repair: _Repair) -> str:
+    scale, widest = spell_scale(math.ldexp(1.0, repair.scale.exponent)), trial.find_widest(values)
+    if widest is not None and trial.choose_scale(values, None).unsaved:
+        first, last = widest
+        return (
+            f"No loss scale saves all gradients: the smallest that matter, in {first.path or 'no scope'}, and the "
+            f"largest, in {last.path or 'no scope'}, do not fit into {first.format} together. {scale} goes with "
+            "the map."
+        )
+    is_cure = any(reason.cure == "loss_scale" for reason in reasons)
+    return f"A loss scale of {scale} saves the gradients." if is_cure else f"Loss scale: {scale}."

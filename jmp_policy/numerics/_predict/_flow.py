@@ -1,0 +1,149 @@
+"""What is computed from what in a program that was measured: for each equation the rows of what it reads and makes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from ..._jaxpr import ModulePaths, Step, float_dtype, walk
+from ...autocast._rewrite import CLEAR
+from .._stats import ObservedProgram, Row, Value, identify
+
+_MOVES = {name for name, why in CLEAR.items() if why != "chooses among numbers"} | {"convert_element_type"}
+
+_ADDING = frozenset(("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"))
+"""What makes a number that is nothing but rounding, where large ones cancel."""
+
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+
+_OPAQUE = frozenset(("custom_jvp_call", "custom_vjp_call"))
+"""Functions with derivatives of their own: only their results are measured."""
+
+_ROUNDING = 2.0**-18
+"""Some roundings of float32, relative to what was added: what is added is rounded already. Half precision resolves no
+such difference either."""
+
+
+class Operation(NamedTuple):
+    """An equation at a place that it is called from.
+
+    Attributes:
+      chain: the identities of the equations around it and of itself.
+      name: its primitive.
+      path: the module or scope that it stands in.
+      scope: its name stack.
+      reads: of each operand, the rows of the values that it may be; none where it was not measured.
+      makes: of each result, its rows: one for each turn of a loop.
+      unknown: whether it reads a floating value that was not measured, such as a constant.
+      terms: how many numbers it adds for each that it makes.
+    """
+
+    chain: tuple[int, ...]
+    name: str
+    path: str
+    scope: str
+    reads: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    unknown: bool
+    terms: int
+
+
+def list_operations(observed: ObservedProgram) -> list[Operation]:
+    """The equations of a program in order, with the rows of what they read and make."""
+    rows_of: dict[Value, list[int]] = {}
+    for index, value in enumerate(observed.values):
+        if value is not None:
+            rows_of.setdefault(value, []).append(index)
+    paths, program = ModulePaths(observed.modules), observed.program
+    sources: dict[Any, tuple[int, ...]] = {var: tuple(rows_of.get(((), i), ())) for i, var in enumerate(program.invars)}
+    found = []
+    for step in walk(program, live_only=True):
+        if step.name == "constant":
+            continue
+        chain = identify(step.around, step.eqn)
+        reads = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.operands)
+        if step.name in ("link", "carry"):
+            own = rows_of.get((chain, _find_index(step)), ()) if step.results[0] in step.eqn.outvars else ()
+            sources[step.results[0]] = tuple(own) or tuple(dict.fromkeys(row for rows in reads for row in rows))
+            if own:  # of a function with a derivative of its own: its result was measured, and what is inside was not
+                given = tuple(() if isinstance(atom, Literal) else sources.get(atom, ()) for atom in step.eqn.invars)
+                found.append(_describe_opaque(step, chain, given, tuple(own), paths))
+            continue
+        makes = tuple(tuple(rows_of.get((chain, i), ())) for i in range(len(step.results)))
+        for i, var in enumerate(step.results):
+            moved = tuple(dict.fromkeys(row for rows in reads for row in rows)) if step.name in _MOVES else ()
+            sources[var] = makes[i] or moved
+        unknown = any(not rows and float_dtype(atom) for atom, rows in zip(step.operands, reads, strict=True))
+        where = chain, step.name, paths.read_stack(step.scope), step.scope
+        found.append(Operation(*where, reads, makes, unknown, _count_terms(step)))
+    return found
+
+
+def _describe_opaque(
+    step: Step, chain: tuple[int, ...], reads: tuple[tuple[int, ...], ...], own: tuple[int, ...], paths: ModulePaths
+) -> Operation:
+    eqn, index = step.eqn, _find_index(step)
+    makes = tuple(own if i == index else () for i in range(len(eqn.outvars)))
+    where = chain, eqn.primitive.name, paths.read_stack(step.scope), step.scope
+    return Operation(*where, reads, makes, True, 1)
+
+
+def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]:
+    """The rows of values that are nothing but float32's own rounding, and of what is computed of those.
+
+    The gradient of a bias before a softmax or a norm is zero by mathematics: what float32 has in its place is a
+    difference of large numbers, and no format need keep it.
+    """
+    noise: set[int] = set()
+    for operation in operations:
+        reads = [list(indices) for indices in operation.reads if indices]
+        made = [index for indices in operation.makes for index in indices]
+        if not reads or not made:
+            continue
+        sizes = [max(rows[index].amax for index in indices) for indices in reads]
+        noisy = [all(index in noise for index in indices) for indices in reads]
+        adds = operation.name in _ADDING
+        is_product = operation.name in _PRODUCTS
+        largest = math.prod(sizes) if is_product else max(sizes)
+        bound = _ROUNDING * math.sqrt(operation.terms) * largest
+        cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
+        mixes = adds or operation.name in _OPAQUE  # one noisy operand does not make the result noise
+        if cancels or all(noisy) or (any(noisy) and (is_product or not mixes)):
+            noise.update(made)
+    return noise
+
+
+def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: float) -> set[int]:
+    """The rows whose numbers above `largest` hide something: constants, chosen or added in place of what is hidden.
+
+    In a format of half precision they become infinite, or its largest number, and hide as well.
+    """
+    masked: set[int] = set()
+    for operation in operations:
+        reads = [index for indices in operation.reads for index in indices]
+        above = [index for index in reads if rows[index].amax > largest]
+        made = [index for indices in operation.makes for index in indices if rows[index].amax > largest]
+        is_constant = not reads and operation.name not in _OPAQUE | _PRODUCTS
+        comes_in = not above and operation.unknown and (is_constant or operation.name in _MASKING)
+        if made and (comes_in or (above and masked.issuperset(above))):
+            masked.update(made)
+    return masked
+
+
+_MASKING = frozenset(
+    ("select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter")
+)
+"""How a mask gets among numbers."""
+
+
+def _find_index(step: Step) -> int:
+    return next(i for i, var in enumerate(step.eqn.outvars) if var is step.results[0])
+
+
+def _count_terms(step: Step) -> int:
+    sizes = [math.prod(getattr(atom.aval, "shape", ())) for atom in (*step.operands[:1], *step.results[:1])]
+    if step.name == "dot_general":
+        (contracted, _), _ = step.eqn.params["dimension_numbers"]
+        return math.prod(step.operands[0].aval.shape[axis] for axis in contracted)
+    return max(1, sizes[0] // max(1, sizes[1])) if len(sizes) == 2 and step.name != "conv_general_dilated" else 1024

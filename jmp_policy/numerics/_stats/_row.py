@@ -1,0 +1,199 @@
+"""Statistics as numbers on the host: a record's words and units become counts, shares and floats."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._counting import HISTOGRAM_BINS
+from ._layout import Direction, Layout, Site
+from ._record import Record
+
+_OWN_COUNTS = ("times", "zeros", "nans", "infs")
+_SHARES = ("underflow", "subnormal", "overflow")
+_LEAST_SHIFT = -1000
+"""What is so many binades below the largest part of a sum is nothing to it, and would not fit an exponent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatShares:
+    """What a format would do to a tensor. Shares are of all of its numbers, zeros among them.
+
+    Attributes:
+      underflow: finite numbers that are not zero, and would be.
+      subnormal: numbers that would be subnormal, and so have fewer bits.
+      overflow: finite numbers beyond the largest of the format: they would be infinite, nan, or that largest number.
+      error: the root of the sum of squared errors of casting, relative to that of the numbers; what is too large
+        counts as the largest number.
+      scaled_error: the same after scaling by the best power of two, which puts the largest number as high as it fits;
+        of floats in blocks, such as `"mxfp8"`, the same as `error`.
+
+    >>> from jmp_policy.numerics import FormatShares
+    >>> FormatShares(underflow=0.25, subnormal=0.5, overflow=0.125, error=0.1, scaled_error=0.0).lost
+    0.375
+    """
+
+    underflow: float
+    subnormal: float
+    overflow: float
+    error: float
+    scaled_error: float
+
+    @property
+    def lost(self) -> float:
+        """The share of numbers that become zero or overflow."""
+        return self.underflow + self.overflow
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """What a tensor looked like, and what each format would do to it: numbers of the host.
+
+    A row that was never measured, as in a branch that was not taken, has a count of 0, and zeros for the other numbers.
+
+    Attributes:
+      path: the module names and `jax.named_scope`s around it, or the path of an argument or a result in its tree,
+        joined by `/`; the root's is the empty string.
+      primitive: the name of the operation that made it; the empty string for an argument.
+      source: the user's line that it comes from, `"/home/me/train.py:12"`.
+      function: the function around that line.
+      direction: `"forward"`, `"recomputed"`, `"backward"`, `"argument"` or `"result"`.
+      turn: the turn of a loop, several for loops in loops; `None` outside of loops, and where turns are merged.
+      dtype: the name of its dtype.
+      shape: its shape.
+      count: how many numbers were looked at, in all measurements.
+      times: how often it was measured.
+      amax: the largest finite magnitude.
+      min_nonzero: the smallest magnitude that is not zero, of finite numbers; `None` where there is none.
+      rms: the root of the mean square of the finite numbers. In it and in errors, subnormal numbers of `dtype` are 0.
+      zeros: the share of zeros.
+      nans: how many numbers are nan.
+      infs: how many are infinite.
+      histogram: int64 of shape `(64,)`: how many numbers have each exponent. Bin `i` counts `2**(i-47) <= |x| <
+        2**(i-46)`; the first one all smaller numbers but zeros, the last one all larger finite ones. `None` where
+        no histogram was asked for.
+      formats: by format, what it would do.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> x = jnp.array([0.0, 0.25, 3.0, 300.0])
+    >>> _, stats = jmp.numerics.collect(jnp.sum, formats=["float8_e4m3fn", "float8_e3m4"], of="arguments")(x)
+    >>> (row,) = stats.rows()
+    >>> row.direction, row.amax, row.min_nonzero, row.zeros, row.histogram.sum().item()
+    ('argument', 300.0, 0.25, 0.25, 3)
+    >>> [row.formats[name].overflow for name in row.formats]
+    [0.0, 0.25]
+    """
+
+    path: str
+    primitive: str
+    source: str
+    function: str
+    direction: Direction
+    turn: int | tuple[int, ...] | None
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    times: int
+    amax: float
+    min_nonzero: float | None
+    rms: float
+    zeros: float
+    nans: int
+    infs: int
+    histogram: np.ndarray | None = dataclasses.field(repr=False)
+    formats: Mapping[str, FormatShares]
+
+    @property
+    def nonfinite(self) -> float:
+        """The share of numbers that are nan or infinite."""
+        return (self.nans + self.infs) / max(1, self.count)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Row) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as dictionaries, lists, strings, finite numbers and `None`."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["turn"] = list(self.turn) if isinstance(self.turn, tuple) else self.turn
+        plain["shape"] = list(self.shape)
+        plain["histogram"] = None if self.histogram is None else self.histogram.tolist()
+        plain["formats"] = {name: dataclasses.asdict(shares) for name, shares in self.formats.items()}
+        return plain
+
+    def list_scalars(self) -> list[tuple[str, float]]:
+        """Its finite numbers by name; those of formats have the name of the format before them."""
+        own = ("amax", "min_nonzero", "rms", "zeros", "nans", "infs")
+        scalars = [(name, float(value)) for name in own if (value := getattr(self, name)) is not None]
+        for name, shares in self.formats.items():
+            scalars += [(f"{name.replace('/', '_')}/{key}", value) for key, value in dataclasses.asdict(shares).items()]
+        return scalars
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "Row":
+        """The row of which `to_dict` made this dictionary."""
+        fields = dict(plain)
+        fields["turn"] = tuple(fields["turn"]) if isinstance(fields["turn"], list) else fields["turn"]
+        fields["shape"] = tuple(fields["shape"])
+        fields["histogram"] = None if fields["histogram"] is None else np.array(fields["histogram"], np.int64)
+        fields["formats"] = {name: FormatShares(**shares) for name, shares in fields["formats"].items()}
+        return cls(**fields)
+
+
+def read_rows(record: Record, layout: Layout) -> tuple[Row, ...]:
+    """The rows of a record, whose leading axes are merged.
+
+    Counts are exact. Sums are added in float64, in units of the largest binade, so that none overflows or vanishes.
+    """
+    all_counts, all_extremes, all_exponents, all_sums = map(np.asarray, jax.device_get(tuple(record)))
+    rows, batch = len(layout), math.prod(all_exponents.shape[:-1])
+    words = all_counts.reshape(batch, rows, 2, all_counts.shape[-1]).astype(np.uint64)
+    counts = (words[:, :, 0] + (words[:, :, 1] << np.uint64(32))).sum(0)
+    extremes = all_extremes.reshape(batch, rows, 2).astype(np.float64)
+    amax, least = extremes[..., 0].max(0, initial=0.0), extremes[..., 1].min(0, initial=math.inf)
+    exponents = all_exponents.reshape(batch, rows).astype(np.int64)
+    unit = exponents.max(0, initial=np.iinfo(np.int32).min)
+    parts = all_sums.reshape(batch, rows, all_sums.shape[-2], 2).astype(np.float64).sum(-1)
+    sums = np.ldexp(parts, np.maximum(2 * (exponents - unit), _LEAST_SHIFT)[..., None]).sum(0)
+    numbers = zip(
+        layout.sites, counts.tolist(), amax.tolist(), least.tolist(), unit.tolist(), sums.tolist(), strict=True
+    )
+    return tuple(_make_row(layout, *of_row) for of_row in numbers)
+
+
+def _make_row(
+    layout: Layout, site: Site, counts: list[int], amax: float, least: float, unit: int, sums: list[float]
+) -> Row:
+    formats = layout.meter.formats
+    times, zeros, nans, infs = counts[: len(_OWN_COUNTS)]
+    count = times * site.size
+    shares = np.array(counts[len(_OWN_COUNTS) : len(_OWN_COUNTS) + 3 * len(formats)], np.float64).reshape(-1, 3)
+    shares = (shares / max(1, count)).tolist()
+    square, *errors = sums
+    finite = count - nans - infs
+    relative = [math.sqrt(error / square) if square > 0 else 0.0 for error in errors]
+    fields_of_formats = ([*lost, *relative[2 * n : 2 * n + 2]] for n, lost in enumerate(shares))
+    return Row(
+        site.path, site.primitive, site.source, site.function, site.direction, site.turn, site.dtype, site.shape,
+        count=count,
+        times=times,
+        amax=amax,
+        min_nonzero=None if math.isinf(least) else least,
+        rms=_take_root(square, finite, unit, amax),
+        zeros=zeros / max(1, count),
+        nans=nans,
+        infs=infs,
+        histogram=np.array(counts[-HISTOGRAM_BINS:], np.int64) if layout.meter.histogram else None,
+        formats={name: FormatShares(*fields) for name, fields in zip(formats, fields_of_formats, strict=True)},
+    )  # fmt: skip
+
+
+def _take_root(square: float, count: int, unit: int, amax: float) -> float:
+    """The root of the mean of squares that are in units of `4**unit`; at most the amax, however they were rounded."""
+    if square <= 0 or count <= 0:
+        return 0.0
+    return math.ldexp(min(math.sqrt(square / count), math.ldexp(amax, -unit)), unit)

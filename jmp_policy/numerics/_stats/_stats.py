@@ -1,0 +1,286 @@
+"""Statistics of many tensors: a pytree of arrays that goes through `jit`, and on the host the rows that it holds."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..._base import Uncast, did_you_mean, list_paths_to
+from ...report import Report, Table, draw_html_note
+from ._counting import FIRST_EXPONENT
+from ._layout import Layout, Site
+from ._observed import remember_part
+from ._record import Record, fold, merge
+from ._row import Row, read_rows
+from ._stats_page import draw_page, list_cells
+from ._stats_plot import plot_exponents
+from ._stats_report import list_lines, list_notes, make_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Stats(Report, Uncast):
+    """What tensors looked like, and what formats would do to them.
+
+    A pytree of four arrays, whatever the number of rows; what the rows are of is static. It passes through `jit`,
+    `scan`, `lax.cond`, `vmap`, donation, pickles and checkpoints. `rows()`, iteration and all that shows numbers read
+    the arrays, and so work outside of `jit` only.
+
+    Attributes:
+      record: the arrays; leading axes, as of `vmap` or `scan`, are merged where rows are read.
+      layout: what the rows are of.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> observe = jmp.numerics.collect(lambda x: x @ x, formats=["float16"], of="forward")
+    >>> _, stats = observe(jnp.array([[2.0**-15, 0.0], [0.0, 1.0]]))
+    >>> stats
+    <Stats: 1 row, float16; print it for the table>
+    >>> (row,) = stats.merge(stats)
+    >>> row.count, row.times, row.amax, row.zeros, row.formats["float16"].underflow
+    (8, 2, 1.0, 0.5, 0.25)
+    """
+
+    record: Record
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        register_with_flax()
+
+    def merge(self, other: "Stats") -> "Stats":
+        """Both together: counts and sums add up, and extremes are of both. Works inside `jit`, too.
+
+        Leading axes are merged one by one where both have the same, and are folded before where they differ.
+
+        Args:
+          other: statistics of the same rows, as of another step.
+
+        Raises:
+          TypeError: `other` is not a `Stats`.
+          ValueError: they are of other rows; the message has the first that differs.
+        """
+        if not isinstance(other, Stats):
+            raise TypeError(f"Only Stats merge with Stats, not a {type(other).__name__}: stats.merge(other_stats).")
+        if other.layout is not self.layout:
+            difference = self.layout.describe_difference(other.layout)
+            raise ValueError(
+                f"These Stats are of different programs: {difference}. Stats merge where both come from one collected "
+                "function, called with arguments of the same shapes: stats.merge(collected(*other_arguments)[1])."
+            )
+        mine, theirs = self.record, other.record
+        if mine.exponents.shape != theirs.exponents.shape:
+            mine, theirs = _fold_batch(mine), _fold_batch(theirs)
+        return Stats(_merge(mine, theirs), self.layout)
+
+    def empty(self) -> "Stats":
+        """The same rows, never measured: what a `scan` that merges starts from, and a branch that skips returns.
+
+        It needs no more than shapes: `jax.eval_shape(collected, *args)[1].empty()`.
+        """
+        neutral = self.layout.meter.empty(len(self.layout))
+        batch = self.record.exponents.shape[:-1]
+        broadcast = (jnp.broadcast_to(leaf, (*batch, *leaf.shape)) for leaf in neutral)
+        return Stats(Record(*broadcast), self.layout)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The rows as numbers of the host, in the order of the program.
+
+        Raises:
+          TypeError: there are no numbers yet, as inside `jit`.
+        """
+        if not self._has_numbers():
+            raise TypeError(
+                "The rows of Stats are numbers, and there are none yet: inside jit, grad, vmap or eval_shape arrays "
+                "stand for them. Return the Stats from the function, and read its rows outside: "
+                "out, stats = jax.jit(collected)(x); stats.rows()."
+            )
+        return read_rows(self.record, self.layout)
+
+    def __getitem__(self, path: str) -> "Stats":
+        """The rows of the module at a path and of those inside it, as Stats.
+
+        Raises:
+          KeyError: no row is there.
+        """
+        if not isinstance(path, str):
+            raise TypeError(f"Stats are indexed by paths, not by {path!r}: stats['blocks/0'], or stats.rows()[0].")
+        sites = self.layout.sites
+        indices = [index for index, site in enumerate(sites) if path in list_paths_to(site.path)]
+        if not indices:
+            known = dict.fromkeys(place for site in sites for place in list_paths_to(site.path) if place)
+            hint = did_you_mean(path, known) if known else "There is none."
+            raise KeyError(f"No row at {path!r} or inside it. {hint}")
+        return self._take(indices)
+
+    def select(self, keep: Callable[[Site], bool]) -> "Stats":
+        """Some of the rows, as Stats: those whose site a function accepts.
+
+        Args:
+          keep: of the static part of a row, with its `path`, `primitive`, `source`, `function`, `direction`, `turn`,
+            `dtype`, `size` and `shape`; `lambda site: site.direction == "backward"` selects gradients.
+        """
+        return self._take([index for index, site in enumerate(self.layout.sites) if keep(site)])
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows())
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The formats and rows as plain dictionaries, lists, strings, finite numbers and `None`.
+
+        `first_exponent` is the exponent at which the second bin of each histogram begins.
+        """
+        return {
+            "formats": list(self.layout.meter.formats),
+            "first_exponent": FIRST_EXPONENT,
+            "rows": [row.to_dict() for row in self.rows()],
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as strict JSON, without nan and infinity: `json.loads` returns that dictionary."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def scalars(self, prefix: str = "numerics") -> dict[str, float]:
+        """The rows as a flat dictionary of finite floats, as TensorBoard and W&B take them; histograms stay out.
+
+        No two rows share a name. A row that was not measured has none, so that a logger draws no zero for it.
+
+        Args:
+          prefix: what each name begins with.
+
+        Returns:
+          Floats by names like `"numerics/blocks/3/attention/dot_general/backward/float16/underflow"` and
+          `"numerics/blocks/3/attention/dot_general/backward/amax"`. The block of `"int8/64"` is named `int8_64`.
+        """
+        names = self.layout.list_names()
+        return {
+            "/".join([*([prefix] if prefix else []), name, key]): value
+            for name, row in zip(names, self.rows(), strict=True)
+            if row.times
+            for key, value in row.list_scalars()
+        }
+
+    def plot(self, formats: Sequence[str] | None = None, *, direction: str | None = None) -> "Figure":
+        """Draws how the numbers of all rows spread over exponents, and below the ranges of formats.
+
+        Each pass has a histogram of its own, arguments and results too. The dark part of a range are normal numbers,
+        the light part subnormal ones; beside it stands what the format would lose. `stats["blocks/0"].plot()` draws
+        the rows of a module, and `stats.select(...).plot()` any.
+
+        Args:
+          formats: whose ranges to draw; `None` for those that were measured. Blocks have no range of their own.
+          direction: the pass to draw, `"backward"` for gradients; `None` for each.
+
+        Returns:
+          A `matplotlib.figure.Figure`, which notebooks show and `figure.savefig("exponents.png")` writes.
+
+        Raises:
+          ValueError: a format or direction is unknown, or there are no histograms.
+          ImportError: matplotlib is not installed.
+
+        Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, figure 3.
+        """
+        return plot_exponents(self.rows(), self.layout.meter.formats if formats is None else formats, direction)
+
+    def __repr__(self) -> str:
+        counts = f"{len(self)} row{'' if len(self) == 1 else 's'}"
+        return f"<Stats: {', '.join([counts, *self.layout.meter.formats])}; print it for the table>"
+
+    def __str__(self) -> str:
+        return super().__str__() if self._has_numbers() else repr(self)
+
+    def _repr_html_(self) -> str:
+        if not self._has_numbers():
+            return draw_html_note(repr(self))
+        rows = self.rows()
+        return draw_page(list_lines(rows), rows, self.layout.meter.formats)
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        formats, lines = self.layout.meter.formats, list_lines(self.rows())
+        if not lines:
+            return []
+        if width is not None:
+            return [make_table(lines, formats, width)]
+        columns, rows = list_cells(lines, formats)
+        return [Table(columns, [[cell.text for cell in row] for row in rows])]
+
+    def _list_notes(self) -> list[str]:
+        rows = self.rows()
+        return list_notes(list_lines(rows), rows, self.layout.meter.formats)
+
+    def _has_numbers(self) -> bool:
+        arrays = jax.Array | np.ndarray
+        return all(isinstance(leaf, arrays) and not isinstance(leaf, Tracer) for leaf in self.record)
+
+    def _take(self, indices: list[int]) -> "Stats":
+        """Some of the rows; outside of jit they come to the host, where choosing compiles nothing."""
+        start, stop = (indices[0], indices[-1] + 1) if indices else (0, 0)
+        where = slice(start, stop) if indices == list(range(start, stop)) else np.array(indices, np.int32)
+        counts, extremes, exponents, sums = jax.device_get(tuple(self.record)) if self._has_numbers() else self.record
+        record = Record(
+            counts[..., where, :, :], extremes[..., where, :], exponents[..., where], sums[..., where, :, :]
+        )
+        layout = Layout([self.layout.sites[index] for index in indices], self.layout.meter)
+        remember_part(layout, self.layout, indices)
+        return Stats(record, layout)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
+        """The arrays of the record by name, and the layout."""
+        keys = map(jax.tree_util.GetAttrKey, Record._fields)
+        return tuple(zip(keys, self.record, strict=True)), self.layout
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
+        """The arrays of the record, and the layout."""
+        return tuple(self.record), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, leaves: Any) -> "Stats":
+        """Stats of any four leaves."""
+        return cls(Record(*leaves), layout)
+
+
+# Outside of jit this is one program in place of fifty; inside it leaves no trace.
+_merge, _fold = (jax.jit(function, inline=True) for function in (merge, fold))
+
+
+def register_with_flax() -> None:
+    """Teaches `flax.serialization` Stats, once, if it is loaded: their arrays are a dictionary there."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None and not serialization.is_serializable(Stats):
+        serialization.register_serialization_state(Stats, _save_arrays, _restore_arrays)
+
+
+def _save_arrays(stats: Stats) -> dict[str, Any]:
+    return stats.record._asdict()
+
+
+def _restore_arrays(target: Stats, state: dict[str, Any]) -> Stats:
+    wanted, found = (
+        {name: getattr(leaf, "shape", None) for name, leaf in sorted(arrays.items())}
+        for arrays in (_save_arrays(target), state)
+    )
+    if found != wanted:
+        raise ValueError(
+            f"The target is {target!r}, whose arrays have the shapes {wanted}; what was saved has {found}. Restore "
+            "into Stats of the same collected function."
+        )
+    return Stats(Record(**state), target.layout)
+
+
+def _fold_batch(record: Record) -> Record:
+    """Merges all leading axes."""
+    axes = record.exponents.ndim - 1
+    batch = math.prod(record.exponents.shape[:-1])
+    flat = Record(*(leaf.reshape(batch, *leaf.shape[axes:]) for leaf in record))
+    return _fold(flat) if axes else record

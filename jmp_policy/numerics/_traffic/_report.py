@@ -1,0 +1,301 @@
+"""The report of the collectives of a program: a table, sums, and assertions."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..._base import DTypeLike, did_you_mean, escape_controls, is_floating_dtype, parse_dtype
+from ...report import Column, Report, Table, format_bytes, shorten_dtypes
+from ._collective import DIRECTIONS, KINDS, Collective
+
+MOST_ROWS = 40
+"""A table shows so many rows: `Collectives.rows` has the others."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Collectives(Report):
+    """What `numerics.collectives` found: a table in a terminal, and in a notebook.
+
+    Attributes:
+      rows: one for each kind, dtype, shape, line and place, in the order of the program.
+      devices: how many devices the program runs on.
+      axes: the names of the axes of its meshes.
+      compiled: whether they stand in what XLA's partitioner made of the program, or in the program alone.
+      uncounted_loops: the lines of the loops whose turns nobody knows; their collectives are counted for one turn.
+
+    >>> from jmp_policy.numerics import Collective, Collectives
+    >>> fields = {"direction": "backward", "is_gradient": True, "inserted": True, "source": "train.py:9", "path": "up"}
+    >>> row = Collective("all-reduce", "sum", "bfloat16", ("data",), 4, (8, 8), count=3, bytes=384, **fields)
+    >>> report = Collectives((row,), 4, ("data",), compiled=True)
+    >>> report
+    <Collectives: 3 collectives of 384 B on 4 devices; print it for the table>
+    >>> report.total_bytes(axis="data"), report.select(kind="all-gather").rows
+    (384, ())
+    >>> report.assert_reduced_in("float32", of="gradients")
+    Traceback (most recent call last):
+    AssertionError: 3 of 3 reductions of gradients are not in float32:
+      train.py:9: backward all-reduce in up of bfloat16[8,8] over data, 3 times
+    """
+
+    rows: tuple[Collective, ...]
+    devices: int
+    axes: tuple[str, ...]
+    compiled: bool
+    uncounted_loops: tuple[str, ...] = ()
+
+    def select(
+        self,
+        *,
+        kind: str | None = None,
+        dtype: DTypeLike | None = None,
+        axis: str | None = None,
+        direction: str | None = None,
+        gradients: bool | None = None,
+    ) -> "Collectives":
+        """The report of some rows.
+
+        Args:
+          kind: a kind, such as `"all-reduce"`.
+          dtype: a floating dtype, in any spelling, or the name of another one, such as `"int32"`.
+          axis: the name of a mesh axis, along which they communicate, alone or with others.
+          direction: `"forward"`, `"recomputed"` or `"backward"`.
+          gradients: whether they sum gradients of parameters (`Collective.is_gradient`), or do not.
+
+        Raises:
+          ValueError: there is no such kind, dtype or direction, or no mesh of the program has the axis.
+        """
+        _check_name("kind", kind, KINDS)
+        _check_name("direction", direction, DIRECTIONS)
+        _check_axis(axis, self.axes)
+        name = None if dtype is None else _name_dtype(dtype)
+
+        def is_selected(row: Collective) -> bool:
+            return (
+                kind in (None, row.kind)
+                and name in (None, row.dtype)
+                and (axis is None or axis in row.axes)
+                and direction in (None, row.direction)
+                and gradients in (None, row.is_gradient)
+            )
+
+        return dataclasses.replace(self, rows=tuple(filter(is_selected, self.rows)))
+
+    def total_bytes(self, **selection: Any) -> int:
+        """The `Collective.bytes` of all rows, or of those that `select` selects."""
+        return sum(row.bytes for row in self.select(**selection).rows)
+
+    def total_moved_bytes(self, **selection: Any) -> int:
+        """The `Collective.moved_bytes` of all rows, or of those that `select` selects."""
+        return sum(row.moved_bytes for row in self.select(**selection).rows)
+
+    def total_count(self, **selection: Any) -> int:
+        """How many collectives there are, or how many of those that `select` selects."""
+        return _count(self.select(**selection).rows)
+
+    def assert_reduced_in(self, dtype: DTypeLike, *, of: str = "gradients", axis: str | None = None) -> None:
+        """Checks in which dtype numbers are summed over devices.
+
+        Whether a sum is of gradients is told by where its result goes (`Collective.is_gradient`). To be sure of all of
+        them, ask of an axis along which nothing but the batch is split: `of="all", axis="data"`.
+
+        Args:
+          dtype: anything that `get_policy` reads as a dtype.
+          of: `"gradients"` of parameters (`Collective.is_gradient`), `"activations"`, which are all others, or `"all"`.
+          axis: the name of a mesh axis; by default all of them.
+
+        Raises:
+          AssertionError: a sum has another floating dtype, and the message has its line; or there is none at all.
+          ValueError: `dtype` is not a floating dtype, there is no such `of`, or no mesh has the axis.
+        """
+        _check_name("of", of, tuple(_OF))
+        summed = [row for row in self.select(axis=axis, gradients=_OF[of]).rows if row.reduction == "sum"]
+        name = "reductions" if of == "all" else f"reductions of {of}"
+        _assert_dtype(summed, dtype, name + (f" over {axis}" if axis else ""))
+
+    def assert_gathered_in(self, dtype: DTypeLike, *, axis: str | None = None) -> None:
+        """Checks in which dtype arrays are gathered, such as the parameters that are sharded over an axis.
+
+        Args:
+          dtype: anything that `get_policy` reads as a dtype.
+          axis: the name of a mesh axis; by default all of them.
+
+        Raises:
+          AssertionError: an all-gather has another floating dtype, and the message has its line; or there is none.
+          ValueError: `dtype` is not a floating dtype, or no mesh has the axis.
+        """
+        rows = self.select(kind="all-gather", axis=axis).rows
+        _assert_dtype(rows, dtype, "all-gathers" + (f" over {axis}" if axis else ""))
+
+    def assert_no(self, **selection: Any) -> None:
+        """Checks that there is no collective, or none that `select` selects.
+
+        Raises:
+          AssertionError: there is; the message has the lines.
+          ValueError: `select` refuses a selection.
+        """
+        found = self.select(**selection).rows
+        if found:
+            raise AssertionError(f"{_count(found)} collectives:{_list_lines(found)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        return {
+            "rows": [_make_plain(row) for row in self.rows],
+            "devices": self.devices,
+            "axes": list(self.axes),
+            "compiled": self.compiled,
+            "uncounted_loops": list(self.uncounted_loops),
+            "count": self.total_count(),
+            "bytes": self.total_bytes(),
+            "moved_bytes": self.total_moved_bytes(),
+        }
+
+    def __repr__(self) -> str:  # one line: all rows of a model, in a console, bury what went before
+        amount = f"{self.total_count()} collectives of {format_bytes(self.total_bytes()) or '0 B'}"
+        return f"<Collectives: {amount} on {_count_devices(self.devices)}; print it for the table>"
+
+    def _list_tables(self, width: int | None) -> list[Table]:
+        return [_make_sums_table(self.rows), _make_row_table(_choose_rows(self.rows))] if self.rows else []
+
+    def _list_notes(self) -> list[str]:
+        if self.devices == 1:
+            return ["no collectives: one device", _UNSHARDED]
+        notes = [f"no collectives on {self.devices} devices"] if not self.rows else [_LEGEND]
+        if len(self.rows) > MOST_ROWS:
+            notes.append(f"{len(self.rows) - MOST_ROWS} rows of fewer bytes are left out: `.rows` has them.")
+        notes += [f"{line}: the body of this loop counts once, for its turns are not known."
+                  for line in self.uncounted_loops]  # fmt: skip
+        return [*notes, _COMPILED if self.compiled else _TRACED]
+
+
+_OF = {"gradients": True, "activations": False, "all": None}
+_LEGEND = (
+    "bytes: on one device, gathered arrays and what goes into the others; sent: what it sends in a ring. "
+    "gradient: a sum of gradients of parameters."
+)
+_UNSHARDED = (
+    "A mesh comes with the arguments, jax.device_put(x, NamedSharding(mesh, spec)) or "
+    "jax.ShapeDtypeStruct(..., sharding=), with jax.jit(..., in_shardings=), or with jax.shard_map."
+)
+_COMPILED = "Read after XLA's partitioner, before later passes combine, widen or re-form collectives."
+_TRACED = "Read off the program's shard_maps: what XLA inserts by itself is not counted."
+
+
+def _make_plain(row: Collective) -> dict[str, Any]:
+    lists = {"axes": list(row.axes), "shape": list(row.shape)}
+    return dataclasses.asdict(row) | lists | {"moved_bytes": row.moved_bytes}
+
+
+def _count(rows: Iterable[Collective]) -> int:
+    return sum(row.count for row in rows)
+
+
+def _count_devices(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _check_name(argument: str, value: str | None, names: Sequence[str]) -> None:
+    if value is not None and value not in names:
+        raise ValueError(
+            f"Unknown {argument} {value!r}. {did_you_mean(value, names)} For example: {_EXAMPLES[argument]}."
+        )
+
+
+_EXAMPLES = {
+    "kind": "report.select(kind='all-reduce')",
+    "direction": "report.select(direction='backward')",
+    "of": "report.assert_reduced_in('float32', of='gradients')",
+}
+
+
+def _check_axis(axis: str | None, axes: Sequence[str]) -> None:
+    if axis is not None and axis not in axes:
+        known = f"Its axes are {', '.join(map(repr, axes))}." if axes else "It runs on one device, without a mesh."
+        raise ValueError(f"No mesh of the program has an axis {axis!r}. {known}")
+
+
+def _name_dtype(dtype: DTypeLike) -> str:
+    return dtype if dtype in _OTHER_DTYPES else str(parse_dtype(dtype))  # type: ignore[return-value]
+
+
+_OTHER_DTYPES = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)))
+
+
+def _assert_dtype(rows: Iterable[Collective], dtype: DTypeLike, name: str) -> None:
+    wanted = str(parse_dtype(dtype))
+    floating = [row for row in rows if is_floating_dtype(row.dtype)]
+    if not floating:
+        raise AssertionError(f"There are no {name}, in {wanted} or any other floating dtype.")
+    others = [row for row in floating if row.dtype != wanted]
+    if others:
+        raise AssertionError(f"{_count(others)} of {_count(floating)} {name} are not in {wanted}:{_list_lines(others)}")
+
+
+def _list_lines(rows: Iterable[Collective]) -> str:
+    return "".join(f"\n  {escape_controls(_describe(row), keep='')}" for row in rows)
+
+
+def _describe(row: Collective) -> str:
+    where = f" in {row.path}" if row.path else ""
+    array = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    times = f", {row.count} times" if row.count > 1 else ""
+    return f"{row.source}: {row.direction} {_name_kind(row)}{where} of {array} over {_name_axes(row)}{times}"
+
+
+def _name_kind(row: Collective) -> str:
+    return row.kind if row.reduction in ("", "sum") else f"{row.kind} {row.reduction}"
+
+
+def _name_axes(row: Collective) -> str:
+    return ",".join(row.axes) or _count_devices(row.devices)
+
+
+def _name_pass(row: Collective) -> str:
+    return "gradient" if row.is_gradient else row.direction
+
+
+def _make_sums_table(rows: Sequence[Collective]) -> Table:
+    """A row for each kind, dtype, axes and pass."""
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for row in rows:
+        key = _name_kind(row), *shorten_dtypes([row.dtype]).split(), _name_axes(row), _name_pass(row)
+        groups.setdefault(key, []).append(row)
+    cells = [(*key, *_add_amounts(group)) for key, group in groups.items()]
+    texts = map(Column, ("collective", "dtype", "axes", "pass"))
+    return Table([*texts, *map(_number_column, ("count", "bytes", "sent"))], cells)
+
+
+def _add_amounts(rows: Sequence[Collective]) -> tuple[str, str, str]:
+    def add(measure: Callable[[Collective], int]) -> str:
+        return format_bytes(sum(map(measure, rows))) or "0 B"
+
+    return str(_count(rows)), add(lambda row: row.bytes), add(lambda row: row.moved_bytes)
+
+
+def _make_row_table(rows: Iterable[Collective]) -> Table:
+    cells = [
+        (
+            os.path.basename(row.source.partition(" (")[0]),
+            _name_kind(row),
+            *shorten_dtypes([row.dtype]).split(),
+            "x".join(map(str, row.shape)),
+            _name_pass(row),
+            row.path,
+            str(row.count),
+        )
+        for row in rows
+    ]
+    headings = [cell[0] or "(no line)" for cell in cells]
+    texts = map(Column, ("line", "collective", "dtype", "shape", "pass", "module"))
+    return Table([*texts, _number_column("count")], cells, headings=headings)
+
+
+def _number_column(header: str) -> Column:
+    return Column(header, is_number=True)
+
+
+def _choose_rows(rows: Sequence[Collective]) -> list[Collective]:
+    """The rows of most bytes, in the order of the program."""
+    largest = set(sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS])
+    return [row for row in rows if row in largest]

@@ -1,0 +1,187 @@
+"""The collectives that a program says itself, in `shard_map`: read off its jaxpr."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from jax.extend.core import Jaxpr, Literal
+
+from ..._jaxpr import Step, bodies_of, walk
+from ._collective import REDUCING, Collective, Direction, Group, Place, count_elements
+from ._flow import Flow, Operation, make_operation
+
+PRIMITIVES: dict[str, tuple[str, str]] = {
+    "psum": ("all-reduce", "sum"),
+    "psum_invariant": ("all-reduce", "sum"),
+    "unreduced_psum": ("all-reduce", "sum"),
+    "pmax": ("all-reduce", "max"),
+    "unreduced_pmax": ("all-reduce", "max"),
+    "pmin": ("all-reduce", "min"),
+    "unreduced_pmin": ("all-reduce", "min"),
+    "all_gather": ("all-gather", ""),
+    "all_gather_invariant": ("all-gather", ""),
+    "all_gather_reduced": ("all-gather", ""),
+    "reduce_scatter": ("reduce-scatter", "sum"),
+    "unreduced_reduce_scatter": ("reduce-scatter", "sum"),
+    "all_to_all": ("all-to-all", ""),
+    "ragged_all_to_all": ("all-to-all", ""),
+    "ppermute": ("collective-permute", ""),
+    "pbroadcast": ("collective-broadcast", ""),
+    "pbroadcast_dynamic": ("collective-broadcast", ""),
+}
+"""By primitive of JAX: what it is called in HLO, and how it combines numbers."""
+
+
+class Places(Protocol):
+    """What tells where operations stand."""
+
+    def find_place(self, stack: str) -> Place:
+        """The place that a name stack spells."""
+        ...
+
+    def find_line(self, step: Step) -> str:
+        """The user's line that a step comes from."""
+        ...
+
+    def choose_line(self, frames: Iterable[Any]) -> str:
+        """The user's line, among frames of a stack, innermost first."""
+        ...
+
+
+class Found(NamedTuple):
+    """What was read off a program.
+
+    Attributes:
+      rows: its collectives.
+      uncounted_loops: the lines of loops of which nobody knows how often they turn, and in which devices communicate.
+    """
+
+    rows: list[Collective]
+    uncounted_loops: list[str]
+
+
+def read_program(program: Jaxpr, places: Places) -> Found:
+    """Reads the collectives off a traced program, whose results are those of one device.
+
+    Args:
+      program: the jaxpr.
+      places: where its equations stand.
+    """
+    steps = list(walk(program, live_only=True))
+    flow = _follow(program, steps, places)
+    rows: list[Collective] = []
+    loops: dict[str, None] = {}
+    for step in steps:
+        if step.name in PRIMITIVES and (turns := _count_turns(step)):
+            found = list(_describe(step, turns, flow, places))
+            rows += found
+            loops.update(dict.fromkeys(_list_while_loops(step, places) if found else ()))
+    return Found(rows, list(loops))
+
+
+def _follow(program: Jaxpr, steps: Iterable[Step], places: Places) -> Flow:
+    flow = Flow()
+    flow.add(_CONSTANT, map(id, program.constvars), ())
+    carried: dict[int, dict[int, Any]] = {}
+    for step in steps:
+        results, operands = [id(var) for var in step.results], [id(var) for var in step.operands]
+        literals = [id(atom) for atom in step.operands if isinstance(atom, Literal)]
+        flow.add(_CONSTANT, literals, ())
+        if step.name == "constant":
+            flow.add(_CONSTANT, results, ())
+        elif step.name in ("link", "carry"):
+            for operand in operands:
+                flow.join(results[0], operand)
+        else:
+            sizes = [getattr(atom.aval, "size", 0) for atom in (*step.operands[:1], *step.results[:1])]
+            direction = places.find_place(step.scope).direction
+            flow.add(make_operation(step.name, direction, sizes[0], sizes[-1]), results, operands)
+        if step.name == "carry":  # the next turn reads what this one leaves
+            eqn, body = step.around[-1]
+            if id(body) not in carried:
+                carried[id(body)] = _pair_turns(eqn, body)
+            if (again := carried[id(body)].get(results[0])) is not None:
+                flow.join(results[0], id(again))
+    return flow
+
+
+_CONSTANT = Operation("constant", None)
+
+
+def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
+    """By argument of a loop's body, the result of it that it is in the next turn."""
+    inside = next(inside for inside in bodies_of(eqn) if inside.program is body)
+    if len(body.outvars) < len(inside.carry):  # the test of a `while`
+        return {}
+    return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}
+
+
+def _describe(step: Step, turns: int, flow: Flow, places: Places) -> Iterator[Collective]:
+    """A row for each array that a collective sends, unless a device would send to itself only."""
+    group = _find_group(step)
+    if group.devices == 1:
+        return
+    kind, reduction = PRIMITIVES[step.name]
+    place, line = places.find_place(step.scope), places.find_line(step)
+    for operand, result in zip(step.operands, step.results, strict=False):
+        aval = result.aval if kind == "all-gather" else operand.aval
+        direction = find_direction(place.direction, kind, reduction, id(operand), flow)
+        yield Collective(
+            kind,
+            reduction,
+            str(aval.dtype),
+            group.axes,
+            group.devices,
+            tuple(aval.shape),
+            direction,
+            direction == "backward" and kind in REDUCING and reduction == "sum" and not flow.is_summed_on(id(result)),
+            inserted=False,
+            source=line,
+            path=place.path,
+            count=turns,
+            bytes=turns * count_elements(aval.shape) * aval.dtype.itemsize,
+        )
+
+
+def find_direction(stands: Direction, kind: str, reduction: str, operand: Any, flow: Flow) -> Direction:
+    """The pass of a collective: a user sums gradients over devices when the backward pass is over.
+
+    Args:
+      stands: the pass that its name stack says.
+      kind: the collective.
+      reduction: how it combines numbers.
+      operand: the value that it reads.
+      flow: where that comes from.
+    """
+    sums = kind in REDUCING and reduction == "sum"
+    return "backward" if stands == "forward" and sums and flow.is_gradient(operand) else stands
+
+
+def _find_group(step: Step) -> Group:
+    names = step.eqn.params.get("axes", step.eqn.params.get("axis_name", ()))
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    sizes = _find_sizes(step)
+    axes = tuple(axis for axis in listed if axis in sizes)  # a number is an axis that vmap has made of the array
+    groups = step.eqn.params.get("axis_index_groups")
+    return Group(axes, len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes))
+
+
+def _find_sizes(step: Step) -> Mapping[str, int]:
+    return {axis: size for eqn in _list_shard_maps(step) for axis, size in eqn.params["mesh"].shape.items()}
+
+
+def _list_shard_maps(step: Step) -> list[Any]:
+    return [eqn for eqn, _ in step.around if eqn.primitive.name == "shard_map"]
+
+
+def _count_turns(step: Step) -> int:
+    """How often a step runs on each device: a walk counts it for all of them."""
+    devices = (
+        eqn.params["mesh"].shape[axis] for eqn in _list_shard_maps(step) for axis in eqn.params["newly_manual_axes"]
+    )
+    return step.trips // math.prod(devices)
+
+
+def _list_while_loops(step: Step, places: Places) -> list[str]:
+    loops = ((n, eqn) for n, (eqn, _) in enumerate(step.around) if eqn.primitive.name == "while")
+    return [places.find_line(Step("while", (), (), eqn, "", step.around[:n])) for n, eqn in loops]

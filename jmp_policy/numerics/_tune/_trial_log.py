@@ -1,0 +1,134 @@
+"""The trials of a search in a file, one on a line, so that a search that was interrupted goes on where it was."""
+
+import dataclasses
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._base import PyTree, is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One run of the function or module under a map.
+
+    Attributes:
+      kept: the scopes that were kept out of the policy.
+      error: the largest relative error; infinite where something was not finite.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
+    >>> tuning.trials
+    (Trial(kept=(), error=0.0),)
+    """
+
+    kept: tuple[str, ...]
+    error: float
+
+
+class TrialLog:
+    """What is known of earlier trials, and the file in which they stand, if there is one.
+
+    The first line says what is tuned. The tolerance is no part of it: another one can use the same trials.
+
+    Args:
+      path: the file, which may not be there yet; `None` for none.
+      header: what is tuned, as JSON has it: strings, numbers, lists and dictionaries.
+
+    Attributes:
+      ranking: what an earlier run stored about the ranking; `None` where there was none.
+
+    Raises:
+      ValueError: the file has something else in it.
+    """
+
+    def __init__(self, path: Path | None, header: dict[str, Any]):
+        self._path, self._header = path, header
+        self._known: dict[frozenset[str], Trial] = {}
+        self.ranking: dict[str, Any] | None = None
+        if path is not None and path.exists() and path.stat().st_size:
+            self._read(path)
+
+    def find(self, kept: Iterable[str]) -> Trial | None:
+        """The trial of a set of scopes, if there was one."""
+        return self._known.get(frozenset(kept))
+
+    def start(self, ranking: dict[str, Any]) -> None:
+        """Writes the head of a new file, or that of one that was read."""
+        if self.ranking is None and self._path is not None:
+            self._path.write_text(_write_line({**self._header, "ranking": ranking}), encoding="utf-8")
+        self.ranking = ranking
+
+    def add(self, trial: Trial) -> None:
+        """Keeps a trial, in the file too."""
+        self._known[frozenset(trial.kept)] = trial
+        if self._path is not None:
+            error = trial.error if math.isfinite(trial.error) else None
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(_write_line({"kept": list(trial.kept), "error": error}))
+
+    def _read(self, path: Path) -> None:
+        """Reads a file; a last line that was cut off in the middle is taken away."""
+        text = path.read_text(encoding="utf-8", errors="replace")
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            first, *others = map(json.loads, whole.splitlines())
+            ranking = first.pop("ranking")
+            self._check_header(first)
+            trials = [Trial(tuple(line["kept"]), _read_error(line["error"])) for line in others]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, _OtherTrials):
+                raise ValueError(str(error)) from None
+            raise ValueError(
+                f"{path} is not a file of trials, and is left as it is. Name another, or none that exists: "
+                "tune(..., trials_file='tune.jsonl')."
+            ) from None
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        self.ranking = ranking
+        self._known = {frozenset(trial.kept): trial for trial in trials}
+
+    def _check_header(self, found: dict[str, Any]) -> None:
+        wanted = json.loads(json.dumps(self._header))
+        if found.keys() != wanted.keys():
+            raise ValueError
+        for key, value in wanted.items():
+            if found[key] != value:
+                raise _OtherTrials(
+                    f"{self._path} has the trials of another run: its {key} is {found[key]!r}, and here it is "
+                    f"{value!r}. It is left as it is; name another file: tune(..., trials_file='other.jsonl')."
+                )
+
+
+class _OtherTrials(ValueError):
+    """A file has the trials of something else."""
+
+
+def _write_line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, allow_nan=False) + "\n"
+
+
+def _read_error(error: float | None) -> float:
+    return math.inf if error is None else float(error)
+
+
+def sum_arrays(tree: PyTree) -> str:
+    """A checksum of all arrays of a tree: of their shapes and dtypes, and of their numbers where this host has them."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if not is_array(leaf):
+            total = zlib.crc32(repr(type(leaf) if callable(leaf) else leaf).encode(), total)
+            continue
+        total = zlib.crc32(f"{leaf.dtype}{leaf.shape}".encode(), total)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            total = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, total)
+    return f"{total:08x}"

@@ -1,0 +1,180 @@
+"""The result of `tune`: a map, what was tried, and how they are shown."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ...policy import PolicyMap
+from ...report import REFERENCE_LINE, Column, Report, Table, find_style, make_figure
+from ._policy_rules import write_code
+from ._trial_log import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tuning(Report):
+    """Which scopes stay out of a policy so that results stay within a tolerance.
+
+    Attributes:
+      policy_map: the map, for `autocast` or `with_policy`, as `by` says.
+      scopes: the paths that stay as they were, in float32 or unquantized; the root's is the empty string.
+      candidates: all paths that could, the most suspicious first.
+      error: the largest relative error under the map, of the function as one compiled program with `loss_scale`.
+        Compiled otherwise, such as op by op, XLA may round elsewhere, on some processors more than on others.
+      tolerance: the largest that is accepted.
+      trials: what was tried, in the order of the search.
+      is_minimal: whether no scope of these can be left out; not so if the budget was spent before that was known.
+      loss_scale: what the loss was multiplied by in all trials.
+      noise: how far two runs without the policy are apart.
+      name: what was tuned.
+      low: what the policy makes of numbers, such as `"float16"` or `"int8"`.
+      kept: what the scopes stay in, `"float32"` or `"unquantized"`.
+      by: how policies were given, `"autocast"` to a function, `"with_policy"` to a module.
+
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
+    >>> def loss_fn(weights, x):
+    ...     for name in weights:
+    ...         with jax.named_scope(name):
+    ...             x = jnp.tanh(x @ weights[name] / 1e4)
+    ...     return jnp.sum(x)
+    >>> weights = {"a": jnp.ones((4, 4)), "b": jnp.full((4, 4), 3e7)}
+    >>> tuning = jmp.tune(loss_fn, (weights, jnp.full((2, 4), 3.0)), "mixed_float16", tolerance=0.01)
+    >>> tuning.scopes, tuning.is_met
+    (('b',), True)
+    """
+
+    policy_map: PolicyMap
+    scopes: tuple[str, ...]
+    candidates: tuple[str, ...]
+    error: float
+    tolerance: float
+    trials: tuple[Trial, ...]
+    is_minimal: bool
+    loss_scale: float
+    noise: float
+    name: str
+    low: str
+    kept: str
+    by: str
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return self.error <= self.tolerance
+
+    @property
+    def low_error(self) -> float:
+        """The error with nothing kept."""
+        return next((trial.error for trial in self.trials if not trial.kept), math.nan)
+
+    def to_code(self) -> str:
+        """The map as Python to paste, one rule on a line; `jmp` is the package.
+
+        >>> import jax.numpy as jnp, jmp_policy as jmp
+        >>> tuning = jmp.tune(lambda x: x * x, (jnp.float32(2.0),), "mixed_bfloat16", tolerance=0.1)
+        >>> print(tuning.to_code())
+        jmp.PolicyMap(
+            {},
+            default='params=float32,compute=bfloat16,output=none',
+        )
+        """
+        return write_code(self.policy_map)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain dictionaries, lists, strings, booleans and finite numbers; `None` is infinite."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["policy_map"] = self.policy_map.get_config()
+        plain["trials"] = [{"kept": list(trial.kept), "error": _finite(trial.error)} for trial in self.trials]
+        plain |= {name: list(plain[name]) for name in ("scopes", "candidates")}
+        plain |= {name: _finite(plain[name]) for name in ("error", "noise", "tolerance")}
+        return plain | {"is_met": self.is_met, "code": self.to_code()}
+
+    def plot(self) -> "Figure":
+        """Draws the error of each trial against the number of scopes that were kept in it.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        figure = make_figure(7, 4)
+        axes = figure.subplots()
+        finite = [trial for trial in self.trials if 0 < trial.error < math.inf]
+        errors = [trial.error for trial in finite] + [self.tolerance]
+        top = 10 * max(errors)
+        color = find_style(self.low).color
+        axes.scatter([len(trial.kept) for trial in finite], errors[:-1], color=color, label="a trial")
+        broken = [len(trial.kept) for trial in self.trials if not trial.error < math.inf]
+        if broken:
+            axes.scatter(broken, [top] * len(broken), color=color, marker="x", label="a trial that is not finite")
+        if self.error > 0 and math.isfinite(self.error):
+            chosen = {"s": 130, "facecolors": "none", "edgecolors": "black"}
+            axes.scatter([len(self.scopes)], [self.error], **chosen, label="the map")
+        axes.axhline(self.tolerance, **REFERENCE_LINE, label="tolerance")
+        axes.set_yscale("log")
+        axes.set(xlabel=f"scopes that are {self._kept_words}, of {len(self.candidates)}", ylabel="relative error")
+        axes.set_title(f"{self.name} in {self.low}", loc="left")
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        return figure
+
+    def __repr__(self) -> str:
+        count = f"{len(self.scopes)} of {len(self.candidates)} scopes {self._kept_words}"
+        return f"<Tuning: {count}, error {_format_error(self.error)}; print it for the table>"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.to_code()}"
+
+    def _repr_html_(self) -> str:
+        return f"{super()._repr_html_()}<pre>{escape(self.to_code())}</pre>"
+
+    @property
+    def _kept_words(self) -> str:
+        return "unquantized" if self.kept == "unquantized" else f"in {self.kept}"
+
+    def _list_tables(self, width: int | None) -> Sequence[Table]:
+        columns = [Column(self.kept), Column("suspicion", is_number=True), Column("error without", is_number=True)]
+        ranks = {scope: index + 1 for index, scope in enumerate(self.candidates)}
+        rows = [
+            (scope or "(outside)", f"{ranks[scope]} of {len(ranks)}", _format_error(self._find_error_without(scope)))
+            for scope in self.scopes
+        ]
+        return [Table(columns, rows)] if rows else []
+
+    def _list_notes(self) -> Sequence[str]:
+        verdict = "within" if self.is_met else "above"
+        count = f"{len(self.trials)} trial{'' if len(self.trials) == 1 else 's'}"
+        if self.scopes:
+            found = f"{len(self.scopes)} of {len(self.candidates)} scopes of {self.name} stay {self._kept_words}"
+        else:
+            found = f"All {len(self.candidates)} scopes of {self.name} can go to {self.low}"
+        lines = [
+            f"{found}: error {_format_error(self.error)}, {verdict} the tolerance of {_format_error(self.tolerance)}. "
+            f"With all in {self.low} it is {_format_error(self.low_error)}. {count}."
+        ]
+        if self.loss_scale != 1:
+            lines.append(f"The loss scale was {self.loss_scale:g}.")
+        if not self.is_minimal:
+            lines.append("The budget was spent before the search ended: this is the best map so far.")
+        return [*lines, f"As code, from to_code(), for {self.by}:"]
+
+    def _find_error_without(self, scope: str) -> float:
+        """The error of the trial that lacks a scope and keeps most of the others."""
+        others = set(self.scopes) - {scope}
+        without = [trial for trial in self.trials if scope not in trial.kept]
+        nearest = max(without, key=lambda trial: (len(others.intersection(trial.kept)), len(trial.kept)), default=None)
+        return math.nan if nearest is None else nearest.error
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _format_error(error: float) -> str:
+    if math.isnan(error):
+        return "not tried"
+    return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"

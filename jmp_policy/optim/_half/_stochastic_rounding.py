@@ -1,0 +1,153 @@
+"""Stochastic rounding: updates too small for a half-precision parameter move it as often as they should."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..._base import PyTree, round_stochastically
+from ..._base.mesh import check_axes, complete_spec, list_axes, spread_specs
+from .._steps import Transformation
+from ._half_parameters import Storage, half_parameters, map_half, widen_half
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of `stochastic_rounding`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation.
+      key: the data of the random key for the next step, uint32.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(3)).init({"w": jnp.ones(2, jnp.bfloat16)}).key
+    Array([0, 3], dtype=uint32)
+    """
+
+    inner_state: Any
+    key: jax.Array
+
+
+def stochastic_rounding(
+    inner: Transformation, key: jax.Array, *, specs: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
+
+    The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,
+    without a byte of memory beside the parameters; what remains is noise of about one unit in the last place. `inner`
+    sees parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in
+    fewer bytes.
+
+    The result is a function of the key alone. Under `jit` it is the same bits whatever the mesh, and in
+    `jax.shard_map` with `specs`, by which each device takes its part of the noise for the whole array. Without them,
+    parameters that are replicated over devices are rounded alike on all of them, and shards each for itself, so that
+    the noise depends on the mesh (and with `check_vma=False`, JAX does not know which is which, and shards of equal
+    values are rounded alike).
+
+    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
+    would alone.
+
+    Args:
+      inner: the transformation to wrap.
+      key: a random key, `jax.random.key(seed)`.
+      specs: where steps are taken in `jax.shard_map`, a `jax.P` for each parameter, as in its `in_specs`; one may stand
+        for all that is below its place.
+
+    Returns:
+      A transformation whose state is a `StochasticRoundingState`.
+
+    Raises:
+      TypeError: `inner` is not an optax transformation, `key` is not one random key, or a leaf of `specs` is no spec.
+      ValueError: `inner` holds a `loss_scaled`; or in a step, `specs` does not fit the parameters, or names an axis
+        that is not mapped.
+
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
+    BFloat16 Training, 2020.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    >>> params = {"w": jnp.ones(10_000, jnp.bfloat16)}
+    >>> params, _ = jmp.optim.step(tx, {"w": jnp.full(10_000, 1e-3)}, tx.init(params), params)
+    >>> sorted(set(params["w"].tolist())), abs(float(params["w"].astype(jnp.float32).mean()) - 0.999) < 1e-4
+    ([0.99609375, 1.0], True)
+    """
+    return half_parameters(inner, _Random(check_key(key), specs))
+
+
+class _Random(Storage):
+    name = "stochastic_rounding"
+    state_type = StochasticRoundingState
+
+    def __init__(self, key: jax.Array, specs: Any):
+        self._data = jax.random.key_data(key)
+        self._implementation = jax.random.key_impl(key)
+        self._specs = specs
+
+    def init(self, params: PyTree) -> Any:
+        del params
+        return jnp.array(self._data)  # an array of its own: a state may be donated, and another one be made
+
+    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
+        del memory
+        return widen_half(params)
+
+    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+        key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
+        leaves, structure = jax.tree.flatten(params)
+        keys = structure.unflatten(list(jax.random.split(of_step, len(leaves))))
+        specs = [None] * len(leaves) if self._specs is None else spread_specs(self._specs, params)
+        specs = structure.unflatten(list(map(_Spec, specs)))
+        narrowed = map_half(_round, params, wide, keys, specs, otherwise=lambda p, w, *_: w)
+        return narrowed, jax.random.key_data(key)
+
+
+class _Spec:
+    """How a parameter is split, as a leaf of a tree; `None` where nothing is said of it."""
+
+    def __init__(self, spec: Any):
+        self.spec = spec
+
+
+def _round(param: jax.Array, wide: jax.Array, key: jax.Array, split: _Spec) -> jax.Array:
+    if split.spec is None:
+        # Inside shard_map, JAX knows along which axes of the mesh a parameter varies: its shards there are different.
+        for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        noise = jax.random.bits(key, wide.shape, jnp.uint16)
+    else:
+        noise = _draw_part(key, wide.shape, complete_spec(split.spec, wide.ndim, "specs"))
+    return round_stochastically(wide, param.dtype, noise)
+
+
+def _draw_part(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    """The noise of this device's part of an array, of the noise of the whole array.
+
+    Args:
+      key: for the array.
+      shape: of the part.
+      spec: how the whole array is split.
+    """
+    splits = [tuple(axis for axis in list_axes(entry) if axis is not None) for entry in spec]
+    check_axes(tuple(axis for axes in splits for axis in axes), "the specs of stochastic_rounding")
+    counts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in splits]
+    noise = jax.random.bits(key, [count * length for count, length in zip(counts, shape, strict=True)], jnp.uint16)
+    starts = [lax.axis_index(axes) * length if axes else 0 for axes, length in zip(splits, shape, strict=True)]
+    return lax.dynamic_slice(noise, starts, shape)
+
+
+def check_key(key: Any, name: str = "key") -> jax.Array:
+    """Makes the key one of `jax.random.key`; the older `jax.random.PRNGKey` makes arrays of uint32.
+
+    Raises:
+      TypeError: the argument of this name is not one random key.
+    """
+    is_array = isinstance(key, jax.Array)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        return key
+    if is_array and key.dtype == jnp.uint32 and key.ndim == 1:
+        return jax.random.wrap_key_data(key)
+    got = f"{jax.typeof(key)}" if is_array else repr(key)
+    raise TypeError(f"{name} must be one random key, got {got}. For example: jax.random.key(0).")

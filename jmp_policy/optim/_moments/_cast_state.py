@@ -1,0 +1,107 @@
+"""The dtypes in which an optimizer stores its moments, by what they are moments of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..._base import DTypeLike, PyTree, cast_floating, is_half, parse_dtype
+from .._steps import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
+from ._moments import MU, NU, has_moments, roles_of
+
+
+def cast_state(
+    inner: Transformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the moments of any optimizer in dtypes of their own.
+
+    Adam's second moments in float32 under bfloat16 parameters, or momentum in bfloat16 under float32 parameters. The
+    optimizer computes with float32 moments, gradients and parameters whatever they are stored in, its updates are
+    float32, and every dtype is the same after each step.
+
+    Second moments in bfloat16 stand still where they should change by less than 1/512 a step. An average over 500 steps
+    or more (`b2=0.998`) falls by 1/500 at most, so that they rise and hardly fall again: keep those in float32.
+
+    Its state is `inner`'s. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
+
+    Args:
+      inner: the transformation to wrap.
+      mu_dtype: a floating dtype for averages of gradients: `mu` of adam and lion, the trace of momentum. `None` leaves
+        them as they are.
+      nu_dtype: a floating dtype for averages of squares: `nu` of adam, the factors of adafactor.
+
+    Raises:
+      TypeError: `inner` is not an optax transformation.
+      ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
+        `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.cast_state(optax.adamw(1e-3), mu_dtype="bfloat16", nu_dtype="float32")
+    >>> state = tx.init({"w": jnp.ones(2, jnp.float16)})
+    >>> state[0].mu["w"].dtype, state[0].nu["w"].dtype
+    (dtype(bfloat16), dtype('float32'))
+    """
+    check_transformation(inner)
+    check_not_outermost(inner, "cast_state")
+    given = {MU: mu_dtype, NU: nu_dtype}
+    dtypes = {role: _moment_dtype(dtype, role) for role, dtype in given.items() if dtype is not None}
+    if not dtypes:
+        raise ValueError("cast_state needs a dtype. For example: cast_state(optax.adamw(1e-3), nu_dtype='float32').")
+    update_inner = with_extra_args(inner).update
+
+    def init(params: PyTree) -> Any:
+        state = inner.init(params)
+        _check_roles(state, dtypes)
+        return _cast_moments(state, dtypes)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        wide = _cast_moments(state, {MU: None, NU: None})
+        updates, new_state = update_inner(_widen_half(updates), wide, _widen_half(params), **extra)
+        return updates, keep_dtypes(state, new_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
+    parsed = parse_dtype(dtype, where=f" for {role}_dtype")
+    if parsed.itemsize < 2:
+        raise ValueError(
+            f"{role}_dtype must have 16 bits or more, got {parsed.name!r}: moments of a narrower format need scales "
+            f"beside them, which quantize_state keeps. For example: {role}_dtype='bfloat16'."
+        )
+    return parsed
+
+
+def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTree:
+    """A state with its moments in the dtype of their role; `None` widens half precision to float32."""
+
+    def cast(node: Any) -> Any:
+        if not has_moments(node):
+            return node
+        moments = {name: (getattr(node, name), role) for name, role in roles_of(node).items() if role in dtypes}
+        return node._replace(**{name: _cast(moment, dtypes[role]) for name, (moment, role) in moments.items()})
+
+    return jax.tree.map(cast, state, is_leaf=has_moments)
+
+
+def _cast(moment: PyTree, dtype: np.dtype | None) -> PyTree:
+    return _widen_half(moment) if dtype is None else cast_floating(moment, dtype)
+
+
+def _widen_half(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: cast_floating(x, jnp.float32) if is_half(x) else x, tree)
+
+
+def _check_roles(state: PyTree, dtypes: dict[str, np.dtype]) -> None:
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=has_moments) if has_moments(node)]
+    kinds = {(type(node).__name__, name, role) for node in nodes for name, role in roles_of(node).items()}
+    found = sorted(f"{kind}.{name} ({role}_dtype)" for kind, name, role in kinds)
+    for role in dtypes:
+        if not any(role in roles_of(node).values() for node in nodes):
+            raise ValueError(
+                f"{role}_dtype is for moments that this optimizer does not have. It has {', '.join(found) or 'none'}. "
+                "For example: cast_state(optax.adamw(1e-3), nu_dtype='float32')."
+            )

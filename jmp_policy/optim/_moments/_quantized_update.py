@@ -1,0 +1,273 @@
+"""The update of an optimizer whose moments are in 8 bits, piece by piece."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from ..._base import PyTree, is_half
+from .._steps import Transformation, keep_dtypes, with_extra_args
+from ._elementwise import describe_mixing, find_mixing
+from ._moment_blocks import Blocks, Shape, dequantize, quantize, read_sides
+from ._moment_chunks import Chunks, plan_chunks
+from ._moment_codes import MomentCode
+from ._moments import list_roles
+
+_CHUNKS = 128
+"""Into how many chunks all quantized moments together are cut: the update of one takes 8 to 12 bytes a number."""
+
+
+class QuantizedMomentsState(NamedTuple):
+    """The state of `quantize_state`.
+
+    Attributes:
+      inner_state: the state of the wrapped transformation; moments that are quantized are uint8 codes.
+      scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones for what is not quantized.
+      key: the data of the random key for the next step, uint32; `None` where codes are rounded to nearest.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init({"kernel": jnp.ones((256, 256))})
+    >>> state.inner_state[0].mu["kernel"].dtype, state.scales[0]["kernel"].shape, state.key
+    (dtype('uint8'), (8, 32), None)
+    """
+
+    inner_state: Any
+    scales: tuple[Any, ...]
+    key: jax.Array | None
+
+
+class QuantizedUpdate:
+    """The `update` of `quantize_state`.
+
+    Args:
+      inner: the transformation that computes.
+      codes: by role, what moments are written as.
+      implementation: of the random key; `None` to round to nearest.
+      elementwise: whether `inner` treats each number by itself, and so is run on chunks.
+    """
+
+    def __init__(self, inner: Transformation, codes: dict[str, MomentCode], implementation: Any, elementwise: bool):
+        self._update_inner = with_extra_args(inner).update
+        self._codes = codes
+        self._implementation = implementation
+        self._elementwise = elementwise
+        self._compiled = jax.jit(self._update)
+
+    def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        if not isinstance(state, QuantizedMomentsState):
+            raise TypeError(
+                f"Expected the state of quantize_state, got {type(state).__name__}. Make one: tx.init(params)."
+            )
+        # Outside of jit, JAX would trace and compile the loops anew at each step.
+        leaves = jax.tree.leaves((updates, state, params, extra))
+        is_eager = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in leaves)
+        return (self._compiled if is_eager else self._update)(updates, state, params, extra)
+
+    def _update(
+        self, updates: PyTree, state: QuantizedMomentsState, params: PyTree, extra: dict[str, Any]
+    ) -> tuple[PyTree, Any]:
+        call = _Call(self._update_inner, self._codes, (updates, state.inner_state, params, extra), state.scales)
+        noise, key = self._split_key(state.key)
+        new_updates, inner_state, scales = call.run_in_chunks(noise) if self._elementwise else call.run_whole(noise)
+        return new_updates, QuantizedMomentsState(inner_state, scales, key)
+
+    def _split_key(self, data: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+        """The key of this step, and the data of that of the next."""
+        if data is None:
+            return None, None
+        key, noise = jax.random.split(jax.random.wrap_key_data(data, impl=self._implementation))
+        return noise, jax.random.key_data(key)
+
+
+class _Call:
+    """One update: the leaves of all that it reads, in one list, and which parameter each of them belongs to."""
+
+    def __init__(self, update: Any, codes: dict[str, MomentCode], tree: tuple[Any, ...], scales: tuple[Any, ...]):
+        self._update = update
+        paths, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._leaves = [leaf for _, leaf in paths]
+        self._results = jax.tree.structure(tree[:2])  # updates and state
+
+        # Moments are fields with a role; where they are bytes, they are codes.
+        first = len(jax.tree.leaves(tree[0]))
+        moments = [(first + i, role) for i, role in enumerate(list_roles(tree[1])) if role is not None]
+        self._scales = dict(zip([i for i, _ in moments], jax.tree.leaves(scales), strict=True))
+        self._scales_structure = jax.tree.structure(scales)
+        self._codes = {i: codes[role] for i, role in moments if self._leaves[i].dtype == jnp.uint8}
+
+        # A leaf belongs to the parameter whose path is the end of its own, and whose shape it has.
+        grads = {path[1:]: i for i, (path, _) in enumerate(paths[:first])}
+        self._owners = [self._find_owner(path[1:], leaf, grads) for path, leaf in paths]
+        self._large = sorted({self._owner(i) for i in self._codes})
+
+    def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
+        """Runs the optimizer on whole float32 moments."""
+        new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
+        for i in self._codes:
+            new[i] = self._write(i, new[i], self._sides(i), noise)
+        return self._join(new)
+
+    def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
+        """Runs the optimizer on chunks of the parameters whose moments are codes, and on all others at once.
+
+        Raises:
+          ValueError: the optimizer is not elementwise.
+        """
+        if self._large:
+            self._check_elementwise()
+        new = self._run(self._select(lambda i: self._owners[i] not in self._large))
+        total = sum(self._leaves[owner].size for owner in self._large)
+        for owner in self._large:
+            results = self._run_loop(owner, math.ceil(_CHUNKS * self._leaves[owner].size / total), noise)
+            for i, result in results.items():
+                new[i] = result
+        return self._join(new)
+
+    def _run_loop(self, owner: int, least: int, noise: jax.Array | None) -> dict[int, Any]:
+        """Updates one parameter chunk by chunk: its update, and all of the state that belongs to it."""
+        own = [i for i, other in enumerate(self._owners) if other == owner]
+        written = [i for i in own if i < self._results.num_leaves]
+        rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
+        sides = next(self._sides(i) for i in own if i in self._codes)
+        plan = functools.partial(plan_chunks, self._leaves[owner].shape, sides, least)
+
+        def run(chunks: Chunks, carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
+            read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
+
+            def turn(n: jax.Array, carry: list[Any]) -> list[Any]:
+                # What belongs to the parameter is a chunk, in float32; what belongs to no parameter is as it is.
+                values: list[Any] = [optax.MaskedNode()] * len(self._leaves)
+                for i, x in zip(written, carry, strict=True):
+                    values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x), sides)
+                for i, x in zip(rest, read, strict=True):
+                    values[i] = chunks.take(x, n) if self._owners[i] == owner else x
+                new = self._run(values)
+                # The results overwrite what they were made of.
+                noise = None if key is None else jax.random.fold_in(key, n)
+                chunk = [self._write(i, new[i], sides, noise) if i in self._codes else new[i] for i in written]
+                put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
+                return jax.tree.map(put, carry, chunk)
+
+            carry = jax.tree.map(chunks.split, carried)
+            carry = lax.fori_loop(0, chunks.count, turn, carry)
+            return jax.tree.map(lambda x, old: x.reshape(old.shape), carry, carried)
+
+        carried = [_widen(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
+        key = None if noise is None else jax.random.fold_in(noise, owner)
+        results = _run_on_automatic_axes(
+            _choose_by_platform(run, tpu=plan(cuts_columns=False), default=plan()),
+            carried,
+            [self._leaves[i] for i in rest],
+            key,
+        )
+        return dict(zip(written, results, strict=True))
+
+    def _run(self, values: Sequence[Any]) -> list[Any]:
+        """The updates and the state that the optimizer makes of these leaves; no leaf stands for what is masked."""
+        updates, state, params, extra = self._structure.unflatten(values)
+        widen = lambda tree: jax.tree.map(_widen, tree)
+        return self._results.flatten_up_to(self._update(widen(updates), state, widen(params), **extra))
+
+    def _select(self, is_seen: Callable[[int], bool]) -> list[Any]:
+        return [leaf if is_seen(i) else optax.MaskedNode() for i, leaf in enumerate(self._leaves)]
+
+    def _blocks(self, i: int) -> Any:
+        """Leaf `i`, with its scales where it is a moment in blocks."""
+        return Blocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
+
+    def _owner(self, i: int) -> int:
+        """The parameter of a moment in blocks."""
+        owner = self._owners[i]
+        assert owner is not None
+        return owner
+
+    def _sides(self, i: int) -> Shape:
+        return read_sides(self._blocks(i), self._leaves[self._owner(i)].shape)
+
+    def _read(self, i: int, leaf: Any, sides: Shape | None = None) -> Any:
+        """Leaf `i`, or a chunk of it, as the optimizer sees it."""
+        return dequantize(leaf, self._codes[i], sides or self._sides(i)) if i in self._codes else leaf
+
+    def _write(self, i: int, moment: jax.Array, sides: Shape, key: jax.Array | None) -> Blocks:
+        """Leaf `i`, or a chunk of it, in blocks."""
+        noise = None
+        if key is not None:
+            noise = jax.random.bits(_fold_in_devices(jax.random.fold_in(key, i), moment), moment.shape, jnp.uint16)
+        return quantize(_widen(moment), self._codes[i], sides, noise)
+
+    def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
+        """The updates, the state and the scales, all of the dtypes that they had."""
+        scales = [new[i].scale if i in self._codes else scale for i, scale in self._scales.items()]
+        leaves = [x.codes if i in self._codes else x for i, x in enumerate(new)]
+        updates, state = self._results.unflatten(leaves)
+        _, old, _, _ = self._structure.unflatten(self._leaves)
+        return updates, keep_dtypes(old, state), self._scales_structure.unflatten(scales)
+
+    def _find_owner(self, path: tuple[Any, ...], leaf: Any, grads: dict[tuple[Any, ...], int]) -> int | None:
+        """The number of the update of the parameter that a leaf belongs to."""
+        owner = next((grads[path[n:]] for n in range(len(path) + 1) if path[n:] in grads), None)
+        return owner if owner is not None and jnp.shape(leaf) == self._leaves[owner].shape else None
+
+    def _check_elementwise(self) -> None:
+        """Checks that the optimizer does to a part of a large parameter what it does to the whole."""
+        values = self._select(lambda i: self._owners[i] is None or self._owners[i] in self._large)
+        arrays = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array | np.ndarray)}
+        dtypes = {i: jnp.float32 if i in self._codes else x.dtype for i, x in arrays.items()}
+        kinds = {i: jax.ShapeDtypeStruct(x.shape, dtypes[i]) for i, x in arrays.items()}
+        run = lambda arrays: self._run([arrays.get(i, x) for i, x in enumerate(values)])
+        try:
+            mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
+        except Exception as error:
+            jax.eval_shape(self.run_whole, None)  # raises what is wrong with the whole, too: an argument is missing
+            raise _refuse(f"it cannot be run on some of the parameters alone ({type(error).__name__})") from error
+        if mixing:
+            raise _refuse(describe_mixing(mixing))
+
+
+def _refuse(why: str) -> ValueError:
+    return ValueError(
+        f"quantize_state runs an optimizer on one piece of a parameter after the other, and this one is not "
+        f"elementwise: {why}. Put what looks at whole parameters outside, for example "
+        "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or have whole float32 "
+        "moments made at each step: quantize_state(tx, elementwise=False)."
+    )
+
+
+def _widen(x: Any) -> Any:
+    return lax.convert_element_type(x, jnp.float32) if is_half(x) else x
+
+
+def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
+    """A key for each device along the axes of `jax.shard_map` along which an array is split."""
+    for axis in sorted(jax.typeof(x).manual_axis_type.varying):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
+
+
+def _choose_by_platform(run: Callable[..., Any], *, tpu: Chunks, default: Chunks) -> Callable[..., Any]:
+    """`run` with the chunks for the platform that it is compiled for.
+
+    To cut columns, a TPU copies the whole array into another layout and back. It keeps larger chunks in fast memory.
+    """
+    if tpu == default:
+        return functools.partial(run, default)
+    branches = {"tpu": functools.partial(run, tpu), "default": functools.partial(run, default)}
+    return lambda *args: lax.platform_dependent(*args, **branches)
+
+
+def _run_on_automatic_axes(run: Any, carried: list[Any], *rest: Any) -> list[Any]:
+    """`run`, on a mesh whose axes are part of types: chunks have more axes, and lie where their arrays do."""
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, carried)
+    meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
+    if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return run(carried, *rest)
+    on_automatic_axes: Any = jax.sharding.auto_axes(run, out_sharding=shardings)
+    return on_automatic_axes(carried, *rest)

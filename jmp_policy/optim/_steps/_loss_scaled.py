@@ -1,0 +1,196 @@
+"""An optax transformation that carries a loss scale and skips the steps that overflowed."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._base import PyTree, describe, split_state
+from ..._base.mesh import AxisName
+from ...loss_scale import (
+    LossScale,
+    LossScaledState,
+    NoOpLossScale,
+    has_scaled_state,
+    register_with_flax,
+    suggest_loss_scale,
+)
+from ._provenance import ProvenanceState, begin_provenance
+from ._scaled_update import LossScaledUpdate
+from ._step import Transformation, check_transformation
+from ._unseen import HOLE
+
+if TYPE_CHECKING:
+
+    class LossScaling(optax.GradientTransformationExtraArgs):
+        """A transformation of which a type checker knows the state."""
+
+        init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    class LossScalingWithProvenance(LossScaling):
+        """One whose state carries provenance."""
+
+        init: Callable[[PyTree], ProvenanceState]  # pyright: ignore[reportIncompatibleVariableOverride]
+else:
+    LossScaling = LossScalingWithProvenance = optax.GradientTransformationExtraArgs
+
+
+@overload
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: Literal[True]
+) -> LossScalingWithProvenance: ...
+@overload
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling: ...
+def loss_scaled(
+    inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling:
+    """Carries a loss scale beside an optimizer's state, and skips steps whose
+    gradients are not finite.
+
+    A step that overflowed changes no parameter, and halves the scale:
+
+    >>> import jax.numpy as jnp, optax
+    >>> import jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.inf, 1.0])}
+    >>> opt_state = tx.init(params)
+    >>> params, opt_state = jmp.optim.step(tx, grads, opt_state, params)
+    >>> params["w"].tolist(), int(opt_state.skipped_steps)
+    ([1.0, 1.0], 1)
+    >>> float(opt_state.loss_scale.loss_scale)
+    2.0
+
+    What it does:
+
+    1. A skipped step changes nothing but the loss scale and the skip counters.
+       `optim.step` keeps every bit of the parameters and of the inner state.
+       `update` followed by `optax.apply_updates` does as well (the updates are
+       -0.0), subnormal parameters excepted where the backend flushes them.
+    2. The decision is made on the device.
+    3. It goes outermost, once, around everything else. Elsewhere something goes
+       on where it skips a step, or hides from it that it should; `init`,
+       `optim.step` and `value_and_grad` raise where they can tell.
+    4. Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside,
+       the accumulator would be nan for ever. Its scale counts microbatches,
+       where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows
+       as often.
+    5. A clip outside of it hides an infinity; weight decay and schedules
+       outside go on. `inject_hyperparams` of numbers may be outside.
+
+    6. With `provenance` its state remembers the last step that was skipped, and
+       which operation made the infinities: what `numerics.first_nonfinite`
+       finds, and each step then hands over. `optim.last_skip` reads it.
+
+    These work:
+
+        loss_scaled(chain(clip, adamw, add_decayed_weights))
+        loss_scaled(MultiSteps(adamw, k))
+        loss_scaled(partition({"a": adamw, "b": sgd}, f))
+        loss_scaled(inject_hyperparams(adamw)(schedule))
+        loss_scaled(adamw)
+
+    These do not:
+
+        chain(clip, loss_scaled(adamw), add_decayed_weights)
+        MultiSteps(loss_scaled(adamw), k)
+        partition({"a": loss_scaled(adamw), "b": sgd}, f)
+        inject_hyperparams(scaled_adamw)(schedule)
+        apply_if_finite(loss_scaled(adamw), n)
+
+    Restoring a saved state:
+
+    1. `jmp_policy.convert_state` makes of it the state of a run under any
+       policy: with another loss scale, or saved without `loss_scaled`.
+    2. A running state goes on with another scale, a new policy's say, by
+       `state._replace(loss_scale=policy.loss_scale())`; in nnx, which keeps
+       each array in a Variable, by
+       `jax.tree.map(nnx.OptArray, policy.loss_scale())`.
+
+    Args:
+      inner: the transformation to wrap. It receives true gradients, as
+        `jmp_policy.value_and_grad` returns them.
+      loss_scale: the loss scale to start from, for example
+        `policy.loss_scale()`.
+      axis_name: a mapped axis, or several, on which gradients differ from
+        device to device; a step is then skipped on all of its devices if it
+        overflowed on one. Not needed where gradients are averaged before.
+      provenance: whether the state carries where the infinities of the last
+        skipped step came from. `update` and `optim.step` then need an extra
+        argument `provenance`, of each step; `optim.minimize` finds it itself.
+
+    Returns:
+      A transformation whose state is a `LossScaledState` (with `provenance` a
+      `ProvenanceState`) and whose `update` passes extra arguments on.
+
+    Raises:
+      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss
+        scale.
+      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init`
+        finds.
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
+    section 3.2.
+    """
+    check_transformation(inner)
+    if not isinstance(loss_scale, LossScale):
+        example = suggest_loss_scale(loss_scale) or "policy.loss_scale()"
+        raise TypeError(f"loss_scale must be a LossScale, got {describe(loss_scale)}. For example: {example}.")
+    if isinstance(inner.update, LossScaledUpdate):
+        raise ValueError(_WRAPPED_TWICE)
+
+    def init(params: PyTree) -> Any:
+        register_with_flax()
+        inner_state = inner.init(split_state(params, HOLE)[0])
+        if has_scaled_state(inner_state):
+            raise ValueError(_WRAPPED_TWICE)
+        # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
+        own_scale = jax.tree.map(jnp.array, loss_scale)
+        skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        state = LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
+        return begin_provenance(state) if provenance else state
+
+    return LossScaling(init, LossScaledUpdate(inner, axis_name, provenance))
+
+
+@overload
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: Literal[True]
+) -> LossScalingWithProvenance: ...
+@overload
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling: ...
+def skip_nonfinite(
+    inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
+) -> LossScaling:
+    """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
+
+    Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
+    arguments, its state and its errors are `loss_scaled`'s.
+
+    It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
+    infinities lower, and share a step that is skipped where one of them overflows:
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx, losses = jmp.optim.skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
+    >>> params, scales = jnp.float32(2.0), {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**8)}
+    >>> grads = {name: jmp.grad(losses[name], loss_scale=scales[name])(params) for name in losses}
+    >>> scales = {name: scale.adjust(jmp.all_finite(grads[name])) for name, scale in scales.items()}
+    >>> params, opt_state = jmp.optim.step(tx, jax.tree.map(jnp.add, *grads.values()), tx.init(params), params)
+    >>> float(params)
+    -1.0
+
+    Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
+    is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
+    """
+    return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, provenance=provenance)
+
+
+_WRAPPED_TWICE = (
+    "This optimizer is wrapped in loss_scaled or skip_nonfinite twice: an overflow would lower two scales. Wrap it "
+    "once, outermost, for example: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), scale)."
+)

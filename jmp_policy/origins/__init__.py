@@ -1,1 +1,0 @@
-"""Where numbers that are not finite come from, found inside `jit`."""

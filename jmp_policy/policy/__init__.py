@@ -1,0 +1,62 @@
+"""Policies, policies by path, their strings, and quantized formats as data."""
+
+from ._block_formats import (
+    MXFP4 as MXFP4,
+    MXFP8 as MXFP8,
+    NVFP4 as NVFP4,
+    BlockFormat as BlockFormat,
+    KeptNVFP4 as KeptNVFP4,
+    draws_noise as draws_noise,
+    find_kept_name as find_kept_name,
+)
+from ._float8_format import (
+    MULTIPLE as MULTIPLE,
+    ODD_ROWS as ODD_ROWS,
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    Float8 as Float8,
+)
+from ._formats import (
+    KINDS as KINDS,
+    PER_CHANNEL as PER_CHANNEL,
+    Int4 as Int4,
+    Int8 as Int8,
+    Quantization as Quantization,
+    StoredFormat as StoredFormat,
+    parse_quantization as parse_quantization,
+    stored_format_of as stored_format_of,
+)
+from ._get_policy import (
+    default_origin as default_origin,
+    default_policy as default_policy,
+    get_policy as get_policy,
+    is_policy_spec as is_policy_spec,
+    set_default_policy as set_default_policy,
+    use_policy as use_policy,
+)
+from ._grammar import parse_policy as parse_policy
+from ._policy import FROM as FROM, Policy as Policy
+from ._policy_map import (
+    Key as Key,
+    MapRule as MapRule,
+    Match as Match,
+    PolicyMap as PolicyMap,
+    forget_name as forget_name,
+    match_policy as match_policy,
+    reads_names as reads_names,
+)
+from ._reduce_dtype import (
+    hold_given as hold_given,
+    is_searching as is_searching,
+    is_wider as is_wider,
+    meet_policy as meet_policy,
+    search_reduce_dtype as search_reduce_dtype,
+)
+from ._signatures import (
+    Decorator as Decorator,
+    F as F,
+    FirstSpec as FirstSpec,
+    Jitted as Jitted,
+    PolicySpec as PolicySpec,
+)
+from ._unused_rules import spell_key as spell_key

@@ -1,1 +1,0 @@
-"""What a policy would lose, told from statistics of a run without it: `numerics.predict` stands on this."""

@@ -1,0 +1,22 @@
+"""Replacements for the matmul in the fields of Flax layers."""
+
+from ._layer import (
+    WHY_AS_NUMBERS as WHY_AS_NUMBERS,
+    Float8Multiply as Float8Multiply,
+    Multiply as Multiply,
+    Promote as Promote,
+    PromoteRounded as PromoteRounded,
+    WeightedLayer as WeightedLayer,
+    find_row as find_row,
+    spell_format as spell_format,
+    why_layer_wide as why_layer_wide,
+)
+from ._wide_layer import (
+    MultiplyWide as MultiplyWide,
+    PromoteWide as PromoteWide,
+    find_accumulate_dtype as find_accumulate_dtype,
+    is_narrower as is_narrower,
+    is_own as is_own,
+    read_narrow as read_narrow,
+    widen_functions as widen_functions,
+)

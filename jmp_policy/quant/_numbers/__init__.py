@@ -1,0 +1,38 @@
+"""Rounds to integers, to 8-bit floats and to block-scaled formats."""
+
+from ._block_numbers import (
+    Blocks as Blocks,
+    dequantize as dequantize,
+    pack_e2m1 as pack_e2m1,
+    quantize_mx as quantize_mx,
+    quantize_nv as quantize_nv,
+    unpack_e2m1 as unpack_e2m1,
+)
+from ._block_operands import (
+    mix_rows as mix_rows,
+    pad_axis as pad_axis,
+    round_gradient as round_gradient,
+    round_input as round_input,
+    round_weight as round_weight,
+)
+from ._clip import Clip as Clip, check_clip as check_clip, choose_bounds as choose_bounds, choose_peak as choose_peak
+from ._numbers import (
+    E4M3 as E4M3,
+    E5M2 as E5M2,
+    Quantized as Quantized,
+    Scaled as Scaled,
+    compute_current_scale as compute_current_scale,
+    compute_scale as compute_scale,
+    measure_amax as measure_amax,
+    pack as pack,
+    quantize_asymmetric as quantize_asymmetric,
+    quantize_symmetric as quantize_symmetric,
+    saturate as saturate,
+    select as select,
+    unpack as unpack,
+)
+from ._platform_forms import (
+    fence_on_cpu as fence_on_cpu,
+    measure_row_amax as measure_row_amax,
+    narrow_sums as narrow_sums,
+)

@@ -1,0 +1,30 @@
+"""Matmuls and convolutions of quantized operands, and their derivatives."""
+
+from ._amax_history import State as State, needs_state as needs_state, new_state as new_state
+from ._bilinear import (
+    Bilinear as Bilinear,
+    Call as Call,
+    Convolution as Convolution,
+    Dot as Dot,
+    Einsum as Einsum,
+    Sharding as Sharding,
+    describe_convolution as describe_convolution,
+    describe_dot_general as describe_dot_general,
+    describe_einsum as describe_einsum,
+    label_convolution as label_convolution,
+    label_dot as label_dot,
+    label_einsum as label_einsum,
+)
+from ._block_product import ROUNDING as ROUNDING, block_product as block_product, is_matmul as is_matmul
+from ._float8_product import (
+    float8_product as float8_product,
+    warn_of_odd_rows as warn_of_odd_rows,
+    why_sizes_wide as why_sizes_wide,
+    why_weight_wide as why_weight_wide,
+)
+from ._product import (
+    is_block_product as is_block_product,
+    is_integer_product as is_integer_product,
+    multiply_quantized as multiply_quantized,
+)
+from ._wide_product import wide_product as wide_product

@@ -1,0 +1,230 @@
+"""The operations between a layer's input and its weight, by the labels of their axes.
+
+Three tuples of labels describe a product: one for the left, one for the right, one for the result. The operation
+sums over an axis whose label is not in the result. The other labels say where a scale of the left or the right belongs.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._base import DTypeLike
+
+Labels = tuple[str, ...]
+Sharding = NamedSharding | PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Bilinear:
+    """An operation that is linear in both of its operands.
+
+    Attributes:
+      left: the labels of the axes of the left operand, a layer's input.
+      right: the labels of the right operand, its weight.
+      out: the labels of the result.
+      compute: `(left, right, preferred_element_type) -> result`, by an operation of JAX's; equal if it is the same
+        operation, for JAX's caches.
+    """
+
+    left: Labels
+    right: Labels
+    out: Labels
+    compute: "Dot | Convolution | Einsum"
+
+    def summed_axes(self, operand: Labels) -> tuple[int, ...]:
+        """The axes of an operand that are summed over, counted from the front."""
+        return tuple(i for i, label in enumerate(operand) if label not in self.out)
+
+    def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:
+        """A scale of an operand, with length 1 on the axes that are summed over, to multiply the result with."""
+        kept = [i for i, label in enumerate(operand) if label in self.out]
+        order = sorted(kept, key=lambda i: self.out.index(operand[i]))
+        lengths = {operand[i]: scale.shape[i] for i in kept}
+        if order != kept:  # axes of length 1 need no moving
+            scale = lax.transpose(scale, (*order, *self.summed_axes(operand)))
+        return scale.reshape([lengths.get(label, 1) for label in self.out])
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """`lax.dot_general` with all but its operands."""
+
+    dimension_numbers: lax.DotDimensionNumbers
+    precision: lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Sharding | None = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
+        return lax.dot_general(left, right, self.dimension_numbers, **_options(self, preferred))
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """`lax.conv_general_dilated` with all but its operands."""
+
+    options: tuple[tuple[str, Any], ...]
+    preferred_element_type: DTypeLike | None = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
+        preferred = preferred or self.preferred_element_type
+        return lax.conv_general_dilated(left, right, **dict(self.options), preferred_element_type=preferred)
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """`jnp.einsum` of two operands with all but these."""
+
+    equation: str
+    precision: lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Sharding | None = None
+
+    def __call__(self, left: jax.Array, right: jax.Array, preferred: DTypeLike | None = None) -> jax.Array:
+        return jnp.einsum(self.equation, left, right, **_options(self, preferred))
+
+
+def without_preferred_dtype(operation: Bilinear) -> Bilinear:
+    """An operation whose result has the dtype of its operands, unless a call asks for another."""
+    compute = dataclasses.replace(operation.compute, preferred_element_type=None)
+    return dataclasses.replace(operation, compute=compute)
+
+
+def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, Any]:
+    sharding = {} if compute.out_sharding is None else {"out_sharding": compute.out_sharding}
+    dtype = preferred or compute.preferred_element_type
+    return {"precision": compute.precision, "preferred_element_type": dtype, **sharding}
+
+
+def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
+    """`lax.dot_general`: the result has the axes of the batch, then those left over of the left, then of the right.
+
+    >>> label_dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
+    ('l0', 'r1')
+    """
+    (left_sum, right_sum), (left_batch, right_batch) = compute.dimension_numbers
+    left = [f"l{i}" for i in range(left_ndim)]
+    right = [f"r{i}" for i in range(right_ndim)]
+    for kind, of_left, of_right in (("sum", left_sum, right_sum), ("b", left_batch, right_batch)):
+        for n, (i, j) in enumerate(zip(of_left, of_right, strict=True)):
+            left[i] = right[j] = f"{kind}{n}"
+    batch = [left[i] for i in left_batch]
+    free = [label for label in (*left, *right) if label[0] in "lr"]
+    return Bilinear(tuple(left), tuple(right), (*batch, *free), compute)
+
+
+def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
+    """`lax.conv_general_dilated`: an example of the batch and an output feature are axes of their own.
+
+    Each window overlaps with others, so that a scale of the input is one for all places of an example.
+    """
+    numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
+    left, right, out = ([f"{side}{i}" for i in range(left_ndim)] for side in ("left", "right", "out"))
+    left[numbers.lhs_spec[0]] = out[numbers.out_spec[0]] = "example"
+    right[numbers.rhs_spec[0]] = out[numbers.out_spec[1]] = "feature"
+    return Bilinear(tuple(left), tuple(right), tuple(out), compute)
+
+
+def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
+    """`jnp.einsum` of two operands, written out.
+
+    Raises:
+      ValueError: the equation does not have two operands and a result, or one of them has a label twice.
+
+    >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
+    ('.0', '.1', 'n')
+    """
+    equation = compute.equation.replace(" ", "")
+    operands, arrow, out = equation.partition("->")
+    twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")
+    if not arrow or operands.count(",") != 1 or twice:
+        raise ValueError(
+            f"The equation {compute.equation!r} is not of two operands and a result, all without diagonals. "
+            "For example: 'abc,cd->abd'."
+        )
+    left, right = operands.split(",")
+    dots = max(_count_dots(left, left_ndim), _count_dots(right, right_ndim))
+    named = (_labels(left, _count_dots(left, left_ndim), dots), _labels(right, _count_dots(right, right_ndim), dots))
+    return Bilinear(*named, _labels(out, dots, dots), compute)
+
+
+def _count_dots(term: str, ndim: int) -> int:
+    return ndim - len(term.replace("...", "")) if "..." in term else 0
+
+
+def _labels(term: str, count: int, dots: int) -> Labels:
+    """The labels of a term; the axes under its ellipsis are counted from the last, as broadcasting does."""
+    before, _, after = term.partition("...")
+    return (*before, *(f".{i}" for i in range(dots - count, dots)), *after)
+
+
+class Call(NamedTuple):
+    """A call of one of JAX's operations.
+
+    Attributes:
+      operation: what it computes.
+      lhs: its left operand.
+      rhs: its right operand.
+    """
+
+    operation: Bilinear
+    lhs: jax.Array
+    rhs: Any
+
+
+def describe_dot_general(
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Sharding | None = None,
+) -> Call:
+    """Describes a call of `lax.dot_general` by its arguments."""
+    (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
+    numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
+    return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
+
+
+def describe_einsum(
+    equation: str,
+    lhs: jax.Array,
+    rhs: Any,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
+) -> Call:
+    """Describes a call of `jnp.einsum` of two operands by its arguments."""
+    return Call(
+        label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
+    )
+
+
+def describe_convolution(
+    lhs: jax.Array,
+    rhs: Any,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    *,
+    dimension_numbers: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
+    **options: Any,
+) -> Call:
+    """Describes a call of `lax.conv_general_dilated` by its arguments; dilations are keywords."""
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    pads = padding if isinstance(padding, str) else tuple(map(tuple, padding))
+    given = {"window_strides": tuple(window_strides), "padding": pads, "dimension_numbers": numbers, **options}
+    given |= {} if out_sharding is None else {"out_sharding": out_sharding}
+    hashable = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return Call(label_convolution(lhs.ndim, Convolution(tuple(hashable.items()), preferred_element_type)), lhs, rhs)
+
+
+def _axes(axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in axes)

@@ -1,0 +1,30 @@
+"""Quantized weights: storage, layouts, and their rounding in training."""
+
+from ._array import (
+    ARRAYS as ARRAYS,
+    Misread as Misread,
+    QuantizedArray as QuantizedArray,
+    is_quantized as is_quantized,
+    quantize_array as quantize_array,
+)
+from ._layout import (
+    WHY_TABLES_WIDE as WHY_TABLES_WIDE,
+    Layout as Layout,
+    block_length as block_length,
+    choose_format as choose_format,
+    kernel_layout as kernel_layout,
+    layer_size as layer_size,
+    stack_shape as stack_shape,
+    table_layout as table_layout,
+    weight_layout as weight_layout,
+    why_left as why_left,
+)
+from ._serialization import register_with_flax as register_with_flax
+from ._weight import (
+    WEIGHT_NAMES as WEIGHT_NAMES,
+    StoredWeight as StoredWeight,
+    Unquantized as Unquantized,
+    fake_quantize as fake_quantize,
+    match_format as match_format,
+    prepare_weight as prepare_weight,
+)

@@ -1,1 +1,0 @@
-"""Statistics of many tensors: a pytree of arrays, the rows that it holds, and how they are shown."""

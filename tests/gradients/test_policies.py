@@ -1,0 +1,198 @@
+"""The reduce dtype of a policy reaches the gradients of what the policy is for, without being handed on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
+
+import jmp_policy as jmp
+from jmp_policy._jaxpr import walk
+
+PLAIN = jmp.NoOpLossScale()
+POLICY = "params=float32,compute=bfloat16,output=float32,reduce=float32"
+X = jnp.ones((8, 4), jnp.bfloat16)
+WEIGHTS = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+
+
+def product(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def loss_of(apply, p, x=X):
+    return jnp.mean(jnp.square(apply(p, x).astype(jnp.float32)))
+
+
+def count_widened_products(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args)).count("platform_index")
+
+
+def list_operations(fun, *args):
+    """Those that lead to a result: what was traced before the policy was met does not."""
+    steps = walk(jax.make_jaxpr(fun)(*args).jaxpr, live_only=True)
+    return [(step.name, [str(var.aval) for var in step.results]) for step in steps]
+
+
+def take_grad(loss, *args):
+    return jmp.grad(loss, loss_scale=PLAIN)(*args)
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, name="head")(nn.relu(nn.Dense(4, name="body")(x)))
+
+
+def make_linen(policy):
+    model = jmp.with_policy(Mlp(), policy)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    return model.apply, jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), params)
+
+
+def make_nnx(policy):
+    graphdef, state = nnx.split(jmp.with_policy(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), policy))
+    return lambda state, x: nnx.merge(graphdef, state)(x), state
+
+
+PROGRAMS = {
+    "a function": (jmp.with_policy(product, POLICY), WEIGHTS, 1),
+    "autocast": (jmp.autocast(lambda p, x: product(p, x.astype(jnp.float32)), POLICY), WEIGHTS, 1),
+    "linen": (*make_linen(POLICY), 2),
+    "a rule of a map": (*make_linen(jmp.PolicyMap({"head": POLICY}, default="mixed_bfloat16")), 2),
+    "nnx": (*make_nnx(POLICY), 1),
+}
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request):
+    return PROGRAMS[request.param]
+
+
+def test_gradients_take_the_reduce_dtype_of_a_policy_that_they_meet(program):
+    apply, params, products = program
+    loss = functools.partial(loss_of, apply)
+    found = jmp.value_and_grad(loss, loss_scale=PLAIN)
+    given = jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
+    assert list_operations(found, params) == list_operations(given, params)
+    assert count_widened_products(found, params) == products
+
+
+@pytest.mark.parametrize(
+    "around",
+    [jax.jit, jax.checkpoint, jax.vmap, "scan", "shard_map"],
+    ids=["jit", "checkpoint", "vmap", "scan", "shard_map"],
+)
+def test_and_they_meet_it_inside_of_transformations(around, program):
+    """Also a second time: a jitted function is not traced again, and would not meet its policy."""
+    apply, params, products = program
+    if around == "scan":
+        inside = lambda p, x: lax.scan(lambda h, _: (apply(p, h).astype(h.dtype), None), x, length=2)[0]
+    elif around == "shard_map":
+        mesh = make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        inside = jax.shard_map(apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    elif around is jax.vmap:
+        inside = jax.vmap(apply, (None, 0))
+    else:
+        inside = around(apply)
+    loss = lambda p, x: loss_of(inside, p, x)
+    x = X[None] if around is jax.vmap else X
+    assert [count_widened_products(functools.partial(take_grad, loss), params, x) for _ in range(2)] == [products] * 2
+
+
+def test_the_gradients_are_those_of_a_dtype_that_was_handed_on():
+    apply, params, _ = PROGRAMS["a function"]
+    loss = functools.partial(loss_of, apply)
+    found = jax.jit(jmp.value_and_grad(loss, loss_scale=PLAIN))(params)
+    given = jax.jit(jmp.value_and_grad(loss, loss_scale=PLAIN, reduce_dtype="float32"))(params)
+    jax.tree.map(np.testing.assert_array_equal, found, given)
+
+
+def test_a_function_is_traced_as_before_where_no_policy_has_a_reduce_dtype():
+    calls = []
+    apply = jmp.with_policy(product, "params=float32,compute=bfloat16,output=float32")
+    loss = lambda p: (calls.append(1), loss_of(apply, p))[1]
+    found = jax.make_jaxpr(jmp.value_and_grad(loss, loss_scale=PLAIN))(WEIGHTS)
+    assert len(calls) == 1
+    assert str(found) == str(jax.make_jaxpr(jax.value_and_grad(loss))(WEIGHTS))
+
+
+def test_modules_of_nnx_are_written_to_once():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.calls = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.linear(x)
+
+    model = jmp.with_policy(Counting(), POLICY)
+    grad = jmp.nnx.grad(lambda model: jnp.mean(model(X) ** 2), loss_scale=jmp.StaticLossScale(8.0))
+    grads = grad(model)
+    assert grads["linear"]["kernel"].dtype == jnp.float32
+    assert float(model.calls[...]) == 1
+    graphdef, state = nnx.split(model)
+    assert count_widened_products(lambda state: nnx.to_pure_dict(grad(nnx.merge(graphdef, state))), state) == 1
+
+
+@pytest.mark.parametrize("scale", [None, jmp.StaticLossScale(8.0)], ids=["plain", "scaled"])
+def test_minimize_takes_it_too(scale):
+    apply, params, _ = PROGRAMS["a function"]
+    tx = optax.sgd(0.1) if scale is None else jmp.optim.loss_scaled(optax.sgd(0.1), scale)
+    step = jmp.optim.minimize(functools.partial(loss_of, apply), tx)
+    given = jmp.optim.minimize(functools.partial(loss_of, apply), tx, reduce_dtype="float32")
+    state = tx.init(params)
+    assert list_operations(step, params, state) == list_operations(given, params, state)
+
+
+def test_the_widest_of_several_counts():
+    narrow = jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=bf16")
+    wide = jmp.with_policy(product, POLICY)
+    loss = lambda p: loss_of(narrow, p) + loss_of(wide, p)
+    assert count_widened_products(functools.partial(take_grad, loss), WEIGHTS) == 2
+
+
+def test_gradients_inside_of_gradients_hand_it_on():
+    inner = lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(take_grad(functools.partial(loss_of, APPLY), p)))
+    assert count_widened_products(functools.partial(take_grad, inner), WEIGHTS) > 1
+
+
+APPLY = PROGRAMS["a function"][0]
+
+
+def test_what_is_handed_on_wins():
+    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=bf16"))
+    given = jmp.grad(loss, loss_scale=PLAIN, reduce_dtype="float32")
+    assert count_widened_products(given, WEIGHTS) == 1
+
+
+def test_a_policy_that_would_narrow_sums_warns_once_and_changes_nothing():
+    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=f32,o=f32,r=bf16"))
+    with pytest.warns(UserWarning, match=r"^A policy has a reduce dtype that its gradients cannot have\. reduce"):
+        found = list_operations(functools.partial(take_grad, loss), WEIGHTS)
+    assert found == list_operations(jax.grad(loss), WEIGHTS)
+    jax.make_jaxpr(functools.partial(take_grad, loss))(WEIGHTS)  # warnings are errors here
+
+
+def test_a_loss_that_decides_on_values_warns_once_and_runs():
+    def loss(p):
+        out = loss_of(APPLY, p)
+        return out if float(p["b"].sum()) > -1 else -out  # which jax.grad allows, and tracing does not
+
+    with pytest.warns(UserWarning, match=r"^Gradients are not reduced in float32, the reduce dtype of a policy: that"):
+        found = jmp.grad(lambda p, b: loss({"w": p, "b": b}), loss_scale=PLAIN)(WEIGHTS["w"], WEIGHTS["b"])
+    expected = jax.grad(lambda p, b: loss({"w": p, "b": b}))(WEIGHTS["w"], WEIGHTS["b"])
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_policy_whose_reduce_dtype_needs_x64_warns_once():
+    loss = functools.partial(loss_of, jmp.with_policy(product, "p=f32,c=bf16,o=f32,r=f64"))
+    with pytest.warns(UserWarning, match=r"cannot have\. reduce_dtype='float64' needs jax\.config\.update"):
+        found = list_operations(functools.partial(take_grad, loss), WEIGHTS)
+    assert found == list_operations(jax.grad(loss), WEIGHTS)

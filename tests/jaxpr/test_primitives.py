@@ -1,0 +1,113 @@
+"""Primitives that compute nothing are known by every table that reads programs: one that is new is asked for here."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_policy import NoOpLossScale, grad
+from jmp_policy._jaxpr import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS, _cost
+from jmp_policy.autocast._rewrite import _marks, _tables
+from jmp_policy.gradients._reduce import _tables as reduction_tables
+from jmp_policy.numerics import audit
+from jmp_policy.numerics._audit import _checks
+from jmp_policy.numerics._explain import _operations
+from jmp_policy.numerics._nonfinite import _extremes
+from jmp_policy.numerics._predict import _flow as prediction_flow
+from jmp_policy.numerics._traffic import _flow, _traced
+from jmp_policy.optim._moments import _elementwise
+from jmp_policy.sharding import _reads
+
+ALL_PRIMITIVES = """
+import gc, jax, jax.lax, jax.extend.core.primitives
+from jax.extend.core import Primitive
+print(*{found.name for found in gc.get_objects() if isinstance(found, Primitive)})
+"""
+RENAMED = {"reduced_vary_cast_p", "vary_unreduced_cast_p", "reduced_vary_cast", "vary_unreduced_cast"}
+SINCE_0_11 = {"relayout", "pbroadcast_dynamic"}
+
+
+def list_reason(reason):
+    return {name for name, why in _tables.CLEAR.items() if why == reason}
+
+
+def test_the_shared_names_are_those_that_autocast_lists_by_reason():
+    assert list_reason("moves numbers") == MOVERS
+    assert list_reason("says something about a value, and leaves it") == ANNOTATIONS
+    moving = list_reason("moves or chooses numbers between devices: half as many bytes in half")
+    assert {name for name in moving if not name.endswith(("pmax", "pmin"))} == TRANSFERS
+    assert {name for name in _tables.INFER if name in _traced.PRIMITIVES} == DEVICE_SUMS
+
+
+def test_each_of_them_is_a_primitive_of_jax():
+    run = subprocess.run([sys.executable, "-c", ALL_PRIMITIVES], capture_output=True, text=True, check=True)
+    absent = (MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS) - set(run.stdout.split())
+    assert absent <= RENAMED | (SINCE_0_11 if jax.__version_info__ < (0, 12) else set())
+
+
+ALL = MOVERS | ANNOTATIONS | TRANSFERS
+TABLES = {
+    "the costs and facts of audit": (_cost.MOVING, ALL),
+    "the sums over devices of audit": (set(_checks.CHECKS), DEVICE_SUMS),
+    "gradients in collectives": (_flow._KEEPING, ALL | DEVICE_SUMS),
+    "collectives": (set(_traced.PRIMITIVES), TRANSFERS | DEVICE_SUMS),
+    "operations of explain": (_operations.STRUCTURAL, (MOVERS - {"gather"}) | ANNOTATIONS),
+    "constants of autocast": (_marks._CHOOSING, (MOVERS - {"gather"}) | ANNOTATIONS),
+    "reduce_dtype": (reduction_tables.MOVES, ALL | DEVICE_SUMS),
+    "reads of gather_params": (_reads.MOVES, ALL),
+    "moves of predict": (prediction_flow._MOVES, ALL),
+    "optimizers": (_elementwise._ELEMENTWISE, ANNOTATIONS),
+    "origins": (_extremes._MOVES, ANNOTATIONS | {"tile", "transpose", "reshape", "rev"}),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_knows_all_that_it_should(table):
+    known, needed = TABLES[table]
+    assert needed - set(known) == set()
+
+
+def stacked(x):
+    """What goes through `stack` and back through `unstack`, which are primitives since JAX 0.10."""
+    return jnp.unstack(jnp.stack([x, x]))[1]
+
+
+X = jnp.ones((8, 4))
+
+
+def test_stacking_costs_no_flops_in_audit():
+    assert audit(stacked)(X).to_dict()["flops"] == 0
+
+
+STACKED_FINDINGS = {
+    "round-trip-cast": lambda x: stacked(x.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16),
+    "infinite-constant": lambda x: stacked(x + np.float32(1e30)).astype(jnp.float16),
+    "log-of-softmax": lambda x: jnp.log(stacked(jax.nn.softmax(x.astype(jnp.bfloat16)).astype(jnp.float32))),
+}
+
+
+@pytest.mark.parametrize("finding", STACKED_FINDINGS)
+def test_audit_finds_behind_a_stack_what_it_finds_without(finding):
+    assert finding in {found.id for found in audit(STACKED_FINDINGS[finding])(X).findings}
+
+
+def test_a_parameter_that_is_stacked_or_padded_is_read_in_half():
+    half = {jnp.dtype(jnp.bfloat16)}
+    for move in (stacked, lambda w: jnp.pad(w, 1), lambda w: jnp.tile(w, (2, 1))):
+        assert _reads.find_reads(lambda w, move=move: move(w).astype(jnp.bfloat16), X) == [half]
+
+
+def test_a_gradient_behind_a_scatter_that_sets_is_followed():
+    loss = lambda w, x: jnp.mean((x @ w.astype(jnp.bfloat16).at[0].set(0)).astype(jnp.float32) ** 2)
+    taken = grad(loss, loss_scale=NoOpLossScale(), reduce_dtype="float32")
+    program = str(jax.make_jaxpr(taken)(jnp.ones((4, 4)), jnp.ones((8, 4), jnp.bfloat16)))
+    assert program.count("platform_index") == 1
+
+
+def test_an_optimizer_that_takes_a_logarithm_of_base_two_is_elementwise():
+    program = jax.make_jaxpr(lambda g: jnp.exp2(jnp.log2(g)) + lax.stop_gradient(g))(X)
+    assert _elementwise.find_mixing(program.jaxpr) == ()

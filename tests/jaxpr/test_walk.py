@@ -1,0 +1,94 @@
+"""The steps of a program: scopes, trips, links and constants, in whatever they are nested."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from meshes import make_mesh
+
+from jmp_policy._jaxpr import bodies_of, walk
+
+X = jnp.ones((4, 4))
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+SPEC = jax.sharding.PartitionSpec("data")
+
+
+def steps(fun, *args, **options):
+    return list(walk(jax.make_jaxpr(fun)(*args).jaxpr, **options))
+
+
+def named(fun, name, **options):
+    return [step for step in steps(fun, X, **options) if step.name == name]
+
+
+@pytest.mark.parametrize(
+    ("fun", "trips"),
+    [
+        (jax.jit(jnp.sin), 1),
+        (lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=3)[0], 3),
+        (lambda x: lax.fori_loop(0, 2, lambda _, c: lax.fori_loop(0, 5, lambda _, c: jnp.sin(c), c), x), 10),
+        (lambda x: lax.while_loop(lambda c: c[0, 0] < 1, jnp.sin, x), 1),
+        (jax.shard_map(jnp.sin, mesh=MESH, in_specs=SPEC, out_specs=SPEC), 1),
+    ],
+    ids=["jit", "scan", "scan in scan", "while", "shard_map"],
+)
+def test_equation_runs_as_often_as_its_loops_say(fun, trips):
+    assert [step.trips for step in named(fun, "sin")] == [trips]
+
+
+def test_shard_map_runs_on_each_device():
+    mesh = make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    fun = jax.shard_map(jnp.sin, mesh=mesh, in_specs=SPEC, out_specs=SPEC, axis_names={"data"})
+    assert [step.trips for step in named(fun, "sin")] == [2]
+
+
+def test_scopes_are_joined_from_the_outside_in():
+    inner = jax.named_scope("inner")(jnp.sin)
+    fun = jax.named_scope("outer")(lambda x: lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0])
+    assert [step.scope for step in named(fun, "sin")] == ["outer/inner"]
+    assert [step.scope for step in steps(inner, X, scope="around")] == ["around/inner"]
+
+
+def test_first_values_of_a_loop_are_told_from_its_constants():
+    def fun(x):
+        return lax.scan(lambda c, y: (c + y * x[0], None), x[0], x)[0]
+
+    found = steps(fun, X)
+    assert [step.name for step in found if step.name in ("carry", "link")] == ["link", "carry", "link", "link"]
+    assert len(named(lambda x: lax.while_loop(lambda c: c[0, 0] < x[0, 0], lambda c: c + x, x), "carry")) == 2
+
+
+def test_array_that_a_body_closes_over_is_a_constant():
+    table = np.arange(4.0, dtype=np.float32)
+    whole = jax.make_jaxpr(jax.jit(lambda x: x + table))(X)
+    found = [np.asarray(step.operands[0]) for step in walk(whole.jaxpr) if step.name == "constant"]
+    assert all((array == table).all() for array in [*found, *whole.consts])
+    assert len(found) + len(whole.consts) == 1  # of the body, or of the program, as JAX has it
+
+
+def test_equations_around_a_step_are_told_from_the_outside_in():
+    fun = jax.jit(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x))
+    [sin] = named(fun, "sin")
+    assert [eqn.primitive.name for eqn, _ in sin.around] == ["jit", "cond"]
+    assert sin.eqn in sin.around[-1][1].eqns
+
+
+def test_dead_code_is_passed_over_if_asked():
+    def fun(x):
+        jnp.cos(x)
+        jax.debug.callback(lambda x: None, jnp.tan(x))
+        return jax.jit(lambda x: (jnp.sin(x), jnp.exp(x))[0])(x)
+
+    def computed(**options):
+        return [step.name for step in steps(fun, X, **options) if step.name in ("sin", "cos", "tan", "exp")]
+
+    assert computed() == ["cos", "tan", "sin", "exp"]
+    assert computed(live_only=True) == ["tan", "sin"]
+
+
+def test_kernel_and_reduction_have_no_bodies_to_look_into():
+    scatter = jax.make_jaxpr(lambda x: x.at[0].add(1.0))(X)
+    assert all(bodies_of(eqn) == [] for eqn in scatter.eqns if eqn.primitive.name.startswith("scatter"))
+    [reduce] = steps(lambda x: lax.reduce(x, 0.0, lambda x, y: x * y + 1, (0,)), X)
+    assert reduce.name == "reduce"

@@ -1,0 +1,100 @@
+"""Flat programs: operations are found, and values followed, through everything that has a program inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_policy.numerics._explain._operations import walk_operations
+
+X = jnp.ones(3)
+
+
+@jax.custom_jvp
+def custom(x):
+    return jnp.sin(x)
+
+
+custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0]))
+
+BODIES = {
+    "jit": jax.jit(jnp.sin),
+    "remat": jax.checkpoint(jnp.sin),
+    "custom_jvp": custom,
+    "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(jnp.zeros(()) > 0, jnp.sin, lambda x: x, x),
+    "while with constants": lambda x: (
+        lambda limit, scale: jax.lax.while_loop(lambda c: limit > 0, lambda c: jnp.sin(c) * scale, x)
+    )(jnp.zeros(()), jnp.zeros(())),
+    "vmap": jax.vmap(jax.jit(jnp.sin)),
+}
+
+
+def flat(fun, *args):
+    program = jax.make_jaxpr(fun)(*args)
+    return program, list(walk_operations(program.jaxpr))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_value_is_followed_into_a_body_and_out_again(name):
+    def program(x):
+        with jax.named_scope("outside"):
+            return jnp.tanh(BODIES[name](jnp.exp(x)))
+
+    _keep, found = flat(program, X)
+    reached = {value.key for op in found if op.name == "exp" for value in op.results}
+    seen = []
+    for operation in found:
+        if reached & {value.key for value in operation.operands}:
+            reached |= {value.key for value in operation.results}
+            seen.append(operation.name)
+    assert [op for op in seen if op in ("sin", "tanh")] == ["sin", "tanh"]
+    assert all("outside" in operation.scope for operation in found)
+
+
+HALF_SUMS = {
+    "reduce_window_sum of 9 numbers": lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (3, 3), (2, 2), "VALID"),
+    "reduce_window_sum of 16 numbers": lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (99, 1), (1, 1), "SAME"),
+    "reduce_window_sum of 4 numbers": lambda x: jax.lax.reduce_window(
+        x, ZERO, jax.lax.add, (4, 3), (1, 1), "SAME", base_dilation=(2, 2)
+    ),
+    "reduce_window of 6 numbers": lambda x: jax.lax.reduce_window(x, ZERO + 1, jax.lax.mul, (3, 2), (2, 2), "VALID"),
+    "reduce of 16 numbers": lambda x: jax.lax.reduce(x, ZERO, lambda a, b: a + b, (0,)),
+    "reduce_sum of 32 numbers": lambda x: jax.lax.reduce_sum(x.reshape(4, 32), axes=(1,)),
+    "scatter-add of 24 numbers": lambda x: x.at[jnp.zeros(3, int)].add(x[:3]),
+    "cumsum of 16 numbers": jax.jit(lambda x: jnp.cumsum(x, 0)),
+    "select_and_scatter_add of 4 numbers": jax.grad(
+        lambda x: jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (3, 3), (2, 2), "VALID").astype("float32"))
+    ),
+}
+ZERO = np.zeros((), jnp.bfloat16)[()]
+
+
+@pytest.mark.parametrize("said", HALF_SUMS)
+def test_sums_in_half_are_told_with_how_many_numbers_become_one(said):
+    _keep, found = flat(HALF_SUMS[said], jnp.ones((16, 8), jnp.bfloat16))
+    assert [str(op.half_sum) for op in found if op.half_sum is not None] == [f"{said} in bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.sum(x, 0),  # in float32
+        lambda x: jax.lax.reduce_sum(x.reshape(1, 8), axes=(0,)),
+        lambda x: jax.lax.reduce(x, ZERO, jax.lax.max, (0,)),
+        lambda x: jax.lax.reduce_window(x, -ZERO - jnp.inf, jax.lax.max, (3,), (2,), "VALID"),
+        lambda x: jnp.cumsum(x.astype(jnp.float32)),
+    ],
+)
+def test_what_loses_nothing_is_no_sum_in_half(fun):
+    _keep, found = flat(fun, jnp.ones(8, jnp.bfloat16))
+    assert [op.half_sum for op in found if op.half_sum is not None] == []
+
+
+def test_operands_have_their_floating_dtypes():
+    _keep, found = flat(lambda x, y: x @ y.astype(x.dtype) + 1, jnp.ones((2, 2), jnp.bfloat16), jnp.ones((2, 2), int))
+    dtypes = [str(v.dtype) for op in found if op.computes for v in op.operands]
+    assert set(dtypes) == {"bfloat16"}
+    convert = next(op for op in found if op.name == "convert_element_type")
+    assert [v.dtype for v in convert.operands] == [None]
+    assert not convert.computes

@@ -1,0 +1,190 @@
+"""What `Provenance.describe` suggests fits: poles, derivatives at zero, guards, indices, single operations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.scipy.special import digamma, gammaln
+
+import jmp_policy as jmp
+from jmp_policy._jaxpr import walk
+from jmp_policy.numerics._nonfinite._remedies import find_remedy
+from jmp_policy.numerics._nonfinite._roles import find_roles
+from jmp_policy.numerics._nonfinite._words import Words, read_words, write_words
+
+ZERO = np.array([0.0, 2.0], np.float32)
+W = np.arange(9, dtype=np.float32).reshape(3, 3)
+SYMMETRIC = W + W.T
+
+
+def grad_of(fun):
+    return jax.grad(lambda x: jnp.sum(fun(x)))
+
+
+def describe(fun, *args):
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.jit(jmp.numerics.first_nonfinite(fun))(*args)[1].describe()
+
+
+def call_host(x):
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(x))
+
+
+def call_on_host(x):
+    return jax.pure_callback(call_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def run_kernel(x):
+    def kernel(given, out):
+        out[...] = jnp.log(given[...])
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+SUGGESTIONS = {
+    "half power of abs at zero": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO, "of a power of 0.5. Keep the base"),
+    "the same in float16": (grad_of(lambda x: jnp.abs(x) ** 0.5), ZERO.astype(np.float16), "0.5. Keep the base"),
+    "elu by where": (grad_of(lambda x: jnp.where(x > 0, x, jnp.exp(x) - 1)), ZERO * 50, "A branch of a `jnp.where`"),
+    "sqrt at zero": (grad_of(jnp.sqrt), ZERO, "derivative of a square root, which is infinite at zero. Add an epsilon"),
+    "norm at zero": (jax.grad(jnp.linalg.norm), ZERO[:1], "`jnp.sqrt(jnp.sum(x * x) + 1e-6)`"),
+    "gradient of log at zero": (grad_of(lambda x: x * jnp.log(x)), ZERO, "the derivative of a logarithm, which is inf"),
+    "gammaln at zero": (gammaln, ZERO, "poles at zero and at the negative integers"),
+    "digamma at zero in float16": (digamma, ZERO.astype(np.float16), "poles at zero and at the negative integers"),
+    "inverse of a singular matrix": (jnp.linalg.inv, np.ones((2, 2), np.float32), "The matrix is singular"),
+    "solution of a singular system": (
+        lambda a: jnp.linalg.solve(a, jnp.ones(2)), np.ones((2, 2), np.float32), "The matrix is singular"
+    ),
+    "eigenvectors of equal eigenvalues": (
+        grad_of(lambda a: jnp.linalg.eigh(a)[1] * W), np.eye(3, dtype=np.float32), "where two eigenvalues are equal"
+    ),
+    "the same in a batch": (
+        grad_of(lambda a: jax.vmap(jnp.linalg.eigh)(a)[1] * W), np.stack([SYMMETRIC, np.eye(3)]), "`jnp.linalg.eigvalsh"
+    ),
+    "singular vectors of equal values": (
+        grad_of(lambda a: jnp.linalg.svd(a)[0] * W), np.eye(3, dtype=np.float32), "where two singular values are equal"
+    ),
+    "singular vectors of value zero": (
+        grad_of(lambda a: jnp.linalg.svd(a, full_matrices=False)[0]), np.ones((3, 2), np.float32), "or one is zero"
+    ),
+    "zero by zero": (lambda x: x / x, ZERO, "Dividend and divisor are both zero. Choose the result for this case"),
+    "zero by a sum of zeros in float16": (
+        lambda x: x / x.sum(), np.zeros(2, np.float16), "Dividend and divisor are both zero"
+    ),
+    "gradient of zero by zero in a branch": (
+        grad_of(lambda x: jnp.where(x != 0, jnp.sin(x) / x, 1.0)), ZERO, "This is the derivative of a division"
+    ),
+    "take out of bounds": (lambda x: jnp.take(x, jnp.array([0, 5])), ZERO, "An index is out of bounds"),
+    "callback": (call_on_host, ZERO, "its function on the host makes it of operands that are finite"),
+    "pallas kernel": (run_kernel, ZERO, "its kernel makes it of operands that are finite"),
+    "erf_inv at its end in float16": (
+        jax.scipy.special.erfinv, np.ones(1, np.float16), "Keep what goes into it within -1 and 1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SUGGESTIONS)
+def test_the_suggestion_fits_the_operation(name):
+    fun, x, expected = SUGGESTIONS[name]
+    text = describe(fun, x)
+    assert expected in text
+    assert not any(words in text for words in ("too large", "Subtract the largest", "the divisor", "ends at 65504"))
+
+
+@pytest.mark.slow
+def test_what_is_suggested_for_degenerate_matrices_and_zeros_has_finite_gradients():
+    apart = lambda decompose: grad_of(lambda a: decompose(a + jnp.diag(1e-3 * jnp.arange(3.0)))[1] * W)
+    gradients = [apart(jnp.linalg.eigh), apart(jnp.linalg.svd), grad_of(jnp.linalg.eigvalsh)]
+    quotient = lambda x: jnp.where(x != 0, jnp.sin(x) / jnp.where(x != 0, x, 1.0), 1.0)
+    assert all(np.isfinite(gradient(np.eye(3, dtype=np.float32))).all() for gradient in gradients)
+    assert np.isfinite(grad_of(quotient)(ZERO)).all()
+
+
+def test_a_divisor_of_the_users_own_is_no_decomposition():
+    inverse = lambda a: jnp.sum(1 / jnp.linalg.svd(a, compute_uv=False))
+    assert "eigh" not in list_roles(grad_of(lambda a: 1 / jnp.linalg.eigvalsh(a)), SYMMETRIC)
+    assert "svd" not in list_roles(inverse, SYMMETRIC)
+    assert list_roles(lambda x: x / x, ZERO) == {}
+    assert list_roles(grad_of(lambda x: x**-2), ZERO) == {}
+
+
+def test_an_overflow_whose_reciprocal_is_the_zero_of_a_logarithm_is_its_cause():
+    def fun(x):
+        return jnp.log(jnp.sum(1 / jnp.sqrt(jnp.sum(x * x, dtype=jnp.float16))))
+
+    _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(np.full(64, 100, np.float16))
+    assert (found.kind, found.primitive, found.cause.kind, found.cause.primitive) == ("inf", "log", "inf", "reduce_sum")
+    text = found.describe()
+    assert "Its zero is the reciprocal of an earlier infinity. An infinity was made by reduce_sum" in text
+    assert "Keep this in float32" in text
+
+
+@pytest.mark.slow
+def test_the_turn_in_which_a_vanished_infinity_was_made_is_told():
+    def body(carry, x):
+        return carry + jax.lax.rsqrt(jnp.exp(x)), None
+
+    fun = lambda xs: jnp.log(jax.lax.scan(body, jnp.float32(0), xs)[0])
+    for turns in (3, 80):  # with rows of their own, and without
+        xs = np.full(turns, 200, np.float32)
+        _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(xs)
+        assert (found.primitive, found.cause.primitive) == ("log", "exp")
+        assert len(found.cause.turns) == 1
+
+
+@pytest.mark.slow
+def test_a_mask_whose_exponential_is_the_zero_of_a_logarithm_is_no_cause():
+    fun = lambda x: jnp.log(jnp.sum(jnp.exp(jnp.where(x > 9, x, -jnp.inf))))
+    _, found = jax.jit(jmp.numerics.first_nonfinite(fun))(ZERO)
+    assert (found.primitive, found.cause) == ("log", None)
+
+
+def list_roles(fun, *args):
+    program = jax.make_jaxpr(fun)(*args).jaxpr
+    roles = find_roles(program)
+    names = {}
+    for step in walk(program):
+        if id(step.eqn) in roles:
+            names.setdefault(roles[id(step.eqn)], set()).add(step.name)
+    return names
+
+
+def test_derivatives_with_a_pole_at_zero_have_the_role_of_their_function():
+    assert list_roles(grad_of(jnp.sqrt), ZERO) == {"sqrt": {"div"}}
+    assert list_roles(grad_of(jax.jit(jnp.sqrt)), ZERO) == {"sqrt": {"div"}}
+    assert list_roles(grad_of(jnp.log), ZERO) == {"log": {"div"}}
+    assert list_roles(grad_of(jnp.cbrt), ZERO) == {"cbrt": {"integer_pow"}}
+    assert list_roles(lambda x: 0.5 / jnp.sqrt(x), ZERO) == {}
+    assert list_roles(grad_of(lambda x: x / (x + 1)), ZERO) == {"div": {"integer_pow"}}
+
+
+def test_an_exponential_is_guarded_only_where_a_branch_uses_it():
+    guarded = list_roles(lambda x: jnp.where(x > 0, x, 2 * (jnp.exp(x) - 1)), ZERO)
+    assert "exp" in guarded["where"]
+    assert list_roles(lambda x: jnp.log(jnp.sum(jnp.exp(x))), ZERO) == {}
+    assert "exp" not in list_roles(lambda x: jnp.exp(jnp.where(x > 0, 0.0, x)), ZERO)["where"]
+
+
+def test_a_guard_is_suggested_only_for_an_infinity_that_did_harm_elsewhere():
+    words = Words("exp", dtype="float16", role="where")
+    assert "Guard the input" in find_remedy(words, "inf", [(-1.0, 20.0)], is_cause=True)
+    assert "float16 ends at 65504" in find_remedy(words, "inf", [(-1.0, 20.0)])
+
+
+def test_size_is_blamed_only_where_an_operand_is_large_or_the_operation_adds():
+    suggest = lambda name, *operands: find_remedy(Words(name, dtype="float32"), "inf", operands)
+    assert "too large for float32" in suggest("reduce_sum", (1.0, 1.0))
+    assert "too large for float32" in suggest("bessel_i0e", (1.0, 1e30))
+    assert "None of its operands is large" in suggest("bessel_i0e", (0.0, 2.0))
+    assert suggest("bessel_i0e", None) == ""
+    assert "too large for float32" in suggest("lgamma", (3.0, 1e38))
+
+
+def test_a_role_is_read_back_and_a_text_that_was_saved_without_one_has_none():
+    words = Words("div", path="a" * 200, argument="b" * 200, role="sqrt")
+    assert read_words(write_words(words)).role == "sqrt"
+    saved = b"\0".join([b"div", b"s" * 160, b"f" * 48, b"c" * 96, b"p" * 128, b"forward", b"float16", b"a" * 112])
+    text = np.frombuffer(saved.ljust(write_words(words).size, b"\0"), np.uint8)
+    assert (read_words(text).argument, read_words(text).role) == ("a" * 112, "")

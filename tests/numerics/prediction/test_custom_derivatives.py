@@ -1,0 +1,138 @@
+"""Behind a function with its own derivative an overflow is predicted as anywhere else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jmp_policy as jmp
+from jmp_policy.numerics import collect, predict
+from jmp_policy.numerics._predict._diagnosis import make_map
+
+HALF = "params=float32,compute=float16,output=float32"
+W = {
+    name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)), jnp.float32)
+    for i, name in enumerate(["up", "down"])
+}
+X = jnp.asarray(np.random.default_rng(2).normal(size=(8, 4)), jnp.float32)
+
+
+def observe(fun, *args):
+    return jax.jit(collect(fun, ["float16"], where="all"))(*args)[1]
+
+
+@jax.custom_jvp
+def clip_below(x):
+    return jnp.maximum(x, 0)
+
+
+@clip_below.defjvp
+def _(primals, tangents):
+    return clip_below(*primals), tangents[0] * (primals[0] > 0).astype(jnp.float32)
+
+
+@jax.custom_vjp
+def clip_inside(x):
+    return jnp.maximum(x, 0)
+
+
+clip_inside.defvjp(lambda x: (jnp.maximum(x, 0), x), lambda x, g: (g * (x > 0).astype(jnp.float32),))
+
+
+def scan_relu(x):
+    return jax.lax.scan(lambda _, row: (None, jax.nn.relu(row)), None, x)[1]
+
+
+def shard_relu(x):
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    return jax.shard_map(jax.nn.relu, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "custom_jvp": clip_below,
+    "vmapped": jax.vmap(jax.nn.relu),
+    "checkpointed": jax.checkpoint(jax.nn.relu),
+    "scanned": scan_relu,
+    "sharded": shard_relu,
+    "softplus": jax.nn.softplus,
+    "custom_vjp": clip_inside,
+    "leaky_relu": jax.nn.leaky_relu,
+    "jitted": jax.jit(jax.nn.relu),
+}
+
+
+def make_activated_loss(activation):
+    def loss(w, x):
+        with jax.named_scope("up"):
+            h = x @ w["up"]
+        with jax.named_scope("act"):
+            h = activation(h)
+        with jax.named_scope("down"):
+            return jnp.mean(((h @ w["down"]) * 1e-6) ** 2)
+
+    return loss
+
+
+def find_largest_error(found, true):
+    errors = (
+        abs(a - b).max() / abs(b).max() for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
+    )
+    return max(map(float, errors))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 1)) for i, name in enumerate(ACTIVATIONS)]
+)
+def test_an_overflow_behind_a_custom_derivative_is_in_the_map_and_training_under_it_is_finite(name):
+    loss = make_activated_loss(ACTIVATIONS[name])
+    w, x = {"up": W["up"] * 300, "down": W["down"]}, X * 300
+    prediction = predict(observe(jax.value_and_grad(loss), w, x), HALF)
+    assert {"up", "down"} <= set(prediction.culprits)
+    scale = jmp.StaticLossScale(prediction.loss_scale)
+    found = jmp.value_and_grad(jmp.autocast(loss, prediction.policy_map), loss_scale=scale)(w, x)
+    # float16 rounds to 2**-11, and four roundings in a row are within 2**-9.
+    assert find_largest_error(found, jax.value_and_grad(loss)(w, x)) < 2**-9
+
+
+class FeedForward(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8, name="up")(x))
+        with jax.named_scope("scaled"):
+            return nn.Dense(1, name="down")(x) * 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["autocast", "with_policy"])
+def test_a_relu_feed_forward_of_linen_trains_under_the_map(by):
+    x = X * 3e5
+    params = FeedForward().init(jax.random.key(0), x)
+    make_loss_of = lambda model: lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+    loss = make_loss_of(FeedForward())
+    prediction = predict(observe(jax.value_and_grad(loss), params, x), HALF, by=by)
+    policied = (
+        jmp.autocast(loss, prediction.policy_map)
+        if by == "autocast"
+        else make_loss_of(jmp.with_policy(FeedForward(), prediction.policy_map))
+    )
+    scale = jmp.StaticLossScale(prediction.loss_scale)
+    found = jmp.value_and_grad(policied, loss_scale=scale)(params, x)  # a rule that decides nothing would warn
+    assert find_largest_error(found, jax.value_and_grad(loss)(params, x)) < 2**-9
+
+
+def test_a_map_has_no_rule_inside_of_a_scope_that_is_float32():
+    policy_map = make_map(["a/b", "a", "c/d", "a/b/c"], jmp.get_policy(HALF), ["a", "a/b", "c", "c/d"])
+    assert [rule.key for rule in policy_map.rules] == ["a", "c/d"]
+
+
+def test_the_backward_pass_of_a_custom_jvp_has_the_path_of_its_forward_pass():
+    observed = collect(jax.grad(make_activated_loss(clip_below)), where="all", formats=["float16"])
+    stats = jax.eval_shape(observed, W, X)[1]
+    assert {site.path for site in stats.layout.sites if site.primitive in ("mul", "custom_jvp_call")} == {
+        "act",
+        "down",
+    }

@@ -1,0 +1,351 @@
+"""`numerics.predict` names what was planted and nothing else, and running the format shows that it is so."""
+
+import gc
+import json
+import os
+import pickle
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jmp_policy as jmp
+from benchmarks._planted_models import KINDS, make_model
+from benchmarks.predict import MOST_ERROR, make_table, try_model
+from jmp_policy.numerics import StatsHistory, collect, predict
+from jmp_policy.numerics._stats._observed import find_program
+
+HALF = "params=float32,compute=float16,output=float32"
+QUICK, SLOW = range(3), range(3, 40)
+"""A gain, an attenuation and a scale too large; the others are slow, and most of all exhaustive."""
+
+
+def mark(seed):
+    marks = [] if seed in QUICK else [pytest.mark.slow if seed in SLOW else pytest.mark.exhaustive]
+    return pytest.param(seed, marks=marks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [mark(seed) for seed in range(100)])
+def test_planted_scopes_are_named_and_no_others_and_what_is_predicted_happens(seed):
+    outcome = try_model(make_model(seed))
+    model, prediction = outcome.model, outcome.prediction
+    assert outcome.named == model.planted
+    assert (not outcome.half_error <= MOST_ERROR) == bool(model.planted)
+    assert outcome.repaired_error < 0.03
+    assert set(prediction.culprits) == (set() if model.is_cured else model.planted)
+    assert set(prediction.ranking[: len(model.planted)]) == model.planted
+    assert model.kind in make_table([outcome]).to_markdown()
+
+
+def test_every_kind_takes_its_turn():
+    assert [make_model(seed).kind for seed in range(len(KINDS))] == list(KINDS)
+
+
+def make_loss(gain=1.0, out=1.0):
+    def loss(w, x):
+        with jax.named_scope("up"):
+            x = jnp.tanh((x @ w["up"]) * gain / gain)
+        with jax.named_scope("down"):
+            return jnp.sum((x @ w["down"]) ** 2) * out
+
+    return loss
+
+
+W = {
+    name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)), jnp.float32)
+    for i, name in enumerate(["up", "down"])
+}
+X = jnp.asarray(np.random.default_rng(2).normal(size=(8, 4)), jnp.float32)
+
+
+def observe(fun, *args, **options):
+    options = {"formats": ["float16"], "where": "all"} | options
+    return jax.jit(collect(fun, **options))(*args)[1]
+
+
+@pytest.fixture(scope="module")
+def stats():
+    return observe(jax.value_and_grad(make_loss(3e4, 2.0**-28)), W, X)
+
+
+@pytest.fixture(scope="module")
+def fine():
+    return observe(jax.value_and_grad(make_loss()), W, X)
+
+
+@pytest.mark.slow
+def test_a_reason_is_a_sentence_with_the_line_the_number_and_the_cure(stats):
+    forward, *others = predict(stats, HALF).reasons
+    assert (forward.path, forward.direction, forward.what, forward.cure) == ("up", "forward", "overflow", "float32")
+    assert (forward.format, forward.limit, forward.primitive) == ("float16", 65504.0, "mul")
+    line = os.path.basename(forward.source)
+    assert line.startswith("test_predict.py:")
+    assert str(forward) == (
+        f"`up` overflows in the forward pass: `mul` ({line}) reaches {forward.amax:.3g}, and float16 ends at 65504. "
+        "It needs float32."
+    )
+    small = [reason for reason in others if reason.path == "down"]
+    assert {(reason.direction, reason.what, reason.cure) for reason in small} == {
+        ("backward", "underflow", "loss_scale")
+    }
+    assert str(small[0]).endswith("would be lost. The loss scale saves it.")
+    assert "float16 begins at 6e-08" in str(small[0])
+
+
+def test_a_prediction_is_a_table_a_page_a_picture_and_json(stats, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    prediction = predict(stats, HALF)
+    text = str(prediction)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "↑ overflow" in text
+    assert "In float32 by .policy_map: up." in text
+    assert "<table>" in prediction._repr_html_()
+    assert repr(prediction).endswith("print it for the table>")
+    plain = json.loads(json.dumps(prediction.to_dict(), allow_nan=False))
+    assert plain["reasons"][0]["path"] == "up"
+    assert jmp.PolicyMap.from_config(plain["policy_map"]) is prediction.policy_map
+    figure = prediction.plot()
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert list(panels) == ["forward", f"backward, loss scale {prediction.loss_scale:g}"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(prediction.ranking)
+
+
+@pytest.mark.slow
+def test_a_policy_that_loses_nothing_is_said_to(fine):
+    prediction = predict(fine, HALF)
+    assert (prediction.reasons, prediction.culprits) == ((), ())
+    assert prediction.policy_map == jmp.PolicyMap({}, HALF)
+    assert "no scope would lose numbers" in str(prediction)
+    assert prediction.loss_scale >= 1
+    bfloat = predict(fine, "params=float32,compute=bfloat16,output=float32")
+    assert (bfloat.reasons, bfloat.loss_scale) == ((), 1.0)
+
+
+@pytest.mark.slow
+def test_the_users_loss_scale_is_kept_where_it_is_good(fine):
+    assert predict(fine, HALF, 4.0).loss_scale == 4.0
+    assert predict(fine, HALF, jmp.StaticLossScale(4.0)).loss_scale == 4.0
+    large = predict(fine, HALF, 2.0**24)
+    assert {reason.direction for reason in large.reasons} == {"backward"}
+    assert {reason.cure for reason in large.reasons} == {"loss_scale"}
+    assert 1 <= large.loss_scale < 2.0**24
+    assert "at a loss scale of 2**24" in " ".join(str(large).split())
+
+
+def test_no_loss_scale_is_told_without_a_backward_pass():
+    stats = observe(make_loss(3e4), W, X)
+    prediction = predict(stats, HALF)
+    assert (prediction.culprits, prediction.loss_scale) == (("up",), None)
+    assert "No backward pass was measured" in str(prediction)
+    with pytest.raises(
+        ValueError, match=r"A loss scale was given, 8.0, but these Stats have no rows of a backward pass"
+    ):
+        predict(stats, HALF, 8.0)
+
+
+@pytest.mark.slow
+def test_scopes_that_no_scale_saves_together_are_told_with_both_ends():
+    def loss(w, x):
+        with jax.named_scope("tiny"):
+            small = jnp.sum((x @ w["up"]) ** 2) * 2.0**-42
+        with jax.named_scope("huge"):
+            return small + jnp.sum((x @ w["down"]) ** 2) * 2.0**13
+
+    prediction = predict(observe(jax.value_and_grad(loss), W, X), HALF)
+    assert len(prediction.culprits) == 1
+    said = " ".join(str(prediction).split())
+    assert "No loss scale saves all gradients: the smallest that matter, in tiny, and the largest, in huge" in said
+
+
+@pytest.mark.exhaustive
+def test_what_leaves_a_scope_in_float32_is_followed_to_where_it_is_cast():
+    def loss(w, x):
+        with jax.named_scope("large"):
+            h = (x @ w["up"]) * 3e4
+        with jax.named_scope("reads"):
+            return jnp.mean(jnp.tanh(h @ (w["down"] / 2.0**15)))
+
+    prediction = predict(observe(jax.value_and_grad(loss), W, X), HALF)
+    assert set(prediction.culprits) == {"large", "reads"}
+    grad = lambda policy: jax.jit(jax.grad(jmp.autocast(loss, policy)))(W, X)
+    repaired, expected = grad(prediction.policy_map), jax.grad(loss)(W, X)
+    for name in W:
+        np.testing.assert_allclose(repaired[name], expected[name], rtol=1e-2, atol=1e-4)
+    assert not np.isfinite(grad(HALF)["up"]).all()
+
+
+@pytest.mark.exhaustive
+def test_what_is_in_no_scope_is_repaired_with_the_others_kept():
+    def loss(w, x):
+        h = (x @ w["up"]) * 3e4 / 3e4
+        with jax.named_scope("inside"):
+            return jnp.mean((h @ w["down"]) ** 2)
+
+    prediction = predict(observe(jax.value_and_grad(loss), W, X), HALF)
+    assert prediction.culprits == ("",)
+    assert [prediction.policy_map[path].compute_dtype.name for path in ("", "inside")] == ["float32", "float16"]
+    assert np.isfinite(jax.grad(jmp.autocast(loss, prediction.policy_map))(W, X)["up"]).all()
+
+
+@pytest.mark.exhaustive
+def test_a_mask_is_not_blamed():
+    def loss(w, x):
+        with jax.named_scope("attention"):
+            scores = jnp.where(jnp.tri(8, dtype=bool), (x @ w["up"]) @ (x @ w["down"]).T, -1e9)
+            return jnp.sum(jax.nn.softmax(scores) @ x)
+
+    stats = observe(jax.value_and_grad(loss), W, X)
+    assert predict(stats, HALF).reasons == ()
+    assert max(row.amax for row in stats if row.direction == "forward") == 1e9
+    assert np.isfinite(jax.grad(jmp.autocast(loss, HALF))(W, X)["up"]).all()
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_nothing_but_rounding_is_not_blamed():
+    def loss(w, x):
+        scores = (x @ w["up"]) @ x.T
+        with jax.named_scope("shift"):  # of all scores of a row alike: a softmax does not see it
+            scores = scores + (x @ w["down"])[:, :1]
+        return jnp.sum((jax.nn.softmax(scores) @ x) ** 2) * 2.0**-8
+
+    stats = observe(jax.value_and_grad(loss), W, X)
+    [shift] = [row for row in stats if row.path == "result/1/down"]
+    assert 0 < shift.amax < 1e-6
+    assert "shift" not in {reason.path for reason in predict(stats, HALF).reasons}
+
+
+def test_the_policy_of_a_map_is_kept_below_what_is_repaired(stats):
+    policy = jmp.PolicyMap({"down": "float32"}, HALF)
+    prediction = predict(stats, policy)
+    assert {reason.path for reason in prediction.reasons} == {"up"}
+    assert [rule.key for rule in prediction.policy_map.rules] == ["up", "down"]
+    assert predict(stats, jmp.PolicyMap({"up": "float32", "down": "float32"}, HALF)).reasons == ()
+
+
+@pytest.mark.slow
+def test_some_of_the_rows_and_merged_steps_are_predicted_too(stats):
+    assert predict(stats.merge(stats), HALF).culprits == ("up",)
+    assert predict(stats["up"], HALF).culprits == ("up",)
+    assert predict(stats.select(lambda site: site.path == "down"), HALF).culprits == ()
+    assert predict(pickle.loads(pickle.dumps(stats)), HALF).culprits == ("up",)  # in this process
+
+
+@pytest.mark.slow
+def test_matmuls_alone_are_said_not_to_be_all():
+    few = observe(jax.value_and_grad(make_loss(3e4)), W, X, where="matmuls")
+    prediction = predict(few, HALF)
+    assert prediction.reasons == ()
+    assert "only matmuls were measured: collect(..., where='all')" in str(prediction)
+
+
+class Net(nn.Module):
+    width: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.gelu(nn.Dense(self.width, name="up")(x) * 3e4 / 3e4)
+        return nn.Dense(1, name="head")(x)
+
+
+@pytest.mark.slow
+def test_with_policy_is_predicted_as_it_runs():
+    with jax.numpy_dtype_promotion("standard"):
+        params = Net().init(jax.random.key(0), X)
+        loss = lambda model: lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+        stats = observe(jax.value_and_grad(loss(Net())), params, X)
+        prediction = predict(stats, HALF, by="with_policy")
+        assert prediction.culprits == ("",)  # the product by 3e4 stands in the model itself
+        assert "by='with_policy'" in str(predict(stats, HALF))
+        assert "by='with_policy'" not in str(prediction)
+        grad = lambda policy: jax.grad(loss(jmp.with_policy(Net(), policy)))(params, X)
+        assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad(HALF)))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grad(prediction.policy_map)))
+
+
+@pytest.mark.slow
+def test_quantized_policies_are_predicted_for_layers():
+    with jax.numpy_dtype_promotion("standard"):
+        model = nn.Sequential([nn.Dense(64), nn.Dense(64)])
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)
+        params = model.init(jax.random.key(0), x)
+        # A scale for the outlier of each row leaves nothing of the others in four bits.
+        params["params"]["layers_1"]["kernel"] = jnp.ones((64, 64)).at[:, 0].set(15.0)
+        fun = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(model.apply(params, x)) ** 2))
+        # Nor does a scale that is a power of two for 12.2 times as much, where it is half of the steps of integers.
+        params["params"]["layers_0"]["kernel"] = jnp.ones((64, 64)).at[:, ::32].set(12.2) * 2.0**-6
+        formats = ["int4", "float8_e4m3fn", "float8_e5m2", "mxfp4", "mxfp8", "mxfp8_e5m2"]
+        stats = observe(fun, params, x, formats=formats)
+        for policy, format in (
+            ("int4(min_size=0)_from_mixed_bfloat16", "int4"),
+            ("mxfp4(min_size=0)_from_mixed_bfloat16", "mxfp4"),
+            ("float8(min_size=0)_from_mixed_bfloat16", ""),
+            ("mxfp8(min_size=0)_from_mixed_bfloat16", ""),
+            ("mxfp8(gradients=e5m2,min_size=0)_from_mixed_bfloat16", ""),
+        ):
+            prediction = predict(stats, policy, by="with_policy")
+            found = {(reason.path, reason.what, reason.format) for reason in prediction.reasons}
+            layer = {"int4": "layers_1", "mxfp4": "layers_0"}.get(format)
+            assert found == ({(layer, "precision", format)} if format else set())
+    with pytest.raises(ValueError, match="autocast quantizes no weights"):
+        predict(stats, "int4_from_mixed_bfloat16")
+
+
+def test_bad_input_is_refused_with_what_works(stats, fine):
+    with pytest.raises(
+        TypeError, match=r"predict takes Stats, got .*collect\(jax.value_and_grad\(loss_fn\), where='all'\)"
+    ):
+        predict(None, HALF)
+    with pytest.raises(TypeError, match="The rows of Stats are numbers"):
+        predict(jax.eval_shape(lambda: stats), HALF)
+    with pytest.raises(ValueError, match="These Stats have rows, of which none was measured"):
+        predict(stats.empty(), HALF)
+    with pytest.raises(ValueError, match="These Stats have no rows"):
+        predict(stats.select(lambda site: False), HALF)
+    with pytest.raises(
+        ValueError, match="'params=float32,compute=float32,output=float32' has nothing in half precision"
+    ):
+        predict(stats, "float32")
+    with pytest.raises(ValueError, match="Unknown dtype or policy 'flaot16'"):
+        predict(stats, "flaot16")
+    with pytest.raises(ValueError, match=r"Unknown by='withpolicy'\. Did you mean 'with_policy'\?"):
+        predict(stats, HALF, by="withpolicy")
+    with pytest.raises(ValueError, match="with_policy is for Flax modules, and the program of these Stats calls none"):
+        predict(stats, HALF, by="with_policy")
+    for bad in (0.0, -1.0, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match="loss_scale must be a positive finite number, got"):
+            predict(stats, HALF, bad)
+    history = StatsHistory()
+    history.append(0, fine)
+    with pytest.raises(ValueError, match="not the program that they are of: this process has not traced it"):
+        predict(history.merge(), HALF)
+
+
+@pytest.mark.slow
+def test_nan_without_the_policy_is_said():
+    stats = observe(lambda x: jnp.log(x @ x), -jnp.eye(4) * 2)
+    assert "rows have nan without the policy" not in str(predict(stats, HALF))
+    broken = observe(lambda x: jnp.log(-(x @ x)), jnp.ones((2, 2)))
+    assert "2 rows have nan without the policy, the first in no scope." in str(predict(broken, HALF))
+
+
+@pytest.mark.exhaustive
+def test_the_program_that_is_remembered_keeps_no_array_and_no_class():
+    class Small(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(2)(x)
+
+    mask = jnp.ones((4, 2))
+    params = Small().init(jax.random.key(0), X)
+    stats = collect(lambda params, x: Small().apply(params, x)[:4] * mask, where="all", formats=[])(params, X)[1]
+    observed = find_program(stats.layout)
+    held = [leaf for leaf in gc.get_referents(observed.program, *observed.program.eqns) if isinstance(leaf, jax.Array)]
+    assert held == []
+    assert not any(getattr(observed.program, "consts", ()))
+    assert observed.list_types() == {"": Small, "Dense_0": nn.Dense}
+    assert observed.modules.types == ()
+    assert all(isinstance(reference, weakref.ref) for _, reference in observed.types)

@@ -1,0 +1,188 @@
+"""What a policy is taken to have in half precision is what it really has there."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+
+import jmp_policy as jmp
+import jmp_policy.linen
+import jmp_policy.nnx
+from jmp_policy._jaxpr import float_dtype, walk
+from jmp_policy._jaxpr._module_paths import ModulePaths, Modules
+from jmp_policy.numerics import collect
+from jmp_policy.numerics._predict._flow import list_operations
+from jmp_policy.numerics._predict._trial import try_policy
+from jmp_policy.numerics._stats._observed import find_program
+
+X = jnp.ones((4, 8))
+HALF = "params=float32,compute=float16,output=float32"
+
+
+def square(w, x):
+    with jax.named_scope("a"):
+        h = jnp.tanh(x @ w["a"]) * 3
+    with jax.named_scope("b"):
+        h = jnp.exp(h @ w["b"]) + h
+    return jnp.mean((h - 1) ** 2)
+
+
+def loop(w, x):
+    def turn(h, _):
+        with jax.named_scope("turn"):
+            return jnp.tanh(h @ w["a"]) + h, jnp.sum(h)
+
+    h, sums = jax.lax.scan(turn, x, length=3)
+    with jax.named_scope("a"):
+        return jnp.sum(jax.nn.relu(h @ w["b"])) + jnp.sum(sums)
+
+
+def twice(w, x):
+    block = jax.jit(lambda w, h: jax.nn.silu(h @ w) * 2)
+    for name in "ab":
+        with jax.named_scope(name):
+            x = block(w[name], x)
+    return jnp.sum(x * jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: x * x, x))
+
+
+def checkpointed(w, x):
+    block = jax.checkpoint(lambda w, h: jnp.tanh(h @ w) * h)
+    with jax.named_scope("a"):
+        x = block(w["a"], x)
+    return jnp.sum(block(w["b"], x) ** 2)
+
+
+W = {"a": jnp.full((8, 8), 0.1), "b": jnp.full((8, 8), 0.2)}
+POLICIES = {"half": HALF, "map": jmp.PolicyMap({"a": "float32"}, HALF), "inner": jmp.PolicyMap({"a": "bfloat16"}, HALF)}
+
+
+def observe(fun, *args):
+    stats = jax.eval_shape(collect(fun, where="all", formats=["float16"]), *args)[1]
+    return find_program(stats.layout)
+
+
+def count_written(observed, policy, by="autocast"):
+    """How many operations of each name and scope have results of each dtype, as predicted."""
+    written, found = try_policy(observed, policy, by), collections.Counter()
+    for operation in list_operations(observed):
+        of_eqn = written.get(operation.chain)
+        for dtype in () if of_eqn is None or operation.name in IGNORED else of_eqn.results:
+            found[operation.name, operation.path, str(dtype)] += dtype is not None
+    return +found
+
+
+def count_real(fun, *args):
+    """The same of the program that a function is."""
+    paths, found = ModulePaths(Modules()), collections.Counter()
+    for step in walk(jax.make_jaxpr(fun)(*args).jaxpr, live_only=True):
+        if step.name not in (*IGNORED, "link", "carry", "constant"):
+            for var in step.results:
+                if float_dtype(var) is not None:
+                    found[step.name, paths.read_stack(step.scope), str(float_dtype(var))] += 1
+    return found
+
+
+def drop_paths(counts):
+    found = collections.Counter()
+    for (name, _, dtype), count in counts.items():
+        found[name, dtype] += count
+    return found
+
+
+IGNORED = ("convert_element_type", "custom_jvp_call")
+"""Casts are what a policy adds; a function with a derivative of its own is what is inside of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fun", [square, loop, twice, checkpointed], ids=lambda fun: fun.__name__)
+def test_autocast_writes_what_is_predicted(fun, policy):
+    grad = jax.value_and_grad(fun)
+    real = count_real(jmp.autocast(grad, POLICIES[policy]), W, X)
+    predicted = count_written(observe(grad, W, X), jmp.get_policy(POLICIES[policy]))
+    assert any("16" in dtype for _, _, dtype in predicted)
+    if fun is checkpointed:  # autocast's own scope is in the way of the paths of a remat
+        predicted, real = (drop_paths(counts) for counts in (predicted, real))
+    assert predicted == real
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        h = nn.gelu(nn.Dense(16)(h))
+        h = nn.Dense(8)(h) * 0.5
+        return x + h
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"block_{i}")(x)
+        return jnp.mean(nn.Dense(1, name="head")(x), -1)
+
+
+def linen_loss(policy=None):
+    model = Net() if policy is None else jmp.with_policy(Net(), policy)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    return jax.value_and_grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)), params, X
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.norm(self.up(x))))
+
+
+def nnx_loss(policy=None):
+    model = NNXNet(nnx.Rngs(0))
+    model = model if policy is None else jmp.with_policy(model, policy)
+    return nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), model, X
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [HALF, jmp.PolicyMap({"block_0|up": "float32"}, HALF)], ids=["half", "map"])
+@pytest.mark.parametrize("make", [linen_loss, nnx_loss], ids=["linen", "nnx"])
+def test_with_policy_has_in_half_what_is_predicted(make, policy):
+    policy = jmp.get_policy(policy)
+    with jax.numpy_dtype_promotion("standard"):
+        observed = observe(*make())
+        written = try_policy(observed, policy, "with_policy")
+        told = {
+            (operation.path, operation.name, float(any(d == np.float16 for d in written[operation.chain].results)))
+            for operation in list_operations(observed)
+            if operation.name in COMPARED and operation.chain in written
+        }
+        grad, model, x = make(policy)
+        stats = nnx.eval_shape(collect(grad, where="all", formats=["float16"]), model, x)[1]
+    sites = [site for site in stats.layout.sites if site.primitive in COMPARED]
+    real = {(site.path, site.primitive, float(site.dtype == "float16")) for site in sites}
+    assert told == real
+    assert len({half for _, _, half in told}) == 2
+
+
+COMPARED = ("dot_general", "tanh", "rsqrt", "custom_jvp_call", "select_n")
+
+
+@pytest.mark.slow
+def test_a_program_in_half_already_tells_what_another_half_policy_has():
+    with jax.numpy_dtype_promotion("standard"):
+        observed = observe(*linen_loss("mixed_bfloat16"))
+        written = try_policy(observed, jmp.get_policy(HALF), "autocast")
+        kept = try_policy(observed, jmp.PolicyMap({"block_1": "float32"}, HALF), "autocast")
+    for operation in list_operations(observed):
+        dtypes = {str(dtype) for dtype in written[operation.chain].results}
+        if operation.name == "dot_general":
+            assert dtypes == {"float16"}
+            inside = operation.path.startswith("block_1")
+            assert {str(dtype) for dtype in kept[operation.chain].results} == {"float32" if inside else "float16"}
+        if operation.name == "rsqrt":
+            assert dtypes == {"float32"}

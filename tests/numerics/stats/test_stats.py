@@ -1,0 +1,392 @@
+"""`Stats`: a pytree like any other inside `jit`, and exact numbers outside."""
+
+import copy
+import json
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+from jax import lax
+from records import FORMATS, SHAPE, make_layout, make_record, make_site, split_words
+
+from jmp_policy.numerics import Row, Stats
+from jmp_policy.numerics._stats._layout import Layout
+from jmp_policy.numerics._stats._measure import HISTOGRAM_BINS, Record
+
+PATHS = ("blocks/0/attention", "blocks/0/mlp", "blocks/10/attention", "head")
+LAYOUT = make_layout(*map(make_site, PATHS))
+
+
+def draw_tensors(seed, spread=12, count=4):
+    """Numbers over many binades, with some zeros."""
+    rng = np.random.default_rng(seed)
+    wide = rng.normal(size=(count, *SHAPE)) * np.exp2(rng.uniform(-spread, spread, (count, *SHAPE)))
+    return np.where(rng.random(wide.shape) < 0.2, 0, wide).astype(np.float32)
+
+
+def make_stats(tensors, layout=LAYOUT):
+    record = make_record(tensors, layout.meter.formats, layout.meter.histogram)
+    return Stats(Record(*map(jnp.asarray, record)), layout)
+
+
+def stack(stats):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
+
+
+def assert_same_rows(left, right):
+    """Counts and extremes are equal, and what comes of sums is within the rounding of a double float32."""
+    for mine, theirs in zip(left, right, strict=True):
+        mine, theirs = mine.to_dict(), theirs.to_dict()
+        for row in (mine, theirs):
+            row["errors"] = [row.pop("rms")] + [shares.pop("error") for shares in row["formats"].values()]
+        np.testing.assert_allclose(mine.pop("errors"), theirs.pop("errors"), rtol=1e-10)
+        assert mine == theirs
+
+
+def test_a_row_has_the_numbers_of_its_tensor():
+    tensor = draw_tensors(0, count=1)[0]
+    tensor[0, :3] = np.nan, np.inf, -np.inf
+    (row,) = make_stats([tensor], make_layout()).rows()
+    finite = tensor[np.isfinite(tensor)].astype(np.float64)
+    assert (row.count, row.times, row.nans, row.infs) == (32, 1, 1, 2)
+    assert row.amax == np.abs(finite).max()
+    assert row.min_nonzero == np.abs(finite[finite != 0]).min()
+    assert row.zeros == np.mean(tensor == 0)
+    assert row.rms == pytest.approx(np.sqrt(np.mean(finite**2)), rel=1e-10)
+    assert row.nonfinite == 3 / 32
+    assert row.histogram.dtype == np.int64
+    assert row.histogram.sum() == (finite != 0).sum()
+
+
+def test_shares_and_errors_are_those_of_casting():
+    tensor = draw_tensors(1, spread=30, count=1)[0]
+    (row,) = make_stats([tensor], make_layout()).rows()
+    for name in ("float16", "bfloat16"):
+        with np.errstate(over="ignore"):
+            cast = tensor.astype(jnp.dtype(name)).astype(np.float64)
+        shares = row.formats[name]
+        assert shares.overflow == np.mean(np.isinf(cast))
+        assert shares.underflow == np.mean((cast == 0) & (tensor != 0))
+        saturated = np.clip(cast, -float(jnp.finfo(name).max), float(jnp.finfo(name).max))
+        expected = np.linalg.norm(saturated - tensor) / np.linalg.norm(tensor.astype(np.float64))
+        assert shares.error == pytest.approx(expected, rel=1e-10)
+        assert shares.lost == shares.underflow + shares.overflow
+
+
+def test_counts_use_both_words():
+    record = make_record(np.ones((1, *SHAPE)))
+    times = 10**9 * 2**20
+    counts = [times, times * 7, 3, 2**40 + 1, *[5] * 9, *[times] * HISTOGRAM_BINS]
+    words = split_words(counts).astype(np.uint32)
+    (row,) = Stats(record._replace(counts=words[None]), make_layout()).rows()
+    assert (row.times, row.count, row.nans, row.infs) == (times, times * 32, 3, 2**40 + 1)
+    assert row.zeros == 7 / 32
+    assert row.histogram.tolist() == [times] * HISTOGRAM_BINS
+
+
+@pytest.mark.parametrize("exponent", [-149, -126, -100, 100, 127])
+def test_the_rms_of_huge_and_tiny_numbers_is_finite(exponent):
+    tensor = np.full(SHAPE, math.ldexp(1.5 if exponent > -149 else 1.0, exponent), np.float32)
+    (row,) = make_stats([tensor], make_layout()).rows()
+    assert row.rms == row.amax == tensor[0, 0]
+
+
+def test_an_rms_that_rounding_lifts_above_the_amax_is_the_amax():
+    largest = np.full(SHAPE, np.finfo(np.float64).max)
+    record = make_record([np.ones(SHAPE)])
+    sums = np.float64(record.sums) * 4.0000001
+    extremes = np.array([[largest[0, 0], largest[0, 0]]])
+    record = record._replace(sums=sums, extremes=extremes, exponents=np.array([1023]))
+    (row,) = Stats(record, make_layout()).rows()
+    assert row.rms == row.amax == np.finfo(np.float64).max
+
+
+def test_a_row_that_was_never_measured_is_empty():
+    (row,) = make_stats(np.ones((1, *SHAPE)), make_layout()).empty().rows()
+    assert (row.count, row.times, row.amax, row.min_nonzero, row.rms, row.zeros) == (0, 0, 0, None, 0, 0)
+    assert not row.histogram.any()
+    assert all(shares.lost == shares.error == 0 for shares in row.formats.values())
+
+
+@pytest.mark.slow
+def test_leading_axes_are_merged_where_rows_are_read():
+    many = [make_stats(draw_tensors(seed, spread=4 + 9 * seed)) for seed in range(3)]
+    merged = many[0].merge(many[1]).merge(many[2])
+    assert_same_rows(stack(many).rows(), merged.rows())
+    assert_same_rows(stack([stack(many[:2]), stack([many[2], many[2].empty()])]).rows(), merged.rows())
+
+
+@pytest.mark.slow
+def test_a_merge_sees_all_numbers_of_both():
+    left, right = draw_tensors(2, spread=3), draw_tensors(3, spread=20)
+    merged = make_stats(left).merge(make_stats(right)).rows()
+    together = make_stats(np.concatenate([left, right], 1), make_layout(*map(make_site, PATHS))).rows()
+    for one, whole in zip(merged, together, strict=True):
+        assert (one.amax, one.min_nonzero, one.histogram.tolist()) == (
+            whole.amax,
+            whole.min_nonzero,
+            whole.histogram.tolist(),
+        )
+        assert one.rms == pytest.approx(
+            whole.rms * math.sqrt(32 / 64), rel=1e-10
+        )  # whole has 64 numbers in a row of 32
+
+
+def test_a_merge_under_jit_folds_axes_that_differ():
+    one, batch = make_stats(draw_tensors(4)), stack([make_stats(draw_tensors(seed)) for seed in (5, 6)])
+    merged = jax.jit(Stats.merge)(one, batch)
+    assert merged.record.exponents.shape == (len(PATHS),)
+    assert_same_rows(merged.rows(), one.merge(make_stats(draw_tensors(5))).merge(make_stats(draw_tensors(6))).rows())
+
+
+def test_equal_layouts_are_one_object_and_compare_by_identity():
+    again = make_layout(*map(make_site, PATHS))
+    assert again is LAYOUT
+    assert Layout.__eq__ is object.__eq__
+    assert Layout.__hash__ is object.__hash__
+    assert make_layout(*map(make_site, PATHS), formats=("float16",)) is not LAYOUT
+
+
+@pytest.mark.slow
+def test_a_second_call_does_not_trace_again():
+    traces = []
+
+    @jax.jit
+    def merge(left, right):
+        traces.append(1)
+        return left.merge(right)
+
+    first = merge(make_stats(draw_tensors(0)), make_stats(draw_tensors(1)))
+    merge(make_stats(draw_tensors(2), make_layout(*map(make_site, PATHS))), first)
+    merge(pickle.loads(pickle.dumps(first)), copy.deepcopy(first))
+    assert len(traces) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_layout_is_freed_with_its_stats():
+    import gc
+    import weakref
+
+    layout = make_layout(make_site("gone"))
+    gone = weakref.ref(layout)
+    del layout
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_layout_cannot_be_changed():
+    with pytest.raises(AttributeError, match="A Layout cannot be changed, and its 'sites' is no exception"):
+        LAYOUT.sites = ()
+
+
+@pytest.mark.slow
+def test_scan_carries_stats():
+    tensors = [make_stats(draw_tensors(seed)) for seed in range(3)]
+    start = jax.eval_shape(lambda: tensors[0]).empty()
+    total, each = lax.scan(lambda carry, stats: (carry.merge(stats), stats), start, stack(tensors))
+    expected = tensors[0].merge(tensors[1]).merge(tensors[2]).rows()
+    assert_same_rows(total.rows(), expected)
+    assert_same_rows(each.rows(), expected)
+
+
+def test_a_branch_may_skip():
+    skip_or_take = jax.jit(lambda flag, stats: lax.cond(flag, lambda s: s, Stats.empty, stats))
+    stats = make_stats(draw_tensors(7))
+    assert_same_rows(skip_or_take(True, stats).rows(), stats.rows())
+    assert sum(row.count for row in skip_or_take(False, stats)) == 0
+
+
+@pytest.mark.slow
+def test_empty_of_a_batch_has_its_axes():
+    batch = stack([make_stats(draw_tensors(0))] * 2)
+    assert list(map(jnp.shape, batch.empty().record)) == list(map(jnp.shape, batch.record))
+
+
+@pytest.mark.slow
+def test_stats_may_be_donated():
+    stats, other = make_stats(draw_tensors(0)), make_stats(draw_tensors(1))
+    expected = stats.merge(other).rows()
+    assert_same_rows(jax.jit(Stats.merge, donate_argnums=0)(stats, other).rows(), expected)
+    assert stats.record.counts.is_deleted()
+
+
+def test_leaves_have_names():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(make_stats(draw_tensors(0)))]
+    assert paths == [".counts", ".extremes", ".exponents", ".sums"]
+
+
+def test_pickles_and_flax_bring_stats_back():
+    stats = make_stats(draw_tensors(0))
+    unpickled = pickle.loads(pickle.dumps(stats))
+    assert unpickled.layout is LAYOUT
+    restored = serialization.from_bytes(stats.empty(), serialization.to_bytes(stats))
+    assert stats.rows() == unpickled.rows() == restored.rows()
+
+
+@pytest.mark.filterwarnings("default")  # those of orbax
+def test_orbax_brings_stats_back(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    stats = make_stats(draw_tensors(0))
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"stats": stats})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", {"stats": stats.empty()})["stats"]
+    assert restored.layout is LAYOUT
+    assert restored.rows() == stats.rows()
+
+
+def test_flax_refuses_stats_of_other_rows():
+    saved = serialization.to_bytes(make_stats(draw_tensors(0)))
+    with pytest.raises(ValueError, match=r"The target is <Stats: 1 row, float16, .*what was saved has .*\(4, 2, 77\)"):
+        serialization.from_bytes(make_stats(draw_tensors(0, count=1), make_layout()), saved)
+
+
+def test_a_path_selects_what_is_inside_it():
+    stats = make_stats(draw_tensors(0))
+    assert [row.path for row in stats["blocks/0"]] == ["blocks/0/attention", "blocks/0/mlp"]
+    assert stats["blocks/0"].rows() == stats.rows()[:2]
+    assert stats["head"].rows() == stats.rows()[3:]
+    assert len(stats["blocks"]) == 3
+    assert stats[""].rows() == stats.rows()
+    assert len(stats) == 4
+
+
+@pytest.mark.slow
+def test_a_selection_may_have_gaps_and_leading_axes():
+    layout = make_layout(*map(make_site, ("a", "b", "a", "a/b")))
+    stats = stack([make_stats(draw_tensors(seed), layout) for seed in range(2)])
+    assert jax.jit(lambda s: s["a"])(stats).rows() == tuple(row for row in stats.rows() if row.path != "b")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("blocks/0/atention", "Did you mean 'blocks/0/attention'"),
+        ("block", "Did you mean 'blocks'"),
+        ("zzz", "Known are 'blocks', 'blocks/0'"),
+    ],
+)
+def test_an_unknown_path_names_the_nearest(path, hint):
+    with pytest.raises(KeyError, match=f"No row at '{path}' or inside it. {hint}"):
+        make_stats(draw_tensors(0))[path]
+
+
+def test_only_paths_index_stats():
+    with pytest.raises(TypeError, match=r"indexed by paths, not by 0: stats\['blocks/0'\], or stats.rows\(\)\[0\]"):
+        make_stats(draw_tensors(0))[0]
+
+
+@pytest.mark.slow
+def test_an_empty_program_has_no_rows():
+    layout = Layout([], LAYOUT.meter)
+    empty = Stats(layout.meter.empty(0), layout)
+    assert empty.rows() == ()
+    assert empty.merge(empty.empty()).scalars() == {}
+    assert json.loads(empty.to_json())["rows"] == []
+    with pytest.raises(KeyError, match=r"No row at 'head' or inside it. There is none."):
+        empty["head"]
+
+
+def test_json_is_strict_and_comes_back():
+    tensors = draw_tensors(0)
+    tensors[0, 0, 0], tensors[1] = np.nan, 0
+    layout = make_layout(make_site("a", turn=(1, 2)), *map(make_site, PATHS[1:]))
+    stats = make_stats(tensors, layout)
+
+    def refuse(token):
+        raise AssertionError(token)
+
+    plain = json.loads(stats.to_json(), parse_constant=refuse)
+    assert plain == stats.to_dict()
+    assert plain["rows"][0]["turn"] == [1, 2]
+    assert plain["rows"][1]["min_nonzero"] is None
+    restored = tuple(map(Row.from_dict, plain["rows"]))
+    assert restored == stats.rows()
+    assert (restored[0].turn, restored[0].shape) == ((1, 2), SHAPE)
+
+
+def test_scalars_are_finite_floats_with_unique_names():
+    sites = [
+        make_site("a", direction="backward"),
+        make_site("a", direction="backward"),
+        make_site("a", turn=(3, 1)),
+        make_site("", primitive="", direction="argument"),
+    ]
+    stats = make_stats(draw_tensors(0) * [[[np.nan]], [[1]], [[0]], [[1]]], make_layout(*sites, formats=FORMATS))
+    scalars = stats.scalars()
+    assert all(type(value) is float and math.isfinite(value) for value in scalars.values())
+    prefixes = {name.rpartition("/amax")[0] for name in scalars if name.endswith("/amax")}
+    assert prefixes == {
+        "numerics/a/dot_general/backward",
+        "numerics/a/dot_general/backward_1",
+        "numerics/a/dot_general/forward/turn_3_1",
+        "numerics/argument",
+    }
+    assert scalars["numerics/argument/float16/underflow"] == stats.rows()[3].formats["float16"].underflow
+    assert scalars["numerics/a/dot_general/backward/nans"] == 32
+    assert "numerics/a/dot_general/backward/min_nonzero" not in scalars
+    assert set(stats.scalars(prefix="")) == {name.removeprefix("numerics/") for name in scalars}
+    assert stats.empty().scalars() == {}
+
+
+def test_names_of_sites_stay_unique_whatever_paths_are():
+    sites = [make_site("a"), make_site("a"), make_site("a/dot_general/forward_1", primitive="", direction="forward")]
+    sites.append(make_site("a", "dot_general/forward_1"))
+    assert len(set(make_layout(*sites).list_names())) == 4
+
+
+def test_merging_other_rows_names_the_first_that_differs():
+    stats = make_stats(draw_tensors(0))
+    sites = [*map(make_site, PATHS[:2]), make_site("tail", line=99), make_site(PATHS[3])]
+    with pytest.raises(
+        ValueError,
+        match=r"different programs: row 2 of one is forward dot_general in 'blocks/10/attention': float32\[4, 8\] of "
+        r"/home/me/train.py:12; of the other it is forward dot_general in 'tail': .*train.py:99. Stats merge where",
+    ):
+        stats.merge(make_stats(draw_tensors(0), make_layout(*sites)))
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (make_layout(*map(make_site, PATHS[:2])), "one has 4 rows, and the other has 2"),
+        (
+            make_layout(*map(make_site, PATHS), formats=("float16",)),
+            r"the formats of one are \('float16', 'bfloat16', 'float8_e4m3fn'\), and of the other \('float16',\)",
+        ),
+        (make_layout(*map(make_site, PATHS), histogram=False), "the histogram of one is True, and of the other False"),
+    ],
+)
+def test_merging_says_what_else_differs(other, difference):
+    with pytest.raises(ValueError, match=f"These Stats are of different programs: {difference}"):
+        make_stats(draw_tensors(0)).merge(make_stats(draw_tensors(0, count=len(other)), other))
+
+
+def test_only_stats_merge():
+    with pytest.raises(TypeError, match=r"Only Stats merge with Stats, not a dict: stats.merge\(other_stats\)"):
+        make_stats(draw_tensors(0)).merge({})
+
+
+def test_rows_inside_jit_say_where_to_read_them():
+    stats = make_stats(draw_tensors(0))
+    with pytest.raises(TypeError, match=r"there are none yet: inside jit.*read its rows outside"):
+        jax.jit(lambda s: s.rows())(stats)
+    with pytest.raises(TypeError, match="there are none yet"):
+        jax.eval_shape(lambda: stats).to_dict()
+
+
+def test_repr_is_one_line_even_inside_jit():
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(make_stats(draw_tensors(0)))
+    assert seen == ["<Stats: 4 rows, float16, bfloat16, float8_e4m3fn; print it for the table>"]
+
+
+def test_rows_without_histogram_have_none():
+    (row,) = make_stats(draw_tensors(0, count=1), make_layout(histogram=False)).rows()
+    assert row.histogram is None
+    assert Row.from_dict(row.to_dict()) == row
+    assert row != 1

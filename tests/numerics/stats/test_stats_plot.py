@@ -1,0 +1,261 @@
+"""Plots of statistics are read at a glance: nothing collides or is cut, and what they show is what was measured."""
+
+import itertools
+import math
+import pickle
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from records import SHAPE, make_layout, make_record, make_site
+
+from jmp_policy.numerics import Stats, StatsHistory
+from jmp_policy.numerics._stats._history_plot import MOST_ROWS
+from jmp_policy.report import BEFORE, FORMAT_STYLES
+
+FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+LONG = "model/encoder/transformer/layers_{}/self_attention/query_key_value/DenseGeneral_0"
+
+
+def make_stats(
+    count=3, path="blocks/{}/mlp", formats=FLOATS, seed=0, directions=("forward", "backward"), turns=(None,)
+):
+    """Normal numbers: gradients smaller by 2**-18, and by 2**-2 more from layer to layer."""
+    rng = np.random.default_rng(seed)
+    keys = [*itertools.product(range(count), directions, turns)]
+    sites = [make_site(path.format(layer), direction=direction, turn=turn) for layer, direction, turn in keys]
+    scales = [2.0 ** (-18 - 2 * min(layer, 3) if direction == "backward" else 3) for layer, direction, _ in keys]
+    tensors = [scale * rng.normal(size=SHAPE) for scale in scales]
+    return Stats(make_record(tensors, formats), make_layout(*sites, formats=formats))
+
+
+def make_history(steps, **kwargs):
+    history = StatsHistory()
+    for index in range(steps):
+        history.append(50 * index, make_stats(seed=index, **kwargs))
+    return history
+
+
+FIGURES = {
+    "both passes": lambda: make_stats().plot(),
+    "one format": lambda: make_stats().plot(["float16"], direction="backward"),
+    "no format": lambda: make_stats(formats=()).plot(),
+    "one row": lambda: make_stats(1, LONG, directions=("backward",)).plot(),
+    "many formats": lambda: make_stats(formats=(*FLOATS, "float8_e3m4", "float8_e4m3b11fnuz", "float4_e2m1fn")).plot(),
+    "nothing": lambda: make_stats().empty().plot(),
+    "heat of one step": lambda: make_history(1).plot_underflow(),
+    "heat of many steps": lambda: make_history(70, count=1).plot_underflow("float8_e5m2"),
+    "heat of many rows": lambda: make_history(2, count=100, path=LONG).plot_underflow("float8_e4m3fn"),
+    "heat of nothing": lambda: StatsHistory().plot_underflow(),
+    "amax of one step": lambda: make_history(1).plot_amax(),
+    "amax of many rows": lambda: make_history(3, count=50, path=LONG).plot_amax(),
+    "amax of nothing": lambda: StatsHistory().plot_amax(),
+}
+
+
+def draw(figure):
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def list_texts(figure):
+    """Everything that is written in a figure, with its box in pixels."""
+    texts = [*figure.texts]
+    for axes in figure.axes:
+        texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        for axis, (start, stop) in ((axes.xaxis, sorted(axes.get_xlim())), (axes.yaxis, sorted(axes.get_ylim()))):
+            ticks = [tick for tick in axis.get_major_ticks() if start <= tick.get_loc() <= stop]
+            texts += [label for tick in ticks for label in (tick.label1, tick.label2)]
+        texts += axes.get_legend().get_texts() if axes.get_legend() else []
+    shown = [text for text in texts if text.get_text() and text.get_visible()]
+    return [(text.get_text(), text.get_window_extent()) for text in shown]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_texts_do_not_collide_and_are_not_cut(name):
+    figure = draw(FIGURES[name]())
+    texts = list_texts(figure)
+    assert texts
+    assert [(one, other) for (one, a), (other, b) in itertools.combinations(texts, 2) if a.overlaps(b)] == []
+    frame = figure.bbox
+    for text, box in texts:
+        assert frame.x0 <= box.x0 <= box.x1 <= frame.x1, text
+        assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text
+
+
+@pytest.mark.slow
+def test_bars_are_the_shares_of_numbers():
+    tensors = np.random.default_rng(0).normal(size=(3, *SHAPE)) * 2.0**-22
+    tensors[0, 0, :4] = 0
+    sites = [make_site(name, direction="forward" if name == "c" else "backward") for name in "abc"]
+    stats = Stats(make_record(tensors), make_layout(*sites))
+    above, below = draw(stats.plot(direction="backward")).axes
+    total = sum(row.histogram for row in stats.rows()[:2])
+    shown = {round(bar.get_x()): bar.get_height() for bar in above.patches}
+    assert shown == {index - 47: pytest.approx(100 * count / 64) for index, count in enumerate(total)}
+    assert above.get_title(loc="left") == "backward, 2 rows; 6.2% zeros"
+    lost = np.mean([row.formats["float16"].underflow for row in stats.rows()[:2]])
+    assert lost > 0
+    assert below.texts[0].get_text() == f"{100 * lost:.1f}% become zero"
+
+
+@pytest.mark.slow
+def test_ranges_are_those_of_the_formats():
+    _, below = draw(make_stats(1, directions=("forward",)).plot(["float16", "float8_e5m2", "bfloat16"])).axes
+    spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in below.patches]
+    half, e5m2 = np.finfo(np.float16), (-16, -14, math.log2(57344))
+    assert spans[0] == (math.log2(half.smallest_subnormal), math.log2(half.smallest_normal))
+    assert spans[1] == (-14, pytest.approx(math.log2(half.max)))
+    assert [*spans[2], spans[3][1]] == pytest.approx([e5m2[0], e5m2[1], e5m2[2]])
+    assert spans[5] == (-47, 17)  # bfloat16 goes on beyond both ends
+    colors = [to_hex(bar.get_facecolor()).upper() for bar in below.patches[::2]]
+    assert colors == [FORMAT_STYLES[name].color for name in ("float16", "float8_e5m2", "bfloat16")]
+
+
+def test_titles_say_what_is_in_no_bin():
+    tensor = np.ones(SHAPE)
+    tensor[0, :4], tensor[1, 0] = 0, np.inf
+    stats = Stats(make_record([tensor]), make_layout(make_site("head")))
+    assert stats.plot().axes[0].get_title(loc="left") == "head, forward; 12% zeros; 3.1% nan or infinite"
+
+
+@pytest.mark.slow
+def test_integers_have_no_range():
+    stats = make_stats(1, formats=("float16",))
+    named = Stats(stats.record, make_layout(*stats.layout.sites, formats=("int8",)))
+    _, below, *_ = draw(named.plot()).axes
+    assert not below.patches
+    _, below, *_ = draw(named.plot(["int8", "float16"])).axes
+    assert [label.get_text() for label in below.get_yticklabels()] == ["float16"]
+
+
+def test_a_selection_is_drawn_alone():
+    stats = make_stats(3)
+    first = stats.select(lambda site: site.path == "blocks/1/mlp" and site.direction == "backward")
+    assert [axes.get_title(loc="left") for axes in first.plot().axes] == ["blocks/1/mlp, backward", ""]
+    assert first.rows() == stats.rows()[3:4]
+    assert len(stats.select(lambda site: False)) == 0
+
+
+@pytest.mark.slow
+def test_a_heat_map_has_the_shares_of_each_step():
+    history = make_history(2, count=5, directions=("backward",))
+    axes = draw(history.plot_underflow("fp16")).axes[0]
+    shown = np.asarray(axes.images[0].get_array())
+    wanted = [[history[step][row].formats["float16"].underflow for step in (0, 50)] for row in range(5)]
+    kept = [row for row in wanted if any(row)]
+    np.testing.assert_allclose(shown, kept)
+    assert 0 < len(kept) < 5
+    assert axes.get_title(loc="left") == f"backward; {5 - len(kept)} of 5 rows lose nothing"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "50"]
+    assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
+
+
+def test_a_pass_that_loses_nothing_is_named_above_the_map():
+    figure = make_history(1).plot_underflow()
+    assert figure.get_suptitle() == "float16: what becomes zero; forward: nothing"
+    assert len(figure.axes) == 2  # one panel, and the colors
+
+
+@pytest.mark.slow
+def test_a_heat_map_pools_the_operations_of_a_layer():
+    small, large = np.full(SHAPE, 2.0**-30), np.ones(SHAPE)
+    layout = make_layout(make_site("a", line=1), make_site("a", line=2), make_site("a", turn=(0, 3)))
+    history = StatsHistory()
+    history.append(0, Stats(make_record([small, large, small]), layout))
+    axes = draw(history.plot_underflow()).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "a[0][3]"]
+    assert np.asarray(axes.images[0].get_array()).tolist() == [[0.5], [1.0]]
+
+
+@pytest.mark.slow
+def test_a_heat_map_draws_those_that_lose_most():
+    tensors = np.ones((MOST_ROWS + 9, *SHAPE))
+    tensors[:, 0, 0] = 2.0**-30
+    tensors[7, 1] = 2.0**-30
+    stats = Stats(make_record(tensors), make_layout(*(make_site(f"layer{index}") for index in range(len(tensors)))))
+    history = StatsHistory()
+    history.append(0, stats)
+    axes = history.plot_underflow().axes[0]
+    assert len(axes.get_yticklabels()) == MOST_ROWS
+    assert "layer7" in [label.get_text() for label in axes.get_yticklabels()]
+    assert axes.get_title(loc="left") == f"forward; 9 of {MOST_ROWS + 9} rows lose less"
+
+
+def test_a_heat_map_of_no_loss_says_so():
+    assert make_history(2).plot_underflow("bfloat16").texts[0].get_text() == (
+        "bfloat16 makes none of the 6 rows lose a number to zero."
+    )
+
+
+def test_a_step_that_lacks_a_row_is_blank():
+    history = make_history(1, count=3, directions=("backward",))
+    history.append(50, make_stats(2, directions=("backward",)))
+    image = history.plot_underflow("float8_e4m3fn").axes[0].images[0]
+    assert to_hex(image.cmap(np.nan)).upper() == BEFORE
+    shown = np.ma.masked_invalid(image.get_array())
+    assert shown.mask.tolist() == [[False, False], [False, False], [False, True]]
+
+
+def test_amax_curves_are_exponents_with_the_maxima_of_formats():
+    history = make_history(3, count=6, directions=("forward",))
+    (axes,) = draw(history.plot_amax()).axes
+    lines = {line.get_label(): line for line in axes.lines}
+    wanted = [math.log2(history[step][0].amax) for step in (0, 50, 100)]
+    assert any(np.allclose(line.get_ydata(), wanted) for line in axes.lines if len(line.get_ydata()) == 3)
+    assert lines["largest float16"].get_ydata()[0] == math.log2(65504)
+    assert lines["largest e4m3fn"].get_ydata()[0] == math.log2(448)
+    assert "largest bfloat16" not in lines
+    assert "2 others" in lines
+    highest = max(history[step][row].amax for step in (0, 50, 100) for row in range(6))
+    named = [line for name, line in lines.items() if name.startswith("blocks")]
+    assert len(named) == 4
+    assert max(np.max(line.get_ydata()) for line in named) == math.log2(highest)
+
+
+@pytest.mark.slow
+def test_an_amax_of_zero_is_a_gap():
+    history = StatsHistory()
+    for step in (1, 2):
+        history.append(step, Stats(make_record([np.full(SHAPE, step - 1.0)]), make_layout()))
+    (axes,) = draw(history.plot_amax()).axes
+    assert np.isnan(axes.lines[0].get_ydata()).tolist() == [True, False]
+
+
+def test_an_unknown_format_is_named():
+    with pytest.raises(ValueError, match=r"Unknown format 'flaot16'. Did you mean 'float16'\?"):
+        make_stats().plot(["flaot16"])
+    with pytest.raises(ValueError, match="Unknown format 'float9'"):
+        make_history(1).plot_amax(["float9"])
+
+
+def test_a_format_that_was_not_measured_is_named():
+    with pytest.raises(ValueError, match=r"The format 'float8_e4m3' was not measured. Did you mean 'float8_e4m3fn'\?"):
+        make_history(1).plot_underflow("float8_e4m3")
+
+
+@pytest.mark.parametrize("plot", ["plot", "plot_underflow", "plot_amax"])
+def test_an_unknown_direction_is_named(plot):
+    owner = make_stats() if plot == "plot" else make_history(1)
+    with pytest.raises(ValueError, match=r"Unknown direction 'backwards'. Did you mean 'backward'\? For example"):
+        getattr(owner, plot)(direction="backwards")
+
+
+def test_a_plot_needs_histograms():
+    stats = Stats(make_record([np.ones(SHAPE)], histogram=False), make_layout(histogram=False))
+    with pytest.raises(ValueError, match=r"no histograms to draw: .* numerics.collect\(fun, histogram=True\)"):
+        stats.plot()
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="A plot needs matplotlib, which is not installed: pip install matplotlib"):
+        make_stats().plot()
+
+
+def test_a_notebook_shows_a_plot_without_pyplot_and_it_survives_pickling():
+    figure = pickle.loads(pickle.dumps(make_stats(1).plot()))
+    assert figure._repr_png_().startswith(b"\x89PNG")
