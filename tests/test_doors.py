@@ -45,8 +45,8 @@ CORE = ("_base", "loss_scale", "policy", "modules", "_jaxpr", "gradients")
 PROGRAMS = ("cli", "demo", "__main__")
 """Packages that may import `jmp_policy` itself."""
 
-LATE = {("numerics", "nnx"), ("cli", "demo")}
-"""Imports of a higher level, only inside functions: `tune` tries policies on nnx modules, `train` runs the demo."""
+LATE = {("cli", "demo")}
+"""Imports of a higher level, only inside functions: `train` and `compare` run the demo."""
 
 
 class Import(NamedTuple):

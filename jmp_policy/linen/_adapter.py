@@ -27,6 +27,7 @@ class _Linen:
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(model.apply)(variables, x)"
     quantize = None
+    value_and_grad = None
     attach_wrapped = None
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:

@@ -208,6 +208,11 @@ class Adapter(Protocol):
         """
         ...
 
+    @property
+    def value_and_grad(self) -> Callable[..., Any] | None:
+        """Differentiates functions of its models under a loss scale; `None` for linen, whose models hold no arrays."""
+        ...
+
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Runs a function of Flax objects by means of one that knows trees of arrays only.
 

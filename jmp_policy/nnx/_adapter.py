@@ -16,6 +16,7 @@ from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._calls import find_modules, hook_calls
 from ._decorate import attach_wrapped, decorate_class, find_given_policy
 from ._explain import examine, find_method
+from ._grad import value_and_grad
 from ._layer_table import LayerWeight, find_weight, weight_name
 from ._lift import lift
 from ._methods import parse_keep
@@ -84,6 +85,7 @@ class _Nnx:
         return hook_calls(call, hook)(nnx.clone(model))
 
     examine = staticmethod(examine)
+    value_and_grad = staticmethod(value_and_grad)
 
     def find_weights(self, model: nnx.Module) -> dict[str, Any]:
         """Returns the weights of a model that can be quantized, or are, by the path of their module."""

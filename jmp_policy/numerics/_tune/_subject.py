@@ -116,11 +116,9 @@ def _call_model(model: Any, *inputs: Any) -> Any:
 
 
 def _choose_gradient(first: Args) -> Callable[..., Any]:
-    if find_lifting_adapter(first) is None:
-        return functools.partial(value_and_grad, allow_int=True)
-    from ...nnx import value_and_grad as value_and_grad_of_models
-
-    return value_and_grad_of_models
+    adapter = find_lifting_adapter(first)
+    own = None if adapter is None else adapter.value_and_grad
+    return own or functools.partial(value_and_grad, allow_int=True)
 
 
 def _call_loss(fun: Callable[..., Any], has_aux: bool, seed: int, *args: Any) -> tuple[jax.Array, PyTree]:
