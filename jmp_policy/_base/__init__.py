@@ -44,7 +44,6 @@ from ._messages import (
     warn_once as warn_once,
     warn_user as warn_user,
 )
-from ._paths import list_paths_to as list_paths_to
 from ._rounding import (
     is_half as is_half,
     join_float32 as join_float32,
@@ -55,8 +54,12 @@ from ._rounding import (
 )
 from ._trees import (
     Args as Args,
+    Aux as Aux,
     Kwargs as Kwargs,
+    Loss as Loss,
+    P as P,
     PyTree as PyTree,
+    R as R,
     Uncast as Uncast,
     cast_floating as cast_floating,
     cast_to_full as cast_to_full,
@@ -65,5 +68,5 @@ from ._trees import (
     floating_leaves as floating_leaves,
     is_array as is_array,
     is_floating as is_floating,
+    list_paths_to as list_paths_to,
 )
-from ._types import Aux as Aux, Loss as Loss, P as P, R as R

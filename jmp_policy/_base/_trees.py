@@ -1,7 +1,7 @@
 """Trees of arrays, and casts of their floating leaves."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +10,10 @@ from jax import lax
 from ._dtypes import DTypeLike, half_dtype, is_floating_dtype, parse_dtype
 from ._float8_state import map_rest, split_state
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Loss = TypeVar("Loss")
+Aux = TypeVar("Aux")
 T = TypeVar("T")
 PyTree = Any
 Args = tuple[Any, ...]
@@ -131,3 +135,13 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
         return leaf.update(dtype=dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # as JAX, which overflows to infinity without a word
         return leaf.astype(dtype)
+
+
+def list_paths_to(path: str) -> list[str]:
+    """The paths of the modules around a path, the root first, and at the end the path itself.
+
+    >>> list_paths_to("blocks/0"), list_paths_to("")
+    (['', 'blocks', 'blocks/0'], [''])
+    """
+    names = path.split("/") if path else []
+    return ["/".join(names[:n]) for n in range(len(names) + 1)]

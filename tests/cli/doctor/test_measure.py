@@ -14,11 +14,12 @@ from jmp_policy.cli.doctor._measure import (
     TURNS,
     choose_sizes,
     compare_times,
+    list_products,
     measure_matmuls,
     measure_steps,
+    read_products,
     time_in_turns,
 )
-from jmp_policy.cli.doctor._products import list_products, read_products
 
 
 def test_the_shortest_times_are_compared():

@@ -1,8 +1,0 @@
-"""Type variables of signatures."""
-
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Loss = TypeVar("Loss")
-Aux = TypeVar("Aux")
