@@ -38,7 +38,7 @@ if importlib.util.find_spec("jmp_policy") is None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # those of the kernel's own machinery are not ours to mend
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):

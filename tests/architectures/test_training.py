@@ -31,6 +31,7 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [LONGEST, *(name for name in ARCHITECTURES if name not in LONGEST.values)])
 def test_half_learns_what_float32_learns(name):

@@ -106,7 +106,7 @@ def test_training_ends_where_float32_ends():
         assert {leaf.dtype.name for leaf in jax.tree.leaves(run.params)} == {"float32"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_benchmark_prints_its_tables(capsys):
     autocast.main(["--quick"])
     out = capsys.readouterr().out

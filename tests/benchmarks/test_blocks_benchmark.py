@@ -30,6 +30,7 @@ def _errors(rows, *labels):
     return dict(zip(OURS, map(float, row[len(labels) :]), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_the_magnitude_of_a_tensor_changes_no_error_of_ours():
     """It decides all of qwix's nvfp4, which has no scale of the tensor."""
     rows = blocks.scale_rows([1e-4, 1.0])

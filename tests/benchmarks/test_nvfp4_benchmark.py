@@ -8,6 +8,7 @@ from benchmarks import nvfp4
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
+@pytest.mark.exhaustive
 def test_stochastic_rounding_costs_a_draw_and_gains_in_the_mean():
     with jax.numpy_dtype_promotion("standard"):
         cases = {"dense layer": nvfp4.CASES["dense layer"]}

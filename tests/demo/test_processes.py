@@ -52,7 +52,7 @@ def test_two_and_four_processes_have_the_losses_of_one(folder):
         assert len(lines) == 4  # of the first process alone
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_infinity_in_one_process_skips_the_step_in_all(folder):
     wishes = {"steps": 4, "batch_size": 4, "policy": "mixed_float16", "api": "linen", "mesh": "data=2,fsdp=2"}
     results = run_processes(folder, 2, 2, out="run", planted=2, **wishes)

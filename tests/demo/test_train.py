@@ -122,6 +122,7 @@ def test_a_stopped_run_tells_what_its_policy_did_so_far(folder, stop_after):
     assert (folder / "run" / "loss.png").exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monkeypatch, api):
