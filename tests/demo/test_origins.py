@@ -90,7 +90,6 @@ def test_a_search_for_a_scale_is_not_explained(tmp_path):
     assert trainer.scales == []
 
 
-@pytest.mark.slow
 def test_a_scale_that_can_fall_no_more_or_a_loss_that_is_not_finite_is(tmp_path):
     trainer = Recorded(jmp.DynamicLossScale(4.0))
     steps = (math.nan, 2.0, 1), (1.0, 1.0, 2), (1.0, 1.0, 3), (1.0, 1.0, 4), (math.inf, 1.0, 4)

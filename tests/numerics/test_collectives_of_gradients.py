@@ -131,7 +131,6 @@ def test_gathers_are_recomputed_and_gradients_scattered_in_each_layer(compiled):
     assert [name for name, row in rows.items() if row.is_gradient] == ["backward reduce-scatter"]
 
 
-@pytest.mark.slow
 @BOTH_WAYS
 def test_activations_that_go_around_a_loop_are_no_gradients(compiled):
     """JAX sums the cotangent of a layer's input last: it is the next turn that multiplies by it."""

@@ -198,7 +198,6 @@ def test_figures_of_a_wrapped_optimizer_are_those_without_state():
     assert_same(*figures)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [{}, {"state": None}], ids=["left out", "none"])
 def test_state_that_was_not_differentiated_does_not_keep_a_wrapped_optimizer_from_its_update(frozen):
     tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.NoOpLossScale())

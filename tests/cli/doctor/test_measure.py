@@ -58,7 +58,6 @@ def test_a_matmul_in_float32_is_multiplied_in_float32():
     assert measure_matmuls(MATMULS[:1], size=32)[0].multiplied_in == "float32"
 
 
-@pytest.mark.slow
 def test_the_matmuls_of_a_step_are_counted():
     steps = measure_steps(32, 16, dtypes=["float32"])
     assert steps["float32"].multiplied_in == {"float32": 5}  # two forward, three backward

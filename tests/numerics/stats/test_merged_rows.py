@@ -53,7 +53,6 @@ def test_all_steps_are_what_their_arrays_are_when_merged():
     check_same(make_history(*parts).merge().rows(), expected.rows())
 
 
-@pytest.mark.slow
 def test_large_counts_come_back_exactly():
     stats = make_stats(0)
     for _ in range(50):  # 2**50 times as many numbers: more than a word holds
