@@ -153,11 +153,11 @@ class ActivePolicy:
         return issubclass(type(module), self.given.owner) and self.path == path_of(module)
 
     def locate(self, module: nn.Module) -> str:
-        """The path of a module inside, as the rules of a map see it."""
+        """Returns the path of a module inside, as the rules of a map see it."""
         return self.given.place.path(path_of(module)[len(self.path) :])
 
     def get_rules_inside(self, module: nn.Module, policy: Policy) -> Policy | PolicyMap:
-        """What holds inside of a module that wraps one of nnx.
+        """Returns the policy or the rules inside of a module that wraps one of nnx.
 
         Args:
           module: the module.

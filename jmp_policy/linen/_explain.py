@@ -90,7 +90,7 @@ class _CalledModules:
             self.modules[path] = self._describe(module)
 
     def note_wrapped(self, module: nn.Module) -> None:
-        """Notes what a module wraps of nnx, which is made while it is called, and has no rows of its own."""
+        """Notes the nnx module inside of one, which is made while that is called and has no rows of its own."""
         active: ActivePolicy | None = CURRENT.value
         if active is None or not is_bridge(module):
             return

@@ -57,7 +57,7 @@ def _find_role_of_quotient(step: Step, makers: dict[int, list[Step]], logarithms
 
 
 def _find_decomposition(atom: Any, makers: dict[int, list[Step]], *, of_differences: bool = True) -> str:
-    """The decomposition of a matrix of whose values a divisor is made; the empty string for none.
+    """Finds the decomposition of a matrix from whose values a divisor is made; the empty string for none.
 
     Args:
       atom: the divisor.

@@ -190,9 +190,9 @@ def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scale
 
 
 def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
-    """The number of rows of a left operand, which hardware multiplies in 8 bits if it is a multiple of 16.
+    """Counts the rows of a left operand. Hardware multiplies in 8 bits only if the number is a multiple of 16.
 
-    That of a convolution does not matter, and counts as 0.
+    Returns 0 for a convolution, whose rows may be of any number.
     """
     if isinstance(operation.compute, Convolution):
         return 0
@@ -201,11 +201,11 @@ def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
 
 @contextlib.contextmanager
 def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
-    """A context for the call of a model, which warns once if its rows keep every product out of 8 bits.
+    """Warns once, after the call of a model, if the number of rows kept every product out of 8 bits.
 
     Args:
-      given: what the model was given.
-      about: what the warning is given once for, a class with a policy.
+      given: the policy or map of the model.
+      about: the class with a policy; each has the warning once.
       initializes: whether the call only makes parameters: the inputs are often a single example.
     """
     if not _has_float8(given):
