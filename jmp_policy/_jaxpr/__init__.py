@@ -1,7 +1,6 @@
 """Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
 
 from ._cost import (
-    MATMULS as MATMULS,
     MOVING as MOVING,
     count_bytes as count_bytes,
     count_flops as count_flops,
@@ -31,10 +30,12 @@ from ._module_paths import (
     Modules as Modules,
 )
 from ._primitives import (
-    ANNOTATIONS as ANNOTATIONS,
+    CALLED as CALLED,
     DEVICE_SUMS as DEVICE_SUMS,
-    MOVERS as MOVERS,
-    TRANSFERS as TRANSFERS,
+    MATMULS as MATMULS,
+    PRIMITIVES as PRIMITIVES,
+    Fact as Fact,
+    having as having,
 )
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,

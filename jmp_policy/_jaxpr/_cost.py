@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._primitives import ANNOTATIONS, MOVERS, TRANSFERS
+from ._primitives import Fact, having
 from ._program import Atom, is_float
 from ._walk import walk
 
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
-
-MOVING = MOVERS | ANNOTATIONS | TRANSFERS | {"select_n", "link", "carry"}
-"""Primitives that only move or choose numbers."""
+MOVING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"select_n", "link", "carry"}
+"""Steps that only move or choose elements, those between a body and what is around it included."""
 
 _OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
 """Operations whose work depends on what they read. Windows overlap, so that their work depends on what they make."""
@@ -116,7 +114,6 @@ _FLOPS = {
     "dot_general": _count_dot,
     "scaled_dot": _count_dot,
     "conv_general_dilated": _count_convolution,
-    "ragged_dot": _count_ragged_dot,
     "ragged_dot_general": _count_ragged_dot,
     "one_minus_square": lambda eqn: 2 * _size(eqn.outvars[0]),
     "polynomial": lambda eqn: 2 * (len(eqn.invars) - 2) * _size(eqn.outvars[0]),  # all but one operand are coefficients

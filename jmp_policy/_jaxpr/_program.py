@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Va
 from jax.sharding import AbstractMesh
 
 from .._base import is_floating_dtype
+from ._primitives import Fact, having
 
 Atom = Var | Literal
 """What an equation reads. Its abstract value, `aval`, has a dtype if `float_dtype` finds one."""
@@ -211,11 +212,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Inside]:
     return [_make_call(eqn, item) for value in params.values() for item in _list_items(value) if _is_body(item, eqn)]
 
 
-_OPAQUE = frozenset({
-    "pallas_call", "reduce", "reduce_window", "select_and_scatter", "scatter", "scatter_add", "scatter-add",
-    "scatter_mul", "scatter-mul", "scatter_min", "scatter-min", "scatter_max", "scatter-max", "scatter_sub",
-    "scatter-sub",
-})  # fmt: skip
+_OPAQUE = having(Fact.COMBINES, Fact.KERNEL)
 """These hold programs that say how to combine two numbers, or that write to memory: they are operations themselves."""
 
 

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from .._base import PyTree, is_floating, is_floating_dtype
-from .._jaxpr import ANNOTATIONS, MOVERS, TRANSFERS, Step, trace, walk
+from .._jaxpr import Fact, Step, having, trace, walk
 
-MOVES = MOVERS | ANNOTATIONS | TRANSFERS
+MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS)
 """Primitives through which a cast can be moved: casting their operands or their results gives the same."""
 
 _MARK = "jmp_policy parameter "

@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 from jmp_policy import NoOpLossScale, grad
-from jmp_policy._jaxpr import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS, _cost
-from jmp_policy.autocast._rewrite import _marks, _tables
+from jmp_policy._jaxpr import CALLED, DEVICE_SUMS, PRIMITIVES, Fact, _cost, _primitives, having
+from jmp_policy._jaxpr._rewriter import WRITERS
+from jmp_policy.autocast._rewrite import _marks
 from jmp_policy.gradients._reduce import _tables as reduction_tables
 from jmp_policy.numerics import audit
 from jmp_policy.numerics._audit import _checks
@@ -27,28 +28,46 @@ import gc, jax, jax.lax, jax.extend.core.primitives
 from jax.extend.core import Primitive
 print(*{found.name for found in gc.get_objects() if isinstance(found, Primitive)})
 """
-RENAMED = {"reduced_vary_cast_p", "vary_unreduced_cast_p", "reduced_vary_cast", "vary_unreduced_cast"}
-SINCE_0_11 = {"relayout", "pbroadcast_dynamic"}
+"""Every primitive that JAX has made by the time it is imported; in a process of its own, without other packages."""
+
+FROM_0_11 = {"log2", "one_minus_square", "relayout", "unreduced_pmax", "unreduced_pmin"}
+FROM_0_12 = {"pbroadcast_dynamic", "polynomial", "reduced_vary_cast", "vary_unreduced_cast"}
+ONLY_IN_0_11 = {"program_order"}
+UNTIL_0_11 = {"closed_call", "reduced_vary_cast_p", "vary_unreduced_cast_p"}
+UNTIL_0_10 = {
+    "box_get", "box_set", "call", "core_map", "log_extend", "log_read", "new_box", "new_log", "pbroadcast_done",
+    "pbroadcast_start", "psum_start", "unreduced_psum_start", "unreduced_reduce_scatter_start",
+}  # fmt: skip
+WITH_PALLAS = {"pallas_call"}
 
 
-def list_reason(reason):
-    return {name for name, why in _tables.CLEAR.items() if why == reason}
+def absent_here() -> set[str]:
+    version = jax.__version_info__[:2]
+    if version <= (0, 10):
+        return WITH_PALLAS | FROM_0_11 | FROM_0_12 | ONLY_IN_0_11
+    if version == (0, 11):
+        return WITH_PALLAS | UNTIL_0_10 | FROM_0_12
+    return WITH_PALLAS | UNTIL_0_10 | UNTIL_0_11 | ONLY_IN_0_11
 
 
-def test_the_shared_names_are_those_that_autocast_lists_by_reason():
-    assert list_reason("moves numbers") == MOVERS
-    assert list_reason("says something about a value, and leaves it") == ANNOTATIONS
-    moving = list_reason("moves or chooses numbers between devices: half as many bytes in half")
-    assert {name for name in moving if not name.endswith(("pmax", "pmin"))} == TRANSFERS
-    assert {name for name in _tables.INFER if name in _traced.PRIMITIVES} == DEVICE_SUMS
-
-
-def test_each_of_them_is_a_primitive_of_jax():
+def test_every_primitive_of_jax_has_a_row_and_every_row_is_a_primitive():
     run = subprocess.run([sys.executable, "-c", ALL_PRIMITIVES], capture_output=True, text=True, check=True)
-    absent = (MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS) - set(run.stdout.split())
-    assert absent <= RENAMED | (SINCE_0_11 if jax.__version_info__ < (0, 12) else set())
+    found = set(run.stdout.split())
+    assert found - set(PRIMITIVES) == set()
+    assert set(PRIMITIVES) - found == absent_here()
 
 
+def test_no_primitive_has_two_rows():
+    names = [name for names in _primitives._ROWS.values() for name in names.split()]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_rewriter_enters_the_primitives_that_run_programs():
+    assert set(WRITERS) == having(Fact.CALLS)
+    assert set(CALLED) < having(Fact.CALLS)
+
+
+MOVERS, ANNOTATIONS, TRANSFERS = having(Fact.MOVES), having(Fact.ANNOTATES), having(Fact.TRANSFERS)
 ALL = MOVERS | ANNOTATIONS | TRANSFERS
 TABLES = {
     "the costs and facts of audit": (_cost.MOVING, ALL),

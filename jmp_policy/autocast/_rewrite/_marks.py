@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._jaxpr import ANNOTATIONS, MOVERS, Atom, Body, Kind
+from ..._jaxpr import Atom, Body, Fact, Kind, having
 from ._scopes import Scope
 
 Numbers = tuple[float, ...]
@@ -68,7 +68,7 @@ def join_marks(kinds: Sequence[Kind]) -> Mark:
     return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
 
 
-_CHOOSING = (MOVERS - {"gather"}) | ANNOTATIONS | {"max", "min", "reduce_max", "reduce_min", "select_n"}
+_CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
 """Primitives whose results consist of elements of their operands. `gather` may fill with nan, which is none of them."""
 
 _COMPUTING: dict[str, Callable[..., Any]] = {

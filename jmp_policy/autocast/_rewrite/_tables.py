@@ -5,6 +5,9 @@ and TensorFlow grappler's auto_mixed_precision_lists; where they differ, the err
 """
 
 import enum
+from collections.abc import Iterable
+
+from ..._jaxpr import Fact, having
 
 
 class Precision(enum.Enum):
@@ -17,6 +20,10 @@ class Precision(enum.Enum):
     CLEAR = "moves numbers, and computes nothing: as its inputs"
     COMPARE = "in the widest of its inputs, which is exact"
     TRACED = "as traced"
+
+
+def _give(reason: str, names: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(sorted(names), reason)
 
 
 LOW = {
@@ -50,40 +57,15 @@ FULL = {
     "erf_inv": "steep at the ends of its domain",
     "erfc": "relative error in the tail is exp's",
     "polynomial": "adds and multiplies as often as it has terms",
-    "lgamma": "special functions are sums of many terms",
-    "digamma": "as lgamma",
-    "polygamma": "as lgamma",
-    "igamma": "as lgamma",
-    "igammac": "as lgamma",
-    "igamma_grad_a": "as lgamma",
-    "regularized_incomplete_beta": "as lgamma",
-    "zeta": "as lgamma",
-    "bessel_i0e": "as lgamma",
-    "bessel_i1e": "as lgamma",
     "reduce_sum": "adds n numbers: an error of n/2 units in the last place in half",
     "reduce_prod": "multiplies n numbers, and over- or underflows",
     "cumsum": "as reduce_sum; bfloat16 alone: 4.5e-3 where float32 inside has 1.7e-3",
     "cumprod": "as reduce_prod; bfloat16 alone: 0.59 where float32 inside has 1.7e-3",
     "cumlogsumexp": "as exp and cumsum",
     "fft": "a sum over all points, and XLA has none in half",
-    "cholesky": "XLA has no linear algebra in half",
-    "cholesky_update": "as cholesky",
-    "eig": "as cholesky",
-    "eigh": "as cholesky",
-    "householder_product": "as cholesky",
-    "geqp3": "as cholesky",
-    "geqrf": "as cholesky",
-    "hessenberg": "as cholesky",
-    "lu": "as cholesky",
-    "ormqr": "as cholesky",
-    "qr": "as cholesky",
-    "schur": "as cholesky",
-    "svd": "as cholesky",
-    "symmetric_product": "as cholesky",
-    "triangular_solve": "as cholesky",
-    "tridiagonal": "as cholesky",
-    "tridiagonal_solve": "as cholesky",
     "reduce": "as reduce_sum, with a function of the user's",
+    **_give("special functions are sums of many terms", having(Fact.SPECIAL)),
+    **_give("XLA has no linear algebra in half", having(Fact.DECOMPOSES)),
 }
 
 FULL_IN_FLOAT16 = {
@@ -151,106 +133,40 @@ STEEP = {
 }
 """What has a pole, or ends, where a saturating operation does."""
 
-KEEPING_SUMS = dict.fromkeys(
-    ["add", "add_any", "sub", "neg", "select_n", "broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice",
-     "dynamic_slice", "gather", "pad", "concatenate", "split", "stack", "unstack", "tile", "copy"],
-    "linear: keeps nothing for the backward pass",
-) | dict.fromkeys(
-    ["argmax", "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k"],
-    "chooses among numbers that rounding makes equal",
-) | dict.fromkeys(
-    ["stop_gradient", "optimization_barrier", "sharding_constraint", "layout_constraint"],
-    "says something about a value, and leaves it",
+KEEPING_SUMS = (
+    _give("linear: keeps nothing for the backward pass",
+          (having(Fact.MOVES, Fact.ADDS) | {"neg", "select_n"}) - {"dynamic_update_slice"})
+    | _give("picks among elements that rounding makes equal",
+            having(Fact.CHOOSES) & {"argmax", "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k"})
+    | _give("says something about a value, and leaves it",
+            {"stop_gradient", "optimization_barrier", "sharding_constraint", "layout_constraint"})
 )  # fmt: skip
 """What keeps the sums of products in float32, under a policy with an accumulate dtype, among what follows its inputs.
 All else takes them in the compute dtype: what multiplies keeps its operands for the backward pass, `name` keeps them
 because somebody said so, and collectives send them."""
 
 CLEAR = (
-    dict.fromkeys(
-        ["reshape", "squeeze", "transpose", "rev", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "pad",
-         "concatenate", "split", "stack", "unstack", "broadcast_in_dim", "tile", "copy"],
-        "moves numbers",
-    )
-    | dict.fromkeys(
-        ["max", "min", "clamp", "select_n", "sort", "top_k", "approx_top_k", "argmax", "argmin", "reduce_max",
-         "reduce_min", "cummax", "cummin", "reduce_window_max", "reduce_window_min", "scatter", "scatter-max",
-         "scatter-min"],
-        "chooses among numbers",
-    )
-    | dict.fromkeys(
-        ["abs", "neg", "sign", "floor", "ceil", "round", "reduce_precision"],
-        "exact: what it makes of a number of half precision is one",
-    )
-    | dict.fromkeys(
-        ["stop_gradient", "name", "optimization_barrier", "device_put", "sharding_constraint", "reshard", "relayout",
-         "layout_constraint", "pvary", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast",
-         "reduced_vary_cast_p", "preduced", "tie", "inspect_sharding"],
-        "says something about a value, and leaves it",
-    )
-    | dict.fromkeys(
-        ["all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute",
-         "pbroadcast", "pbroadcast_dynamic", "pmax", "pmin", "unreduced_pmax", "unreduced_pmin"],
-        "moves or chooses numbers between devices: half as many bytes in half",
-    )
-)  # fmt: skip
-
-COMPARE = dict.fromkeys(
-    ["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "lt_to", "le_to"], "returns a truth value"
+    _give("moves elements", having(Fact.MOVES))
+    | _give("picks among elements", having(Fact.CHOOSES))
+    | _give("exact: its output for a half-precision number is one", having(Fact.EXACT))
+    | _give("says something about a value, and leaves it", having(Fact.ANNOTATES))
+    | _give("moves elements between devices: half as many bytes in half", having(Fact.TRANSFERS, Fact.DEVICE_CHOOSES))
 )
+
+COMPARE = _give("returns booleans", having(Fact.COMPARES))
 
 TRACED = (
     {"convert_element_type": "the user wrote this cast, and it is kept"}
-    | dict.fromkeys(
-        ["and", "or", "xor", "not", "reduce_and", "reduce_or", "reduce_xor", "shift_left", "shift_right_arithmetic",
-         "shift_right_logical", "population_count", "clz", "mulhi", "lu_pivots_to_permutation"],
-        "of integers",
-    )
-    | dict.fromkeys(
-        ["bitcast_convert_type", "nextafter", "iota", "iota_2x32_shape", "zeros_like", "empty", "empty2",
-         "broadcast_to", "stage"],
-        "means the very dtype that it was traced in",
-    )
-    | dict.fromkeys(["complex", "real", "imag", "conj"], "of complex numbers, which have no half precision")
-    | dict.fromkeys(
-        ["random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap",
-         "random_wrap", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
-         "philox2x32", "philox4x32"],
-        "of random keys and bits: autocast does not change which numbers are drawn",
-    )
-    | dict.fromkeys(
-        ["scaled_dot", "scaled_matmul", "scaled_matmul_wrapper", "dot_product_attention_fwd",
-         "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd", "dot_product_attention_bwd_wrapper",
-         "dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fp8_bwd",
-         "dot_product_attention_fp8_bwd_wrapper", "cudnn_fusion"],
-        "a kernel that takes the dtypes that it was given, and is in low precision already",
-    )
-    | dict.fromkeys(
-        ["get", "swap", "addupdate", "accum_grad_in_ref", "empty_ref", "new_ref", "free_ref", "freeze", "box_get",
-         "box_set", "new_box", "new_log", "log_read", "log_extend", "run_state", "core_map", "pin", "unpin",
-         "with_memory_space_constraint", "program_order"],
-        "reads and writes memory that has a dtype",
-    )
-    | dict.fromkeys(
-        ["all_gather_start", "all_gather_done", "all_gather_reduced_start", "all_to_all_start", "all_to_all_done",
-         "pbroadcast_start", "pbroadcast_done", "ppermute_start", "ppermute_done", "psum_start", "psum_done",
-         "psum_invariant_start", "reduce_scatter_start", "reduce_scatter_done", "unreduced_psum_start",
-         "unreduced_reduce_scatter_start", "psend", "precv"],
-        "one half of a transfer: both must agree on the dtype",
-    )
-    | dict.fromkeys(
-        ["call", "call_exported", "call_hi_primitive", "call_hi_primitive_linearized", "composite",
-         "linear_call", "custom_lin", "custom_linear_solve", "custom_partitioning", "custom_vmap_call",
-         "custom_jvp_call_jaxpr", "remat_opt", "ffi_call", "pure_callback", "io_callback", "debug_callback",
-         "debug_print", "check"],
-        "a program of which the interpreter sees the outside only",
-    )
-    | dict.fromkeys(
-        ["after_all", "create_token", "create_linear", "axis_index", "platform_index", "dim_as_value",
-         "dimension_size", "shape_assertion", "dce_sink", "unreachable", "from_edtype", "to_edtype"],
-        "of tokens, indices, shapes and other things that are not numbers",
-    )
-)  # fmt: skip
+    | _give("of integers", having(Fact.INTEGERS))
+    | _give("depends on the dtype that it was traced in", having(Fact.BITS))
+    | _give("of complex numbers, which have no half precision", having(Fact.COMPLEX))
+    | _give("of random keys and bits: autocast does not change which numbers are drawn", having(Fact.RANDOM))
+    | _give("a kernel that takes the dtypes that it was given", having(Fact.KERNEL))
+    | _give("reads and writes memory that has a dtype", having(Fact.MEMORY))
+    | _give("one half of a transfer: both must agree on the dtype", having(Fact.ASYNC))
+    | _give("a program of which the interpreter sees the outside only", having(Fact.OUTSIDE))
+    | _give("of tokens, indices or shapes", having(Fact.TOKENS))
+)
 """What runs as it was traced, as any primitive does that is in no table; control flow, calls and custom derivatives
 need no rows, for the interpreter goes into them."""
 

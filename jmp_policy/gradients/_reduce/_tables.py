@@ -6,12 +6,12 @@ cotangent, and moves of numbers from place to place. Any other operation is opaq
 
 from jax.extend.core import JaxprEqn
 
-from ..._jaxpr import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS
+from ..._jaxpr import MATMULS, Fact, having
 
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general", "scaled_dot"})
+PRODUCTS = MATMULS
 """Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
 
-SUMS = frozenset({"cumsum", "reduce_sum", "reduce_window_sum"})
+SUMS = having(Fact.SUMS)
 """Sums over some axes of one tensor."""
 
 SCATTERED_SUM = "scatter-add"
@@ -20,18 +20,15 @@ SCATTERED_SUM = "scatter-add"
 MULTIPLICATIONS = frozenset({"div", "mul"})
 """One number of a result for one of each operand, and linear in either; only one of them is a cotangent."""
 
-MOVES = MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS | {
-    "add", "add_any", "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
-    "sub",
+MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | {
+    "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
 }  # fmt: skip
 """Primitives that move elements, add those in the same place, or bound them; and the collectives of a `shard_map`.
 
 All of them work in the dtype of their operands.
 """
 
-CALLS = frozenset({
-    "checkpoint", "closed_call", "cond", "eval_jaxpr", "jit", "pjit", "remat2", "scan", "shard_map", "while",
-})  # fmt: skip
+CALLS = having(Fact.CALLS) - {"custom_jvp_call", "custom_vjp_call"}
 """What runs programs, which are looked into."""
 
 

@@ -10,12 +10,14 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._base import is_floating_dtype, list_paths_to
-from ..._jaxpr import ANNOTATIONS, MOVERS, ROUNDING_SCOPE, HalfSum, find_half_sum, walk
+from ..._jaxpr import ROUNDING_SCOPE, Fact, HalfSum, find_half_sum, having, walk
 from ...modules import ModuleInfo
 from ...modules.common import read_path
 from ...policy import ODD_ROWS, Float8
 
-STRUCTURAL = (MOVERS - {"gather"}) | ANNOTATIONS | {"convert_element_type", "reduce_precision", "link", "carry"}
+STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
+    "convert_element_type", "reduce_precision", "link", "carry",
+}  # fmt: skip
 """Primitives that move or convert elements. A lookup of rows counts as computing: it is all that an Embed does.
 
 A `link` joins a value in a body to one around it, a `carry` a value around a loop to one in it.

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._jaxpr import ANNOTATIONS, Order, Recorder, array_dtype, is_float
+from ..._jaxpr import Fact, Order, Recorder, array_dtype, having, is_float
 
 MOST_LOOPS = 3
 """How many loops around a value, whose turns have no rows of their own, are told apart."""
@@ -221,8 +221,7 @@ def find_telling_operand(eqn: JaxprEqn, result: int) -> Telling | None:
     return None
 
 
-_MOVES = ANNOTATIONS | {"broadcast_in_dim", "copy", "reshape", "rev", "squeeze", "tile", "transpose"}
-"""Of the movers those that keep every element of an operand and add none: no slices, and nothing that joins arrays."""
+_MOVES = having(Fact.KEEPS)
 
 # The bits of float16 are put where infinity and nan have the keys that they have in float32.
 _HALF_SHIFT = 13

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Line, body_of, float_dtype, scan_parts
+from ..._jaxpr import CALLED, Line, body_of, float_dtype, scan_parts
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._provenance import MOST_OPERANDS, MOST_TURNS
 from ._words import Words, write_words
@@ -175,7 +175,7 @@ class _EdgeFinder:
             eqn, i = self._list_makers(body).get(atom, (None, 0))
             if eqn is not None and moves_only(eqn):
                 atom = eqn.invars[i]
-            elif eqn is None and around and around[-1][0].primitive.name in _CALLS and atom in body.invars:
+            elif eqn is None and around and around[-1][0].primitive.name in CALLED and atom in body.invars:
                 atom, around = around[-1][0].invars[body.invars.index(atom)], around[:-1]
             else:
                 return None
@@ -209,12 +209,12 @@ class _EdgeFinder:
         body = around[-1][1] if around else self._program
         made = self._list_makers(body).get(var)
         if made is None:
-            if not around or around[-1][0].primitive.name not in _CALLS or var not in body.invars:
+            if not around or around[-1][0].primitive.name not in CALLED or var not in body.invars:
                 return []
             return self._follow_bits(around[-1][0].invars[body.invars.index(var)], around[:-1], turns)
         eqn, i = made
-        if eqn.primitive.name in _CALLS:
-            inside = body_of(eqn.params[_CALLS[eqn.primitive.name]])
+        if eqn.primitive.name in CALLED:
+            inside = body_of(eqn.params[CALLED[eqn.primitive.name]])
             return self._follow_bits(inside.outvars[i], (*around, (eqn, inside)), turns)
         if eqn.primitive.name in ("cond", "while", "scan"):
             return []
@@ -314,14 +314,7 @@ class _EdgeFinder:
         return list(dict.fromkeys(edge for edges in found for edge in edges))
 
 
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-}
-_PARAMETERS = {**_CALLS, "scan": "jaxpr"}
+_PARAMETERS = {**CALLED, "scan": "jaxpr"}
 
 
 def _key(around: Around) -> tuple[tuple[int, int], ...]:

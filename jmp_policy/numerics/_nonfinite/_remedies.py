@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from ..._jaxpr import DEVICE_SUMS
+from ..._jaxpr import Fact, having
 from ._words import GUARDED, Words
 
 Range = tuple[float, float] | None
@@ -80,13 +80,7 @@ REMEDIES = {
 }
 """By primitive, where the numbers themselves are at fault and not their format."""
 
-_OVERFLOWING = DEVICE_SUMS | {
-    "add", "add_any", "conv_general_dilated", "convert_element_type", "cosh", "cumlogsumexp", "cumprod", "cumsum",
-    "div", "dot_general", "exp", "exp2", "expm1", "integer_pow", "lgamma", "mul", "pow", "ragged_dot_general",
-    "reduce_precision", "reduce_prod", "reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul",
-    "select_and_scatter_add", "sinh", "square", "sub",
-}  # fmt: skip
-"""Primitives that overflow for finite operands, however small: a sum may have many terms."""
+_OVERFLOWING = having(Fact.OVERFLOWS)
 
 _DERIVATIVES = {
     "sqrt": _DERIVATIVE.format("a square root") + "Add an epsilon under the root, as in `jnp.sqrt(x + 1e-6)`, and of a "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._base import list_paths_to
+from ..._jaxpr import MATMULS
 from ...autocast._rewrite import root_policy
 from ...policy import Key, Policy, PolicyMap
 from .._stats import FloatFormat, ObservedProgram, Row, Stats, parse_format
@@ -16,7 +17,7 @@ from ._losses import Loss, find_loss, find_scaled_loss, find_span
 from ._prediction import Prediction, Reason, spell_scale
 from ._prediction_plot import SpanBar
 from ._trial import try_policy
-from ._values import PRODUCTS, NarrowValue, list_narrow_values, list_quantized_values
+from ._values import NarrowValue, list_narrow_values, list_quantized_values
 
 MOST_ROUNDS = 16
 """So often scopes are put in float32, and the policy tried again. What leaves a scope in float32 may be too large for
@@ -162,7 +163,7 @@ class _Trial:
 
     def lacks_operations(self) -> bool:
         """Whether most operations were not measured."""
-        return not any(row.primitive and row.primitive not in PRODUCTS for row in self.rows)
+        return not any(row.primitive and row.primitive not in MATMULS for row in self.rows)
 
     def _find_masked(self, format: str) -> set[int]:
         known = parse_format(format)

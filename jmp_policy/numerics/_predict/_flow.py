@@ -6,16 +6,13 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from ..._jaxpr import ModulePaths, Step, float_dtype, walk
-from ...autocast._rewrite import CLEAR
+from ..._jaxpr import MATMULS, Fact, ModulePaths, Step, float_dtype, having, walk
 from .._stats import ObservedProgram, Row, Value, identify
 
-_MOVES = {name for name, why in CLEAR.items() if why != "chooses among numbers"} | {"convert_element_type"}
+_MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_CHOOSES, Fact.EXACT) | {"convert_element_type"}
 
-_ADDING = frozenset(("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"))
+_ADDING = having(Fact.ADDS, Fact.SUMS) | MATMULS
 """What makes a number that is nothing but rounding, where large ones cancel."""
-
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 _OPAQUE = frozenset(("custom_jvp_call", "custom_vjp_call"))
 """Functions with derivatives of their own: only their results are measured."""
@@ -104,7 +101,7 @@ def find_noise(operations: Sequence[Operation], rows: Sequence[Row]) -> set[int]
         sizes = [max(rows[index].amax for index in indices) for indices in reads]
         noisy = [all(index in noise for index in indices) for indices in reads]
         adds = operation.name in _ADDING
-        is_product = operation.name in _PRODUCTS
+        is_product = operation.name in MATMULS
         largest = math.prod(sizes) if is_product else max(sizes)
         bound = _ROUNDING * math.sqrt(operation.terms) * largest
         cancels = adds and not operation.unknown and max(rows[index].amax for index in made) <= bound
@@ -124,16 +121,16 @@ def find_masked(operations: Sequence[Operation], rows: Sequence[Row], largest: f
         reads = [index for indices in operation.reads for index in indices]
         above = [index for index in reads if rows[index].amax > largest]
         made = [index for indices in operation.makes for index in indices if rows[index].amax > largest]
-        is_constant = not reads and operation.name not in _OPAQUE | _PRODUCTS
+        is_constant = not reads and operation.name not in _OPAQUE | MATMULS
         comes_in = not above and operation.unknown and (is_constant or operation.name in _MASKING)
         if made and (comes_in or (above and masked.issuperset(above))):
             masked.update(made)
     return masked
 
 
-_MASKING = frozenset(
-    ("select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter")
-)
+_MASKING = {
+    "select_n", "add", "sub", "max", "min", "clamp", "concatenate", "stack", "pad", "dynamic_update_slice", "scatter",
+}  # fmt: skip
 """How a mask gets among numbers."""
 
 

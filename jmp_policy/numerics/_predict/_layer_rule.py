@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import list_paths_to
-from ..._jaxpr import Body, Kind, ModulePaths, Modules, Rule, Value, float_dtype, is_backward
+from ..._jaxpr import Body, Fact, Kind, ModulePaths, Modules, Rule, Value, float_dtype, having, is_backward
 from ...autocast._rewrite import FUNCTIONS, Functions
 from ...policy import Policy, PolicyMap, match_policy
 
@@ -21,7 +21,7 @@ _FLOAT32 = np.dtype(np.float32)
 HALF = frozenset(map(np.dtype, ("float16", "bfloat16")))
 
 _NORMS = {name: way for name, way in FUNCTIONS.items() if name.startswith("flax.") and "Norm" in name}
-_SUMS = frozenset(("reduce_sum", "cumsum", "add_any"))
+_SUMS = having(Fact.SUMS) | {"add_any"}
 
 
 class LayerPlace(NamedTuple):

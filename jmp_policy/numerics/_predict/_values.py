@@ -5,14 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._jaxpr import is_backward
+from ..._jaxpr import MATMULS, is_backward
 from ...policy import MXFP8, BlockFormat, Float8, Int4, KeptNVFP4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row
 from ._flow import Operation
 from ._layer_rule import HALF
 from ._trial import Written
-
-PRODUCTS = frozenset(("dot_general", "scaled_dot", "conv_general_dilated"))
 
 
 class NarrowValue(NamedTuple):
@@ -67,7 +65,7 @@ def list_quantized_values(
     types = observed.list_types()
     found, layers = [], set[str]()
     for operation in operations:
-        if operation.name not in PRODUCTS:
+        if operation.name not in MATMULS:
             continue
         direction = _find_direction(operation, rows)
         kind = match_policy(policy, operation.path, types).policy.quantization

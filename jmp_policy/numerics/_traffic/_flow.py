@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from ..._jaxpr import ANNOTATIONS, DEVICE_SUMS, MOVERS, TRANSFERS
+from ..._jaxpr import MATMULS, Fact, having
 from ._collective import Direction
 
 Node = Hashable
@@ -22,19 +22,17 @@ class Operation(NamedTuple):
     direction: Direction | None
 
 
-_CONTRACTING = frozenset({
-    "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot", "reduce_sum",
-    "reduce_window_sum", "custom_vjp_call", "pallas_call",
+_CONTRACTING = MATMULS | {
+    "reduce_sum", "reduce_window_sum", "custom_vjp_call", "pallas_call",
     "dot", "convolution", "ragged-dot", "scaled-dot", "reduce", "reduce-window", "custom-call",
-})  # fmt: skip
+}  # fmt: skip
 """Of jaxprs, and of HLO. A gradient of an activation gets into one of these, a gradient of a parameter into none."""
 
 _SCATTERING = frozenset({"scatter-add", "scatter"})
 """These sum the gradients of what a table was read for, unless each row was read once: a table of positions."""
 
-_KEEPING = MOVERS | ANNOTATIONS | TRANSFERS | DEVICE_SUMS | _SCATTERING | {
-    "add", "add_any", "clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "reduce_precision",
-    "select_n", "sub",
+_KEEPING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | _SCATTERING | {
+    "clamp", "convert_element_type", "div", "max", "min", "mul", "neg", "reduce_precision", "select_n",
     "all-gather", "all-reduce", "all-to-all", "bitcast", "broadcast", "collective-permute", "convert", "divide",
     "dynamic-slice", "dynamic-update-slice", "maximum", "minimum", "multiply", "negate", "optimization-barrier",
     "reduce-precision", "reduce-scatter", "reverse", "select", "subtract",

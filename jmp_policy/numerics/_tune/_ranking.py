@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._base import list_paths_to
-from ..._jaxpr import ModulePaths, float_dtype, walk
+from ..._jaxpr import MATMULS, ModulePaths, float_dtype, walk
 from ...autocast._rewrite import FULL, FULL_IN_FLOAT16, INFER, LOW, WIDE
 from ...loss_scale import NoOpLossScale
 from ...policy import Policy
@@ -81,7 +81,7 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
     Each row is compiled: to measure all operations of a model takes minutes.
     """
     names = [step.name for step in walk(program, live_only=True) if any(float_dtype(var) for var in step.results)]
-    chosen, rows = [], sum(name in _PRODUCTS for name in names)
+    chosen, rows = [], sum(name in MATMULS for name in names)
     for name in _SUSPECTS:
         rows += names.count(name)
         if rows > MOST_ROWS:
@@ -91,7 +91,6 @@ def _choose_operations(program: Jaxpr) -> tuple[str, ...]:
     return ("matmuls", *chosen)
 
 
-_PRODUCTS = ("dot_general", "scaled_dot", "conv_general_dilated")
 _SUSPECTS = ("integer_pow", "square", "div", "mul", "exp", "rsqrt", "add", "sub", "add_any", "reduce_sum")
 """Operations that lose numbers in half, the most suspicious first."""
 

@@ -6,20 +6,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import ANNOTATIONS, bodies_of, find_calling_line
+from ..._jaxpr import Fact, bodies_of, find_calling_line, having
 
-# fmt: off
-_ELEMENTWISE = ANNOTATIONS | {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
-    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
-    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
-    "log2", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
-    "polynomial", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
-    "xor",
-}
-# fmt: on
-"""Operations each of whose results is made of the operands in its own place."""
+_ELEMENTWISE = having(Fact.ELEMENTWISE)
 
 
 def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
