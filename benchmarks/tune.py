@@ -187,8 +187,8 @@ def model_rows(name: str, tuned: Tuned, dtype: str, budget: int | None) -> list[
 
 def _measure(model: Model, args: tuple[Any, ...], given: Any, scale: float) -> str:
     """The error of a map by the measure of `tune`."""
-    from jmp_policy.numerics._tune._errors import measure_error
     from jmp_policy.numerics._tune._subject import Subject
+    from jmp_policy.numerics._tune._tuning import measure_error
 
     subject = Subject(model.loss, args, True, True, 0)
     results = []

@@ -17,7 +17,7 @@ from public_names import is_public
         ("jmp_policy._base._float8_state.map_rest", False),
         ("jmp_policy.policy._policy_map.PolicyMap._default_policy", False),
         ("jmp_policy.compat.torch._read", False),
-        ("jmp_policy._jaxpr._walk.walk", False),
+        ("jmp_policy._jaxpr._program.walk", False),
     ],
 )
 def test_examples_of_the_api_are_known_by_where_they_are_written(example, public):

@@ -98,7 +98,7 @@ def test_the_first_function_of_a_process_is_traced_once(name):
 
 @pytest.mark.slow
 def test_what_is_loaded_later_compiles_nothing_again():
-    """The number of JAX's contexts is part of the key of every jit cache: see `_base/_contexts.py`."""
+    """The number of JAX's contexts is part of the key of every jit cache: see `_base/_memory.py`."""
     assert run(
         """
 import importlib, pkgutil

@@ -1,13 +1,5 @@
 """Helpers that every package uses: error messages, memory, JAX contexts, dtypes, casts of trees, float8 state."""
 
-from ._contexts import (
-    ACTIVE_POLICY as ACTIVE_POLICY,
-    IN_FULL_PRECISION as IN_FULL_PRECISION,
-    INFERRED as INFERRED,
-    OBSERVING as OBSERVING,
-    REDUCING as REDUCING,
-    TRACING as TRACING,
-)
 from ._dtypes import (
     DTypeLike as DTypeLike,
     at_least_float32 as at_least_float32,
@@ -34,7 +26,31 @@ from ._float8_state import (
     zero_unused as zero_unused,
 )
 from ._lazy import load_lazily as load_lazily
-from ._memory import remember_on_class as remember_on_class, remember_weakly as remember_weakly
+from ._memory import (
+    ACTIVE_POLICY as ACTIVE_POLICY,
+    IN_FULL_PRECISION as IN_FULL_PRECISION,
+    INFERRED as INFERRED,
+    OBSERVING as OBSERVING,
+    REDUCING as REDUCING,
+    TRACING as TRACING,
+    remember_on_class as remember_on_class,
+    remember_weakly as remember_weakly,
+)
+from ._mesh import (
+    AxisName as AxisName,
+    Spec as Spec,
+    Splits as Splits,
+    check_axes as check_axes,
+    check_divides as check_divides,
+    check_explicit as check_explicit,
+    complete_spec as complete_spec,
+    find_splits as find_splits,
+    is_explicit as is_explicit,
+    list_axes as list_axes,
+    spread_specs as spread_specs,
+    vary as vary,
+    vary_everywhere as vary_everywhere,
+)
 from ._messages import (
     describe as describe,
     escape_controls as escape_controls,

@@ -1,10 +1,41 @@
-"""Results that are remembered for as long as what they are for is alive: `functools.cache` would keep that alive."""
+"""Caches whose entries live as long as their keys, and JAX user contexts that load when first needed."""
 
 import functools
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import jax
+
+ACTIVE_POLICY = jax.make_user_context(None)
+"""What refers to the policy whose linen modules are running."""
+
+IN_FULL_PRECISION = jax.make_user_context(False)
+"""Whether a call of `force_full_precision` runs. A policy inside computes in float32."""
+
+INFERRED = jax.make_user_context(None)
+"""The policy of the innermost nnx call that inferred a dtype, and the dtype.
+
+A context, because a call may not write on modules that other threads call at the same time: each thread has its own,
+and a jitted function inside the call is traced for each dtype."""
+
+OBSERVING = jax.make_user_context(None)
+"""What stands for the observation that is being made, to which it does not refer, as JAX never lets go of a key.
+
+A context, because a function that was traced before would not call its modules again, and none would be seen."""
+
+REDUCING = jax.make_user_context(None)
+"""The reduce dtype that the innermost function that takes gradients knows of, by name; `""` while it knows none.
+
+A context, because a jitted function that was traced before would not meet its policies again."""
+
+TRACING = jax.make_user_context(None)
+"""The token of the register of the function that is being traced by its scopes.
+
+A context, because a jitted function that was traced before would not call its modules again, and none would be entered.
+"""
+
 
 T = TypeVar("T")
 

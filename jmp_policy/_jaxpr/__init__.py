@@ -1,34 +1,27 @@
 """Rewriting the program of a function, equation by equation, through control flow and custom derivatives."""
 
 from ._cost import (
+    HALF as HALF,
+    HALF_SUMS as HALF_SUMS,
     MOVING as MOVING,
+    REMEDY as REMEDY,
+    HalfSum as HalfSum,
     count_bytes as count_bytes,
     count_flops as count_flops,
     count_products as count_products,
+    find_half_sum as find_half_sum,
 )
 from ._evaluate import (
     Traced as Traced,
     call as call,
     evaluate as evaluate,
+    find_unrepeatable as find_unrepeatable,
     flatten_function as flatten_function,
+    prepare_replay as prepare_replay,
     run as run,
     trace as trace,
 )
-from ._half_sums import (
-    HALF as HALF,
-    HALF_SUMS as HALF_SUMS,
-    REMEDY as REMEDY,
-    HalfSum as HalfSum,
-    find_half_sum as find_half_sum,
-)
 from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
-from ._module_paths import (
-    AUTOCAST as AUTOCAST,
-    RECORD as RECORD,
-    ROUNDING_SCOPE as ROUNDING_SCOPE,
-    ModulePaths as ModulePaths,
-    Modules as Modules,
-)
 from ._primitives import (
     CALLED as CALLED,
     DEVICE_SUMS as DEVICE_SUMS,
@@ -42,6 +35,7 @@ from ._program import (
     Atom as Atom,
     Inside as Inside,
     Program as Program,
+    Step as Step,
     array_dtype as array_dtype,
     bodies_of as bodies_of,
     body_of as body_of,
@@ -54,15 +48,20 @@ from ._program import (
     name_stack as name_stack,
     replace_variables as replace_variables,
     scan_parts as scan_parts,
+    walk as walk,
     without_mesh as without_mesh,
 )
 from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
-from ._register import Register as Register, note_casting as note_casting, refuse_casting as refuse_casting
-from ._replay import find_unrepeatable as find_unrepeatable, prepare_replay as prepare_replay
 from ._rewriter import Rewriter as Rewriter
 from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
 from ._source import (
+    AUTOCAST as AUTOCAST,
+    RECORD as RECORD,
+    ROUNDING_SCOPE as ROUNDING_SCOPE,
+    ModulePaths as ModulePaths,
+    Modules as Modules,
+    Register as Register,
     choose_line as choose_line,
     find_calling_line as find_calling_line,
     find_line as find_line,
@@ -73,6 +72,7 @@ from ._source import (
     is_called_by_library as is_called_by_library,
     is_traced_in as is_traced_in,
     list_functions as list_functions,
+    note_casting as note_casting,
+    refuse_casting as refuse_casting,
     split_line as split_line,
 )
-from ._walk import Step as Step, walk as walk

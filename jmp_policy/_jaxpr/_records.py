@@ -26,10 +26,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
-from ._program import Atom, Program, body_of, name_stack, replace_variables
-from ._record_calls import Devices, RecorderCalls
-from ._recorder import Line, Order, Recorder
-from ._walk import Step, list_live
+from ._program import Atom, Program, Step, body_of, list_live, name_stack, replace_variables
+from ._recorder import Devices, Line, Order, Recorder, RecorderCalls
 
 
 class Recorded(NamedTuple):

@@ -6,7 +6,6 @@ from ._find_scale import (
     metrics as metrics,
     strip_variables as strip_variables,
 )
-from ._finite import all_finite as all_finite, select_tree as select_tree
 from ._loss_scale import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
@@ -17,7 +16,9 @@ from ._loss_scale import (
 from ._scale_settings import suggest_loss_scale as suggest_loss_scale
 from ._scaled_state import (
     LossScaledState as LossScaledState,
+    all_finite as all_finite,
     check_outermost as check_outermost,
     find_nodes as find_nodes,
     has_scaled_state as has_scaled_state,
+    select_tree as select_tree,
 )

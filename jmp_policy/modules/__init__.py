@@ -21,16 +21,17 @@ from ._boundary import (
     with_policy as with_policy,
 )
 from ._call_casts import (
+    FULL_PRECISION as FULL_PRECISION,
     cast_arguments as cast_arguments,
     cast_result as cast_result,
     check_keep as check_keep,
+    force_full_precision as force_full_precision,
     is_in_full_precision as is_in_full_precision,
     keep_carry_dtypes as keep_carry_dtypes,
     matmul_precision as matmul_precision,
     resolve_policy as resolve_policy,
     widen_policy as widen_policy,
 )
-from ._full_precision import FULL_PRECISION as FULL_PRECISION, force_full_precision as force_full_precision
 from ._misuse import (
     NoContext as NoContext,
     refuse_device as refuse_device,

@@ -26,7 +26,8 @@ from ._layers import (
 )
 from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
-from ._nodes import (
+from ._quantized import check_weight, choose_product, make_float8_attributes
+from ._shadow import (
     Attributes,
     Node,
     NodeKind,
@@ -37,7 +38,6 @@ from ._nodes import (
     pytree_options,
     replace_items,
 )
-from ._quantized import check_weight, choose_product, make_float8_attributes
 from ._wide import has_wide_sums
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"

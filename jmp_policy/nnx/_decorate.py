@@ -1,14 +1,90 @@
-"""Models that nobody else holds, whose Params a policy may cast: instances of decorated classes, and copies."""
+"""Models whose Params a policy may cast, and functions of nnx objects as functions of arrays."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from .._base import PyTree, cast_floating, forget_warnings, remember_on_class, warn_once
+from ..modules import is_flax_object
 from ..modules.common import make_subclass, pickle_by_recipe
 from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 from ._attachment import Attachment, reject_param, wrap_methods
-from ._nodes import Node, NodeKind, find_kind, list_items, pytree_options
+from ._shadow import Node, NodeKind, find_kind, list_items, pytree_options
+
+
+def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs a function of nnx objects by means of one that knows trees of arrays only.
+
+    What the function writes, to Variables or attributes, lands in the caller's objects afterwards, as with `nnx.jit`.
+    What it only reads is not touched: the objects may be of an outer trace, as those that `jax.grad` does not
+    differentiate with respect to, and JAX allows no writing there.
+
+    Args:
+      run: called with a pure function and its argument, a tree of arrays; returns what that returns.
+      fun: the function; it is called with copies of the objects.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+
+    Returns:
+      What `fun` returns.
+    """
+    with nnx.update_context(lift):
+        with nnx.split_context(lift) as outside:
+            graphdef, state = outside.split((args, kwargs))
+
+        def pure(state: Any) -> dict[str, Any]:
+            with nnx.merge_context(lift, inner=True) as inside:
+                copies = inside.merge(graphdef, state)
+            before = _Contents(copies)
+            out = fun(*copies[0], **copies[1])
+            written = None if _has_objects(out) else _Contents(copies).find_written(before)
+            if written is not None:
+                return {"written": written, "out": out}
+            with nnx.split_context(lift) as inside:  # every object is made anew in its place
+                return {"graph": inside.split((*copies, out))}
+
+        result = run(pure, state)
+        if "graph" in result:
+            with nnx.merge_context(lift, inner=False) as outside:
+                return outside.merge(*result["graph"])[2]
+    variables = _Contents((args, kwargs)).variables
+    for number, value in result["written"].items():
+        variables[number].set_raw_value(value)
+    return result["out"]
+
+
+class _Contents:
+    """What a tree of nnx objects holds.
+
+    Attributes:
+      variables: its Variables, in an order that copies of the tree share.
+    """
+
+    def __init__(self, tree: Any):
+        self._graphdef, state = nnx.split(tree, graph=True)
+        nodes = [node for _, node in nnx.iter_graph(tree, graph=True)]
+        self.variables = [node for node in nodes if isinstance(node, nnx.Variable)]
+        self._values = [variable.get_raw_value() for variable in self.variables]
+        is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+        self._bare = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_variable) if not is_variable(leaf)]
+
+    def find_written(self, before: "_Contents") -> dict[int, Any] | None:
+        """The values of the Variables that were written, by their numbers; `None` if more was, such as attributes."""
+        if self._graphdef != before._graphdef or not _are_same(self._bare, before._bare):
+            return None
+        pairs = enumerate(zip(self._values, before._values, strict=True))
+        return {i: new for i, (new, old) in pairs if not _are_same(jax.tree.leaves(new), jax.tree.leaves(old))}
+
+
+def _are_same(new: list[Any], old: list[Any]) -> bool:
+    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _has_objects(tree: Any) -> bool:
+    return any(map(is_flax_object, jax.tree.leaves(tree, is_leaf=is_flax_object)))
+
 
 _GIVEN = "__jmp_given__"
 """The attribute of a decorated class that holds its policy and the arguments to keep."""

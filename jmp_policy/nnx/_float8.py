@@ -16,7 +16,7 @@ from ..quant._layers import Float8Multiply, MultiplyWide, why_layer_wide
 from ..quant._products import State, needs_state, new_state
 from ..quant._weights import Layout, stack_shape
 from ._layer_table import find_layer, find_open_field
-from ._nodes import Attributes
+from ._shadow import Attributes
 
 
 @functools.partial(nnx.register_variable_name, OVERWRITE, overwrite=True)

@@ -11,8 +11,8 @@ from .._base import remember_weakly
 from ..quant._layers import PromoteRounded, WeightedLayer, find_row, read_narrow
 from ..quant._products import Einsum, label_einsum
 from ..quant._weights import Layout, kernel_layout, table_layout
-from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
+from ._shadow import Attributes
 
 Shape = tuple[int, ...]
 

@@ -12,8 +12,8 @@ from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy
 from ._module_spec import DtypeSource, ModuleSpec
-from ._nodes import Attributes, NodeKind, find_kind
 from ._quantized import make_quantized_attributes
+from ._shadow import Attributes, NodeKind, find_kind
 from ._wide import make_wide_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)

@@ -1,19 +1,24 @@
-"""The methods of a module that a policy is for, and what a call of one of them does."""
+"""Methods of nnx modules under a policy, and hooks around them."""
 
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from flax import nnx
 
-from .._base import INFERRED, Args, Kwargs, remember_on_class
+from .._base import INFERRED, Args, Kwargs, PyTree, remember_on_class
 from ..modules import (
+    Hook,
+    ModuleCall,
     cast_arguments,
     cast_result,
     check_keep,
+    is_flax_object,
     keep_carry_dtypes,
     matmul_precision,
     resolve_policy,
@@ -23,9 +28,9 @@ from ..modules.common import keep_wide_results, make_subclass
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
 from ._layers import make_linen_attributes
-from ._module_spec import DtypeSource, ModuleSpec
-from ._nodes import Attributes, pytree_options
-from ._shadow import call_on_shadow
+from ._module_spec import SPEC, DtypeSource, ModuleSpec, find_spec
+from ._quantized import describe_quantization
+from ._shadow import Attributes, NodeKind, call_on_shadow, find_kind, list_items, pytree_options
 
 _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
@@ -193,3 +198,108 @@ def _decodes(module: nnx.MultiHeadAttention, kwargs: Kwargs) -> bool:
 def _takes_argument(method: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(method).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+_PATH = "_pytree__jmp_path"
+"""The attribute that holds the path of a module: a static one, so that transforms which split and merge keep it. It is
+named like the bookkeeping of Flax, whose bridge takes all other attributes for variables of a linen module."""
+
+_HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOKS", default=())
+"""The hooks that run now, the outermost first. They are not in the classes, which JAX would keep alive with them."""
+
+
+def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """Returns the same function, in which a hook runs in place of each method of a module among its arguments.
+
+    Args:
+      fun: a function whose arguments nobody else holds: the classes of the modules are others while it runs.
+      hook: runs outside of the casts of a module with a policy.
+    """
+
+    def call_hooked(*args: Any, **kwargs: Any) -> Any:
+        out = None
+        models = _find_models((args, kwargs))
+        for model in models:
+            for path, module in list(_walk(model, (), set())):
+                vars(module)[_PATH] = path
+                object.__setattr__(module, "__class__", _make_hooked_class(type(module)))
+        token = _HOOKS.set((*_HOOKS.get(), hook))
+        try:
+            out = fun(*args, **kwargs)
+            return out
+        finally:
+            _HOOKS.reset(token)
+            for model in (*models, *_list_modules(out)):  # a copy of one may be returned
+                _restore_classes(model)
+
+    return call_hooked
+
+
+def find_modules(arguments: PyTree) -> dict[str, type]:
+    """Returns the classes, by path, of the modules among some arguments that `hook_calls` would hook."""
+    return {path: type(module) for model in _find_models(arguments) for path, module in _walk(model, (), set())}
+
+
+def _find_models(arguments: PyTree) -> list[nnx.Module]:
+    """The modules among some arguments, but for those that are hooked, whose paths begin further out."""
+    return [module for module in _list_modules(arguments) if _PATH not in vars(module)]
+
+
+def _list_modules(tree: PyTree) -> list[nnx.Module]:
+    leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+
+
+def _walk(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, nnx.Module]]:
+    """The modules in a tree, each once, with the first path that leads to it."""
+    kind = find_kind(type(value))
+    if kind not in (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if kind is NodeKind.MODULE:
+        yield "/".join(path), value
+    for name, item in list_items(value):
+        yield from _walk(item, (*path, name), seen)
+
+
+def _restore_classes(model: nnx.Module) -> None:
+    """Gives the modules in a tree their own classes back; in place."""
+    for _, module in list(_walk(model, (), set())):
+        if vars(module).pop(_PATH, None) is not None:
+            object.__setattr__(module, "__class__", type(module).__base__)
+
+
+@remember_on_class
+def _make_hooked_class(kind: Any) -> type:
+    """The subclass of a module class whose public methods call the hooks."""
+    methods = {name: _hook_method(name, inspect.getattr_static(kind, name)) for name, _ in list_public_methods(kind)}
+    spec = {SPEC: vars(kind)[SPEC]} if SPEC in vars(kind) else {}
+    namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **spec, **methods}
+    return type(kind)(kind.__name__, (kind,), namespace, **pytree_options(kind))
+
+
+def _hook_method(name: str, method: Any) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_hooks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = method.__get__(self, type(self))
+        path, hooks = vars(self).get(_PATH), _HOOKS.get()
+        if path is None or not hooks:
+            return bound(*args, **kwargs)
+        describe_quantization = functools.partial(_describe_weight, self)
+        # The class without the hooks: what a caller compares types with.
+        call = ModuleCall(path, type(self).__base__, name, "", self, describe_quantization)  # type: ignore[arg-type]
+        return _run_hooks(hooks, call, bound, args, kwargs)
+
+    return call_hooks
+
+
+def _run_hooks(hooks: tuple[Hook, ...], call: ModuleCall, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    if not hooks:
+        return fun(*args, **kwargs)
+    inside = lambda *args, **kwargs: _run_hooks(hooks[1:], call, fun, args, kwargs)
+    return hooks[0](call, inside, args, kwargs)
+
+
+def _describe_weight(module: nnx.Module) -> str:
+    spec = find_spec(module)
+    return "" if spec is None else describe_quantization(spec.base, vars(module), spec.policy)

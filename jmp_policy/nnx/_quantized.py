@@ -11,8 +11,8 @@ from ..quant._weights import WHY_TABLES_WIDE, choose_format, match_format, prepa
 from ._float8 import make_state, why_wide
 from ._layer_table import default_promote, find_layer, find_weight, weight_name
 from ._module_spec import Product
-from ._nodes import Attributes
 from ._rounding import draw_nothing, draws_keys
+from ._shadow import Attributes
 
 
 class QuantizedParam(nnx.Variable):

@@ -13,7 +13,7 @@ from ..policy import Quantization
 from ..quant._layers import Multiply, MultiplyWide, read_narrow
 from ..quant._products import ROUNDING
 from ._layer_table import find_layer
-from ._nodes import Attributes
+from ._shadow import Attributes
 
 _PAUSED = "deterministic"
 """The attribute that `model.eval()` sets and `model.train()` clears, as of `nnx.Dropout`."""

@@ -17,8 +17,8 @@ from ..quant import dot_general
 from ..quant._layers import find_accumulate_dtype, is_narrower, is_own, widen_functions
 from ..quant._products import Dot, label_dot, wide_product
 from ._layer_table import LAYERS, default_promote, find_layer
-from ._nodes import Attributes
 from ._quantized_embed import PromoteTable
+from ._shadow import Attributes
 
 OutSharding = NamedSharding | PartitionSpec | None
 

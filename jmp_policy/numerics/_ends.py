@@ -1,4 +1,4 @@
-"""The arguments and results of a function: their names in its trees, and what among them is no array."""
+"""The arguments and results of a measured function, by name."""
 
 import functools
 import inspect
@@ -7,8 +7,27 @@ from typing import Any
 
 import jax
 
-from .._base import Args, Kwargs, PyTree, is_array
-from ..modules import is_flax_object
+from .._base import Args, Kwargs, PyTree, describe, is_array
+from ..modules import find_adapter, is_flax_object
+
+
+def check_function(fun: Any, caller: str) -> None:
+    """Refuses anything but a function.
+
+    Args:
+      fun: what a user gave.
+      caller: the name of the function that it was given to.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    adapter = find_adapter(fun)
+    if adapter is None and callable(fun) and not isinstance(fun, type):
+        return
+    audited = "audit(train_step)(state, batch)" if adapter is None else adapter.audit_example
+    example = audited.replace("audit", caller)
+    raise TypeError(f"{caller} takes a function, got {describe(fun)}. For example: {example}.")
+
 
 KeyPath = tuple[Any, ...]
 _ARRAY = object()
@@ -170,7 +189,7 @@ def _take_key(key: Any) -> Any:
 def _find_own(path: KeyPath) -> KeyPath | None:
     """The path of a result in what a function of nnx objects returned; `None` where it is no part of that.
 
-    `nnx/_lift.py` has the tree: `"out"` is what was returned, or `"graph"` all objects, of which the third are.
+    `nnx/_decorate.py` has the tree: `"out"` is what was returned, or `"graph"` all objects, of which the third are.
     """
     kind = _read_key(path[0])
     if kind == "out":

@@ -44,6 +44,7 @@ from ._policy_map import (
     forget_name as forget_name,
     match_policy as match_policy,
     reads_names as reads_names,
+    spell_key as spell_key,
 )
 from ._reduce_dtype import (
     hold_given as hold_given,
@@ -59,4 +60,3 @@ from ._signatures import (
     Jitted as Jitted,
     PolicySpec as PolicySpec,
 )
-from ._unused_rules import spell_key as spell_key

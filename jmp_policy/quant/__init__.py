@@ -29,8 +29,7 @@ from ..policy import (
     Int8 as Int8,
 )
 from ._calibrate import calibrate as calibrate
-from ._compare import compare as compare
-from ._comparison import Comparison as Comparison, LayerComparison as LayerComparison
+from ._compare import Comparison as Comparison, LayerComparison as LayerComparison, compare as compare
 from ._operations import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,

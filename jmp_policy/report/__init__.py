@@ -1,19 +1,24 @@
 """How the library shows what it found: tables with notes, in a terminal and in a notebook, and bar charts."""
 
-from ._chart import BarChart as BarChart, Bars as Bars, Panel as Panel
-from ._exponents import ExponentChart as ExponentChart, FormatRange as FormatRange, Histogram as Histogram
-from ._figure import make_figure as make_figure, make_note as make_note
 from ._heat_map import HeatMap as HeatMap, HeatPanel as HeatPanel
-from ._palette import (
+from ._plots import (
     BEFORE as BEFORE,
     FORMAT_STYLES as FORMAT_STYLES,
     KEPT as KEPT,
     OTHER_STYLES as OTHER_STYLES,
     REFERENCE_LINE as REFERENCE_LINE,
     UNSCALED as UNSCALED,
+    BarChart as BarChart,
+    Bars as Bars,
+    ExponentChart as ExponentChart,
+    FormatRange as FormatRange,
+    Histogram as Histogram,
+    Panel as Panel,
     Style as Style,
     find_style as find_style,
     list_styles as list_styles,
+    make_figure as make_figure,
+    make_note as make_note,
 )
 from ._report import Report as Report, draw_document as draw_document, find_row as find_row
 from ._sortable import Cell as Cell, draw_sortable_table as draw_sortable_table

@@ -4,16 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ._figure import make_figure, make_note
-from ._palette import BEFORE
+from ._plots import BEFORE, make_figure, make_note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # In inches. A figure grows with its names, so that none is cut and no two collide.
-_ROW_HEIGHT, _PANEL_HEIGHT, _OTHER_HEIGHT = 0.17, 0.45, 1.1
-_CHARACTER_WIDTH, _COLUMN_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 0.07, 0.25, 4.0, 8.0
-_NAME_SIZE = 8
+_HEAT_ROW_HEIGHT, _PANEL_HEIGHT, _HEAT_HEIGHT = 0.17, 0.45, 1.1
+_HEAT_CHARACTER_WIDTH, _COLUMN_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 0.07, 0.25, 4.0, 8.0
+_HEAT_NAME_SIZE = 8
 _MOST_TICKS = 12
 
 _COLORS = ("#FFFFFF", "#F6D2B5", "#E88B45", "#B24A00", "#5A1F00")
@@ -73,8 +72,8 @@ class HeatMap:
             return make_note("Nothing was measured.")
         rows = [len(panel.names) for panel in self.panels]
         longest = max(len(name) for panel in self.panels for name in panel.names)
-        width = min(max(_COLUMN_WIDTH * len(self.columns), _LEAST_WIDTH), _MOST_WIDTH) + _CHARACTER_WIDTH * longest
-        figure = make_figure(width + 1, _OTHER_HEIGHT + sum(_PANEL_HEIGHT + _ROW_HEIGHT * count for count in rows))
+        width = min(max(_COLUMN_WIDTH * len(self.columns), _LEAST_WIDTH), _MOST_WIDTH) + _HEAT_CHARACTER_WIDTH * longest
+        figure = make_figure(width + 1, _HEAT_HEIGHT + sum(_PANEL_HEIGHT + _HEAT_ROW_HEIGHT * count for count in rows))
         from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
         colors = LinearSegmentedColormap.from_list("loss", _COLORS).with_extremes(bad=BEFORE)
@@ -85,12 +84,12 @@ class HeatMap:
                 panel.shares, cmap=colors, norm=PowerNorm(0.5, 0, 1), aspect="auto", interpolation="none"
             )
             images.append(image)
-            axes.set_yticks(range(len(panel.names)), panel.names, fontsize=_NAME_SIZE)
+            axes.set_yticks(range(len(panel.names)), panel.names, fontsize=_HEAT_NAME_SIZE)
             axes.set_title(panel.title, loc="left", fontsize=10)
             axes.tick_params(length=0)
         every = -(-len(self.columns) // _MOST_TICKS)
         shown = range(0, len(self.columns), every)
-        all_axes[-1].set_xticks(shown, [self.columns[index] for index in shown], fontsize=_NAME_SIZE)
+        all_axes[-1].set_xticks(shown, [self.columns[index] for index in shown], fontsize=_HEAT_NAME_SIZE)
         all_axes[-1].set_xlabel(self.kind)
         figure.suptitle(self.title, fontsize=11)
         bar = figure.colorbar(images[0], ax=list(all_axes), label=self.unit, shrink=min(1.0, 12 / sum(rows)), pad=0.02)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base import Uncast, describe, is_floating, name_state
-from .._base.mesh import AxisName, check_axes, check_divides, list_axes, vary
+from .._base import AxisName, Uncast, check_axes, check_divides, describe, is_floating, list_axes, name_state, vary
 from ..policy import PolicySpec, is_searching
-from ._dtypes import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
-from ._gather_leaf import Gathering, gather_leaf, take_maximum
+from ._gather_params import Gathering, gather_leaf, take_maximum
+from ._state_shardings import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
 
 T = TypeVar("T")
 

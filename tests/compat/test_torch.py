@@ -18,9 +18,8 @@ TRAININGS = {
     "on the way": STATE_DICT,
     "before growth": STATE_DICT | {"_growth_tracker": 6},
     "other factors": STATE_DICT | {"growth_factor": 1.5, "backoff_factor": 0.625},
-    "at every step": STATE_DICT | {
-        "growth_factor": 1.0625, "backoff_factor": 0.8125, "growth_interval": 1, "_growth_tracker": 0
-    },
+    "at every step": STATE_DICT
+    | {"growth_factor": 1.0625, "backoff_factor": 0.8125, "growth_interval": 1, "_growth_tracker": 0},
 }
 
 

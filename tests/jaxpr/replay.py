@@ -7,8 +7,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jmp_policy._jaxpr import bodies_of, float_dtype
-from jmp_policy._jaxpr._program import body_of, scan_parts
-from jmp_policy._jaxpr._walk import list_live
+from jmp_policy._jaxpr._program import body_of, list_live, scan_parts
 
 
 class CannotReplay(Exception):

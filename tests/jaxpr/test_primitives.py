@@ -12,14 +12,14 @@ from jax import lax
 from jmp_policy import NoOpLossScale, grad
 from jmp_policy._jaxpr import CALLED, DEVICE_SUMS, PRIMITIVES, Fact, _cost, _primitives, having
 from jmp_policy._jaxpr._rewriter import WRITERS
-from jmp_policy.autocast._rewrite import _marks
-from jmp_policy.gradients._reduce import _tables as reduction_tables
+from jmp_policy.autocast._rewrite import _precision
+from jmp_policy.gradients._reduce import _marks as reduction_tables
 from jmp_policy.numerics import audit
 from jmp_policy.numerics._audit import _checks
 from jmp_policy.numerics._explain import _operations
 from jmp_policy.numerics._nonfinite import _extremes
 from jmp_policy.numerics._predict import _flow as prediction_flow
-from jmp_policy.numerics._traffic import _flow, _traced
+from jmp_policy.numerics._traffic import _traced
 from jmp_policy.optim._moments import _elementwise
 from jmp_policy.sharding import _reads
 
@@ -72,10 +72,10 @@ ALL = MOVERS | ANNOTATIONS | TRANSFERS
 TABLES = {
     "the costs and facts of audit": (_cost.MOVING, ALL),
     "the sums over devices of audit": (set(_checks.CHECKS), DEVICE_SUMS),
-    "gradients in collectives": (_flow._KEEPING, ALL | DEVICE_SUMS),
+    "gradients in collectives": (_traced._KEEPING, ALL | DEVICE_SUMS),
     "collectives": (set(_traced.PRIMITIVES), TRANSFERS | DEVICE_SUMS),
     "operations of explain": (_operations.STRUCTURAL, (MOVERS - {"gather"}) | ANNOTATIONS),
-    "constants of autocast": (_marks._CHOOSING, (MOVERS - {"gather"}) | ANNOTATIONS),
+    "constants of autocast": (_precision._CHOOSING, (MOVERS - {"gather"}) | ANNOTATIONS),
     "reduce_dtype": (reduction_tables.MOVES, ALL | DEVICE_SUMS),
     "reads of gather_params": (_reads.MOVES, ALL),
     "moves of predict": (prediction_flow._MOVES, ALL),

@@ -59,9 +59,7 @@ LAST_BY_FIRST = (((2,), (0,)), ((), ()))
 
 _LINEAR = {
     "Dense": Layer(lambda **dtypes: nn.Dense(5, **dtypes), (X,)),
-    "Dense in float8": Layer(
-        lambda **dtypes: nn.Dense(5, dot_general_cls=nn.Fp8DirectDotGeneralOp, **dtypes), (X,)
-    ),
+    "Dense in float8": Layer(lambda **dtypes: nn.Dense(5, dot_general_cls=nn.Fp8DirectDotGeneralOp, **dtypes), (X,)),
     "DenseGeneral": Layer(lambda **dtypes: nn.DenseGeneral((2, 3), axis=(-2, -1), **dtypes), (X,)),
     "Einsum": Layer(lambda **dtypes: nn.Einsum((4, 5), "...a,ab->...b", **dtypes), (X,)),
     "Conv": Layer(lambda **dtypes: nn.Conv(3, (3, 3), **dtypes), (IMAGE,)),
@@ -73,9 +71,7 @@ _LINEAR = {
     ),
     "PReLU": Layer(lambda dtype=None, **dtypes: nn.PReLU(**dtypes), (X,)),
     "Dropout": Layer(lambda **dtypes: nn.Dropout(0.5), (X,), {"deterministic": False}),
-    "Sequential": Layer(
-        lambda **dtypes: nn.Sequential([nn.Dense(3, **dtypes), nn.relu, nn.Dense(2, **dtypes)]), (X,)
-    ),
+    "Sequential": Layer(lambda **dtypes: nn.Sequential([nn.Dense(3, **dtypes), nn.relu, nn.Dense(2, **dtypes)]), (X,)),
 }
 
 _NORMS = {
@@ -132,9 +128,7 @@ _RECURRENT = {
     "RNN with lengths": Layer(
         lambda **dtypes: nn.RNN(simple_cell(**dtypes), return_carry=True), (X,), {"seq_lengths": LENGTHS}
     ),
-    "RNN with a carry": Layer(
-        lambda **dtypes: nn.RNN(simple_cell(**dtypes)), (X,), {"initial_carry": CARRY[:, 0]}
-    ),
+    "RNN with a carry": Layer(lambda **dtypes: nn.RNN(simple_cell(**dtypes)), (X,), {"initial_carry": CARRY[:, 0]}),
     "Bidirectional": Layer(
         lambda **dtypes: nn.Bidirectional(nn.RNN(cell(nn.GRUCell, **dtypes)), nn.RNN(simple_cell(**dtypes))), (X,)
     ),

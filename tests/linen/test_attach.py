@@ -331,7 +331,6 @@ class TestMethods:
 
         assert traced_dtypes(jmp.with_policy(Helpers(), MIXED), X)["dense"] == BF16
 
-
     @pytest.mark.slow
     def test_method_that_a_subclass_adds_to_a_decorated_class_is_a_boundary(self):
         class Sub(jmp.with_policy(Net, MIXED)):

@@ -63,9 +63,7 @@ def _step(name, module, cast_inputs, cast_output):
 
     def loss_fn(trained, state, inputs):
         inputs, kwargs = cast_inputs((inputs, layer.kwargs))
-        out, updated = module.apply(
-            trained | state, *inputs, method=layer.method, mutable=UPDATED, rngs=RNGS, **kwargs
-        )
+        out, updated = module.apply(trained | state, *inputs, method=layer.method, mutable=UPDATED, rngs=RNGS, **kwargs)
         out = cast_output(out)
         loss = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(out))
         return loss, (out, updated)

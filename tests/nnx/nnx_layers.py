@@ -111,9 +111,7 @@ LAYERS = {
         (IMAGE,),
     ),
     "MultiHeadAttention": Layer(
-        lambda dtype, rngs: nnx.MultiHeadAttention(
-            2, 4, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs
-        ),
+        lambda dtype, rngs: nnx.MultiHeadAttention(2, 4, dtype=dtype, attention_fn=attend, decode=False, rngs=rngs),
         (X,),
     ),
     "MultiHeadAttention as it comes": Layer(  # its product of float16 with sums in float32 is not for CPUs

@@ -159,9 +159,7 @@ def of_numbers(model):
 
 
 WAYS = {
-    "filter": jmp.nnx.grad(
-        mean_square, nnx.DiffState(0, nnx.Any(nnx.Param, jmp.nnx.Float8State)), loss_scale=SCALE
-    ),
+    "filter": jmp.nnx.grad(mean_square, nnx.DiffState(0, nnx.Any(nnx.Param, jmp.nnx.Float8State)), loss_scale=SCALE),
     "graph=False": jmp.nnx.grad(mean_square, graph=False, loss_scale=SCALE),
     "graph_updates=False": jmp.nnx.grad(mean_square, graph_updates=False, loss_scale=SCALE),
     "module as a tree": jmp.grad(mean_square, loss_scale=SCALE),

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from optax import contrib
 
-from jmp_policy.optim._moments._moment_codes import DYNAMIC, UNSIGNED_FLOAT
-from jmp_policy.optim._moments._moments import MU, map_moments
+from jmp_policy.optim._moments._moment_codes import DYNAMIC, MU, UNSIGNED_FLOAT, map_moments
 
 
 def _matrices(params: Any) -> Any:

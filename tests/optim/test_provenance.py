@@ -15,7 +15,7 @@ from optimizer_registry import WAYS, bits, by_step, grads_of, params_of, types
 import jmp_policy as jmp
 from jmp_policy.numerics import Provenance
 from jmp_policy.numerics._nonfinite._provenance import FOUND, INFINITE, NAN
-from jmp_policy.numerics._nonfinite._words import Words, write_words
+from jmp_policy.numerics._nonfinite._remedies import Words, write_words
 from jmp_policy.optim import LossScaledState, ProvenanceState
 
 INNER = optax.adamw(1e-2)

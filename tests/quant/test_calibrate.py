@@ -10,7 +10,7 @@ from flax import linen as nn, nnx
 import jmp_policy as jmp
 from jmp_policy import quant
 from jmp_policy.modules._adapter import ModuleCall
-from jmp_policy.quant._calibration import Calibration, InputStatistics
+from jmp_policy.quant._calibrate import Calibration, InputStatistics
 
 POLICY = "int8(min_size=0)_from_float32"
 

@@ -17,8 +17,8 @@ from jmp_policy.numerics import (
     Stats,
 )
 from jmp_policy.numerics._explain import Explanation, Row
-from jmp_policy.numerics._stats._layout import Layout, Site
 from jmp_policy.numerics._stats._measure import Meter, Record
+from jmp_policy.numerics._stats._row import Layout, Site
 from jmp_policy.optim import MomentRow, StateReport
 from jmp_policy.quant import Comparison, LayerComparison
 

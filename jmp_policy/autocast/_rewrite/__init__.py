@@ -1,19 +1,17 @@
 """Rewrites each operation in its precision, with the tables of operations."""
 
 from ._casting import Casting as Casting, CastingRule as CastingRule
-from ._marks import Colour as Colour, Mark as Mark
 from ._place import (
+    COMPUTE_DTYPES as COMPUTE_DTYPES,
     EquationPlace as EquationPlace,
     Functions as Functions,
-    explain_unused_functions as explain_unused_functions,
-)
-from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
-from ._scopes import (
-    COMPUTE_DTYPES as COMPUTE_DTYPES,
     Scopes as Scopes,
     check_policy as check_policy,
+    explain_unused_functions as explain_unused_functions,
     root_policy as root_policy,
 )
+from ._precision import Colour as Colour, Mark as Mark
+from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
 from ._tables import (
     CLEAR as CLEAR,
     FULL as FULL,

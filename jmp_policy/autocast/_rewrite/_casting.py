@@ -16,12 +16,21 @@ from ..._base import at_least_float32
 from ..._jaxpr import Atom, Body, Kind, Program, Rewriter, Rule, Value, body_of, float_dtype, is_float
 from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
-from ._marks import Colour, Mark, clamp_masks, find_numbers, is_exact, is_sum, join_marks
-from ._place import EquationPlace, PlaceFinder, find_functions
-from ._precision import PrecisionFinder, is_applied_to_each, is_castable
+from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
+from ._precision import (
+    Colour,
+    Mark,
+    PrecisionFinder,
+    clamp_masks,
+    find_numbers,
+    is_applied_to_each,
+    is_castable,
+    is_exact,
+    is_sum,
+    join_marks,
+)
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
-from ._scopes import COMPUTE_DTYPES, Scope, Scopes, find_sums_dtype
 from ._sums import PRODUCTS, as_low, is_stored, keeps_sums, round_sum, write_product
 from ._tables import Precision
 

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from ..._base import did_you_mean
 from ...policy import Key, Policy, PolicyMap, PolicySpec
 from . import _tables
-from ._scopes import TREATMENTS, ScopeRow, parse_scope_rule
+from ._place import TREATMENTS, ScopeRow, parse_scope_rule
 from ._tables import Precision
 
 

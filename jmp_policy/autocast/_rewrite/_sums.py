@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._jaxpr import Atom, Body, Kind, Value, body_of
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
-from ._marks import Colour, is_sum
+from ._precision import Colour, is_sum
 from ._tables import KEEPING_SUMS
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})

@@ -63,8 +63,7 @@ from ._global_policy import (
     set_global_policy as set_global_policy,
     set_policy as set_policy,
 )
-from ._legacy_policy import Policy as Policy
-from ._loss_scale import LossScaleOptimizer as LossScaleOptimizer
+from ._loss_scale import LossScaleOptimizer as LossScaleOptimizer, Policy as Policy
 from ._quantized_dtype_policy import (
     Int4DTypePolicy as Int4DTypePolicy,
     QuantizedDTypePolicy as QuantizedDTypePolicy,

@@ -6,7 +6,7 @@ from typing import Any
 from ..._base import did_you_mean, quote
 from ...policy import FROM, KINDS, Float8, Policy as JmpPolicy, PolicySpec, get_policy, is_policy_spec
 from ._dtype_policy import DTypePolicy, FloatDTypePolicy, default_jmp_policy
-from ._legacy_policy import Policy
+from ._loss_scale import Policy
 from ._quantized_dtype_policy import (
     FLOAT8,
     Int4DTypePolicy,

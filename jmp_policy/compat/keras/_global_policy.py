@@ -5,7 +5,7 @@ from ...policy import Policy as JmpPolicy, default_origin, default_policy, set_d
 from ._dtype_policy import DTypePolicy
 from ._dtype_policy_map import DTypePolicyMap
 from ._find_dtype_policy import convert_policy, parse_dtype_policy
-from ._legacy_policy import Policy
+from ._loss_scale import Policy
 
 
 def dtype_policy() -> DTypePolicy:

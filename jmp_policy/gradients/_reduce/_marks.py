@@ -1,22 +1,131 @@
-"""What of a gradient program is widened, found from its gradients backwards.
-
-XLA adds up over devices where the partial sums are made: in the equation that sums over what is sharded, and in its
-dtype. The walk goes back from a gradient to the first equations that sum, and on to sums that they alone read.
-"""
+"""Finds the sums of a gradient program that are widened, from the gradients backwards."""
 
 import enum
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Inside, bodies_of, float_dtype, is_float
-from ._origins import Origin, find_origins, list_argument_origins, read_origin
-from ._tables import CALLS, MOVES, MULTIPLICATIONS, PRODUCTS, SCATTERED_SUM, SUMS, is_pairwise
+from ..._jaxpr import MATMULS, Fact, Inside, bodies_of, float_dtype, having, is_float
+
+PRODUCTS = MATMULS
+"""Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
+
+SUMS = having(Fact.SUMS)
+"""Sums over some axes of one tensor."""
+
+SCATTERED_SUM = "scatter-add"
+"""The sum of the rows of a table that were read several times: its operands are the table, the places and the rows."""
+
+MULTIPLICATIONS = frozenset({"div", "mul"})
+"""One number of a result for one of each operand, and linear in either; only one of them is a cotangent."""
+
+MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | {
+    "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
+}  # fmt: skip
+"""Primitives that move elements, add those in the same place, or bound them; and the collectives of a `shard_map`.
+
+All of them work in the dtype of their operands.
+"""
+
+CALLS = having(Fact.CALLS) - {"custom_jvp_call", "custom_vjp_call"}
+"""What runs programs, which are looked into."""
+
+
+def is_pairwise(eqn: JaxprEqn) -> bool:
+    """Whether each result is of an operand of its own: of a barrier, or a `psum` of several values.
+
+    >>> import jax
+    >>> [is_pairwise(eqn) for eqn in jax.make_jaxpr(jax.lax.optimization_barrier)((1.0, 2.0)).eqns]
+    [True]
+    """
+    return len(eqn.outvars) > 1 and len(eqn.outvars) == len(eqn.invars)
+
+
+class Origin(enum.IntEnum):
+    """What a value is made of; of several origins, the greatest counts."""
+
+    CONSTANT = 0
+    PARAMETER = 1
+    DATA = 2
+
+
+def find_origins(program: Jaxpr, arguments: Sequence[Origin]) -> dict[Var, Origin]:
+    """Finds what the values of a body are made of.
+
+    Arrays that a program closes over count as data: a loss function may close over its batch.
+
+    Args:
+      program: the body; the programs inside are looked into, and not listed.
+      arguments: what its arguments are made of.
+
+    >>> import jax
+    >>> body = jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 1.0).jaxpr
+    >>> origins = find_origins(body, [Origin.PARAMETER, Origin.DATA])
+    >>> [origins[var].name for var in body.outvars]
+    ['PARAMETER', 'DATA']
+    """
+    known, key = _ORIGINS.setdefault(program, {}), tuple(arguments)
+    if key not in known:
+        known[key] = _find(program, key)
+    return known[key]
+
+
+_ORIGINS: weakref.WeakKeyDictionary[Any, dict[tuple[Origin, ...], dict[Var, Origin]]] = weakref.WeakKeyDictionary()
+
+
+def list_argument_origins(body: Inside, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
+    """What the arguments of a body are made of, in all turns of a loop.
+
+    Args:
+      body: the body.
+      origins: those of the values around it.
+    """
+    arguments = [read_origin(outer, origins) for outer, _ in body.entering]
+    while body.carry and body.leaving:
+        inside = find_origins(body.program, arguments)
+        after = list(arguments)
+        for i in body.carry:
+            after[i] = max(after[i], read_origin(body.program.outvars[i - body.carry.start], inside))
+        if after == arguments:
+            break
+        arguments = after
+    return tuple(arguments)
+
+
+def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
+    """What a value is made of, in the body whose origins these are."""
+    return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
+
+
+def _find(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Origin]:
+    origins = dict(zip(program.invars, arguments, strict=True)) | dict.fromkeys(program.constvars, Origin.DATA)
+    for eqn in program.eqns:
+        origins |= _find_results(eqn, origins)
+    return origins
+
+
+def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin]:
+    bodies = [body for body in bodies_of(eqn) if body.leaving]
+    if not bodies:
+        return dict.fromkeys(eqn.outvars, _join(read_origin(atom, origins) for atom in eqn.invars))
+    # A result of several bodies, as of the branches of a cond, may be that of any of them.
+    results = dict.fromkeys(eqn.outvars, Origin.CONSTANT)
+    if eqn.primitive.name == "cond":
+        results = dict.fromkeys(eqn.outvars, read_origin(eqn.invars[0], origins))
+    for body in bodies:
+        inside = find_origins(body.program, list_argument_origins(body, origins))
+        for inner, outer in body.leaving:
+            results[outer] = max(results[outer], read_origin(inner, inside))  # type: ignore[index]
+    return results
+
+
+def _join(origins: Iterable[Origin]) -> Origin:
+    return max(origins, default=Origin.CONSTANT)
 
 
 class Need(enum.IntEnum):

@@ -11,8 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import Args, DTypeLike, Kwargs, PyTree, is_array, name_state, parse_dtype, warn_once, warn_user
 from ..._jaxpr import Kind, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
-from ._marks import Marks, Need, Obstacle, Place, find_marks
-from ._origins import Origin
+from ._marks import Marks, Need, Obstacle, Origin, Place, find_marks
 from ._widening import Widening
 
 KeyPath = tuple[Any, ...]

@@ -27,7 +27,7 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._check_function import check_function
+from .._ends import check_function
 from ._checks import Suspicion, check, suspect_half_gradient
 from ._facts import Fact, derive_facts, describe_argument, describe_constant, find_fact
 from ._report import FINDINGS, REMEDIES, AuditReport, AuditRow, Finding, Matmul

@@ -1,19 +1,21 @@
-"""The operations of a traced program one after the other, and what they say of its modules: the dtypes in which each
-computes, multiplies and sums, and which ones leak a wide dtype."""
+"""The operations of each module in a traced program, and the explanation built of them."""
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from ..._base import is_floating_dtype, list_paths_to
+from ..._base import IN_FULL_PRECISION, PyTree, is_floating_dtype, list_paths_to
 from ..._jaxpr import ROUNDING_SCOPE, Fact, HalfSum, find_half_sum, having, walk
-from ...modules import ModuleInfo
-from ...modules.common import read_path
+from ...modules import FULL_PRECISION, WRITTEN, Method, ModelInfo, ModuleInfo, find_adapter, widen_policy
+from ...modules.common import Observation, read_path
 from ...policy import ODD_ROWS, Float8
+from ._explanation import Explanation, Row
 
 STRUCTURAL = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {
     "convert_element_type", "reduce_precision", "link", "carry",
@@ -226,3 +228,109 @@ def _find_named_around(path: str | None, modules: Mapping[str, ModuleInfo]) -> f
     """The modules around an operation that a rule, a policy or an author's dtype names; the root leaks nowhere."""
     around = list_paths_to(path or "")[1:]
     return frozenset(outer for outer in around if outer in modules and modules[outer].is_named)
+
+
+def build_explanation(model: ModelInfo, observation: Observation) -> Explanation:
+    """Makes the explanation of a model.
+
+    Args:
+      model: what its adapter knows of it.
+      observation: what was seen while it was traced.
+    """
+    assert observation.program is not None
+    program = list(walk_operations(observation.program))
+    computed, made, summed = collect_compute_dtypes(program), collect_made_dtypes(program), collect_half_sums(program)
+    modules = {**model.modules}
+    modules.update((path, _widen(modules[path])) for path in observation.widened if path in modules)
+    leaking = find_leaks(program, modules)
+    cast = find_output_casts(observation.program, program, modules)
+    rows = []
+    for path in _order_paths(modules, observation):
+        module = modules[path]
+        own = model.params.get(path, ())
+        rows.append(Row(
+            path=path,
+            type=module.type.__name__,
+            policy=module.policy,
+            rule=module.rule,
+            param_dtypes=tuple(dict.fromkeys(str(array.dtype) for array in jax.tree.leaves(own))),
+            input_dtypes=observation.inputs.get(path, ()),
+            compute_dtypes=computed.get(path, ()),
+            output_dtypes=observation.outputs.get(path, ()),
+            param_bytes=_sum_bytes(jax.tree.leaves(own), lambda dtype: dtype.itemsize),
+            float32_bytes=_sum_bytes(own, lambda dtype: 4 if is_floating_dtype(dtype) else dtype.itemsize),
+            leaks_into=leaking.get(path, ()),
+            quantization=describe_weight(module, computed.get(path, ()), made.get(path, ())),
+            output_cast=cast.get(path, ""),
+            half_sums=summed.get(path, ()),
+            accumulate_dtype=module.accumulate_dtype if module.accumulate_dtype in made.get(path, ()) else "",
+        ))  # fmt: skip
+    return Explanation(tuple(rows), tuple(model.unused), tuple(model.unknown))
+
+
+def _widen(module: ModuleInfo) -> ModuleInfo:
+    """What holds at a module that runs inside of `force_full_precision`, whatever its policy says."""
+    if module.policy is None or module.rule == WRITTEN:
+        return module
+    with IN_FULL_PRECISION(True):
+        policy = widen_policy(module.policy)
+    return dataclasses.replace(module, policy=policy, rule=FULL_PRECISION, compute_dtype=policy.compute_dtype)
+
+
+def _order_paths(modules: Mapping[str, ModuleInfo], observation: Observation) -> list[str]:
+    """The paths in the order of their first calls, and what is inside a module right after it."""
+    position = {path: index for index, path in enumerate(dict.fromkeys([*observation.inputs, *modules]))}
+
+    def key(path: str) -> list[int]:
+        return [position[outer] for outer in list_paths_to(path) if outer in modules]
+
+    return sorted(modules, key=key)
+
+
+def _sum_bytes(leaves: Sequence[Any], itemsize: Callable[[np.dtype], int]) -> int:
+    return sum(math.prod(leaf.shape) * itemsize(np.dtype(leaf.dtype)) for leaf in leaves)
+
+
+def explain(model: Any, *inputs: Any, method: Method = None, rngs: PyTree = None, **kwargs: Any) -> Explanation:
+    """Says what holds at each module of a Flax model: policy, rule, and the dtypes that are seen when it is called.
+
+    The model is traced and not run: parameters and inputs are abstract, so that a model of any size is explained
+    without allocating it. A linen module is initialised abstractly; an nnx module is copied, and `nnx.eval_shape`
+    makes one without arrays. Rules of a `PolicyMap` that decide for no module are in the explanation, not warned of.
+    Sums of many numbers in half precision are there, too: a policy reaches layers, and not functions such as
+    `nn.avg_pool`. A model without a policy is explained as well.
+
+    Args:
+      model: a linen or nnx module, with a policy or without.
+      *inputs: positional arguments of its method: arrays, or `jax.ShapeDtypeStruct`s in their place. Anything else,
+        such as a Python bool, is passed on as it is.
+      method: what to call instead of the module itself: the name of a method, a method, or a function of the module.
+      rngs: for linen, a key or keys by name, as `Module.init` takes them, one that is made up if there are none; for
+        nnx, the argument `rngs` of the method.
+      **kwargs: keyword arguments of the method.
+
+    Returns:
+      An `Explanation`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
+
+    Raises:
+      TypeError: `model` is not a Flax module. What the model itself raises comes through.
+
+    >>> import jax, jmp_policy as jmp
+    >>> from flax import linen as nn
+    >>> rules = jmp.PolicyMap({"layers_1": "float32", "layer_0": "float32"}, "mixed_bfloat16")
+    >>> model = jmp.with_policy(nn.Sequential([nn.Dense(4), nn.LayerNorm()]), rules)
+    >>> explanation = jmp.explain(model, jax.ShapeDtypeStruct((8, 3), "float32"))
+    >>> [(row.path, row.rule, row.compute_dtypes) for row in explanation.rows]
+    [('', 'default', ()), ('layers_0', 'default', ('bfloat16',)), ('layers_1', 'layers_1', ('float32',))]
+    >>> explanation.total_bytes, explanation.unused
+    (96, ("policy rule 'layer_0' matches no module; the closest path is 'layers_0'",))
+    """
+    adapter = None if isinstance(model, type) else find_adapter(model)
+    if adapter is None:
+        raise TypeError(
+            f"explain takes a Flax module, got {model!r}. "
+            "For example: explain(Net(), jax.ShapeDtypeStruct((8, 28, 28), 'float32'))."
+        )
+    observation = Observation()
+    examined = adapter.examine(model, inputs, method, rngs, kwargs, observation.trace, observation.hook)
+    return build_explanation(examined, observation)

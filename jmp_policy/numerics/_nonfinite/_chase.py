@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._base.mesh import vary_everywhere
+from ..._base import vary_everywhere
 from ._extremes import INFINITY, MOST_LOOPS, NEVER, Extremes, decode_key
 from ._graph import CONSTANT, NONE, Graph
 from ._provenance import FINITE, FOUND, INFINITE, NAN, NOT_REPRODUCED, UNUSED, Provenance

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from ..._base import TRACING, Args, Kwargs, PyTree
-from ..._base.mesh import vary, vary_everywhere
+from ..._base import TRACING, Args, Kwargs, PyTree, vary, vary_everywhere
 from ..._jaxpr import (
     Line,
     ModulePaths,
@@ -34,14 +33,12 @@ from ..._jaxpr import (
     trace,
 )
 from ...loss_scale import all_finite
-from .._check_function import check_function
-from .._ends import Results, find_signature, name_results, spell_arguments
+from .._ends import Results, check_function, find_signature, name_results, spell_arguments
 from ._chase import find_origin as chase_origin
 from ._extremes import Extremes, ExtremesRecorder, is_measurable
 from ._graph import build_graph
 from ._provenance import Provenance
-from ._roles import find_roles
-from ._words import Words
+from ._remedies import Words, find_roles
 
 
 def first_nonfinite(

@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..._jaxpr import CALLED, Line, body_of, float_dtype, scan_parts
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._provenance import MOST_OPERANDS, MOST_TURNS
-from ._words import Words, write_words
+from ._remedies import Words, write_words
 
 NONE, CONSTANT, UNKNOWN = -1, -2, -3
 """What stands for an operand that there is not, for a number in the program, and for a value that is not measured."""

@@ -9,8 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._base import escape_controls
-from ._remedies import find_remedy
-from ._words import TEXT_LENGTH, Words, read_words
+from ._remedies import TEXT_LENGTH, Words, find_remedy, read_words
 
 MOST_TURNS = 4
 """How many of the loops around an equation are told apart."""

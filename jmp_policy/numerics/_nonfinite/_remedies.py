@@ -1,12 +1,174 @@
-"""What helps against an operation that made a number that is not finite."""
+"""Remedies for non-finite values, by the primitive that made them and its role."""
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import Fact, having
-from ._words import GUARDED, Words
+from ..._jaxpr import Fact, Step, having, walk
+
+GUARDED = "where"
+"""The role of an operation that a branch of a `jnp.where` uses."""
+
+
+class Words(NamedTuple):
+    """What is said of an equation or an argument.
+
+    Attributes:
+      primitive: the name of the operation; the empty string for an argument.
+      source: the user's line, `"/home/me/train.py:12"`.
+      function: the function around that line.
+      code: the text of the line.
+      path: the module names and `jax.named_scope`s around it, joined by `/`.
+      direction: `"forward"`, `"recomputed"` or `"backward"`.
+      dtype: the name of the dtype of its result.
+      argument: the argument, `"batch['x']"`; the empty string for an equation.
+      role: the primitive whose derivative an equation computes, or `GUARDED`; else the empty string.
+    """
+
+    primitive: str = ""
+    source: str = ""
+    function: str = ""
+    code: str = ""
+    path: str = ""
+    direction: str = "forward"
+    dtype: str = ""
+    argument: str = ""
+    role: str = ""
+
+
+_WIDTHS = (32, 160, 48, 96, 128, 12, 16, 103, 8)
+"""How many bytes each may have. Of a longer one its end is kept, but of code its beginning.
+
+Their sum, with a byte after each, stays: a saved state holds the text. One without a role is read as such.
+"""
+
+TEXT_LENGTH = sum(_WIDTHS) + len(_WIDTHS)
+
+
+def write_words(words: Words) -> np.ndarray:
+    """Writes words as uint8 of shape `(TEXT_LENGTH,)`.
+
+    >>> words = Words("log", "train.py:12", "loss_fn", "jnp.log(x)", "head", "forward", "float32")
+    >>> read_words(write_words(words)) == words
+    True
+    >>> read_words(write_words(words._replace(code="x + " * 40))).code[-8:]
+    '+ x + x…'
+    """
+    pieces = []
+    for name, word, width in zip(Words._fields, words, _WIDTHS, strict=True):
+        data = word.encode()
+        if len(data) > width:
+            mark = "…".encode()
+            kept = width - len(mark)
+            data = data[:kept] + mark if name == "code" else mark + data[-kept:]
+        pieces.append(data)
+    text = b"\0".join(pieces)
+    return np.frombuffer(text.ljust(TEXT_LENGTH, b"\0"), np.uint8)
+
+
+def read_words(text: np.ndarray) -> Words:
+    """Reads what `write_words` wrote."""
+    pieces = text.tobytes().split(b"\0")[: len(_WIDTHS)]
+    return Words(*(piece.decode(errors="ignore") for piece in pieces))
+
+
+def find_roles(program: Jaxpr) -> dict[int, str]:
+    """Finds the roles of equations, by their ids: see `Words.role`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> program = jax.make_jaxpr(jax.grad(jnp.sqrt))(1.0)
+    >>> roles = find_roles(program.jaxpr)
+    >>> [(eqn.primitive.name, roles[id(eqn)]) for eqn in program.eqns if id(eqn) in roles]
+    [('div', 'sqrt')]
+    """
+    steps = list(walk(program))
+    makers: dict[int, list[Step]] = {}
+    for step in steps:
+        for var in step.results:
+            makers.setdefault(id(var), []).append(step)
+    roles = {id(eqn): GUARDED for eqn in _list_guarded(steps, makers)}
+    logarithms = {id(step.operands[0]) for step in steps if step.name == "log"}
+    divisors = {id(step.operands[1]) for step in steps if step.name == "div"}
+    for step in steps:
+        if "jvp(" not in step.scope:  # which is around the backward pass, too
+            continue
+        role = ""
+        if step.name == "integer_pow":
+            role = _find_role_of_power(step, makers, divisors)
+        elif step.name == "div":
+            role = _find_role_of_quotient(step, makers, logarithms)
+        if role:
+            roles[id(step.eqn)] = role
+    return roles
+
+
+def _find_role_of_power(step: Step, makers: dict[int, list[Step]], divisors: set[int]) -> str:
+    (base,) = step.operands
+    if _is_made_by("cbrt", base, makers):
+        return "cbrt"
+    return _find_decomposition(base, makers) or ("div" if step.eqn.params["y"] == -2 and id(base) in divisors else "")
+
+
+def _find_role_of_quotient(step: Step, makers: dict[int, list[Step]], logarithms: set[int]) -> str:
+    dividend, divisor = step.operands
+    is_half = isinstance(dividend, Literal) and float(dividend.val) == 0.5
+    if is_half and _is_made_by("sqrt", divisor, makers):
+        return "sqrt"
+    is_transposed = "transpose(" in step.scope
+    if is_transposed and id(divisor) in logarithms:
+        return "log"
+    return _find_decomposition(divisor, makers, of_differences=not is_transposed)
+
+
+def _find_decomposition(atom: Any, makers: dict[int, list[Step]], *, of_differences: bool = True) -> str:
+    """Finds the decomposition of a matrix from whose values a divisor is made; the empty string for none.
+
+    Args:
+      atom: the divisor.
+      makers: the steps that make each value.
+      of_differences: whether only differences of the values count. The program of a user may divide by one of them.
+    """
+    queue, seen = [(atom, not of_differences)], set()
+    while queue:
+        atom, counts = queue.pop()
+        if (id(atom), counts) in seen:
+            continue
+        seen.add((id(atom), counts))
+        for step in makers.get(id(atom), ()):
+            if step.name in ("eigh", "svd") and counts:
+                return step.name
+            if step.name in (*_FOLLOWED, "slice", "squeeze"):
+                queue += [(operand, counts or step.name == "sub") for operand in step.operands]
+    return ""
+
+
+def _is_made_by(name: str, atom: Any, makers: dict[int, list[Step]]) -> bool:
+    return any(step.name == name for step in makers.get(id(atom), ()))
+
+
+def _list_guarded(steps: list[Step], makers: dict[int, list[Step]]) -> list[Any]:
+    """The equations from which a branch of a `select_n` comes, up to sums and products of them."""
+    found, seen = [], set()
+    queue = [atom for step in steps if step.name == "select_n" for atom in step.operands[1:]]
+    while queue:
+        atom = queue.pop()
+        if id(atom) in seen:
+            continue
+        seen.add(id(atom))
+        for step in makers.get(id(atom), ()):
+            if step.name not in ("link", "carry"):
+                found.append(step.eqn)
+            if step.name in _FOLLOWED:
+                queue += step.operands
+    return found
+
+
+_FOLLOWED = ("add", "broadcast_in_dim", "convert_element_type", "div", "link", "mul", "neg", "reshape", "sub")
+
 
 Range = tuple[float, float] | None
 

@@ -11,13 +11,10 @@ from ..._jaxpr import MATMULS
 from ...autocast._rewrite import root_policy
 from ...policy import Key, Policy, PolicyMap
 from .._stats import FloatFormat, ObservedProgram, Row, Stats, parse_format
-from ._choose_scale import Choice, choose_scale
-from ._flow import find_masked, find_noise, list_operations
-from ._losses import Loss, find_loss, find_scaled_loss, find_span
-from ._prediction import Prediction, Reason, spell_scale
-from ._prediction_plot import SpanBar
+from ._flow import NarrowValue, find_masked, find_noise, list_narrow_values, list_operations, list_quantized_values
+from ._losses import Choice, Loss, choose_scale, find_loss, find_scaled_loss, find_span
+from ._prediction import Prediction, Reason, SpanBar, spell_scale
 from ._trial import try_policy
-from ._values import NarrowValue, list_narrow_values, list_quantized_values
 
 MOST_ROUNDS = 16
 """So often scopes are put in float32, and the policy tried again. What leaves a scope in float32 may be too large for

@@ -11,8 +11,8 @@ from ...loss_scale import LossScale, get_loss_scale
 from ...policy import Policy, PolicyMap, PolicySpec, get_policy
 from .._stats import ObservedProgram, Stats, find_program
 from ._diagnosis import diagnose
-from ._layer_rule import HALF
 from ._prediction import Prediction
+from ._trial import HALF
 
 WAYS = ("autocast", "with_policy")
 _EXAMPLE = "numerics.collect(jax.value_and_grad(loss_fn), where='all')(params, batch)"

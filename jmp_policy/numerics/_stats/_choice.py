@@ -1,20 +1,25 @@
-"""Which values of a program `collect` measures: by operation, by path, and by pass."""
+"""The request of a user of `collect`, and the values of the program that it measures."""
 
 import dataclasses
 import functools
 import re
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._base import did_you_mean, list_paths_to
+from ..._base import Args, describe, did_you_mean, is_array, list_paths_to
 from ..._jaxpr import (
     MATMULS,
+    Line,
     ModulePaths,
     Modules,
+    Program,
     Step,
     bodies_of,
+    body_of,
     find_direction,
     float_dtype,
     is_recorded,
@@ -22,7 +27,9 @@ from ..._jaxpr import (
     name_stack,
     walk,
 )
-from ._layout import Direction
+from ._measure import Meter
+from ._row import Direction, Layout
+from ._what_if import parse_format
 
 PASSES = ("forward", "recomputed", "backward", "arguments", "results")
 """What `of` may name."""
@@ -152,3 +159,158 @@ def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
 def _is_dropped(var: object) -> bool:
     """Whether a result has no name, because nothing uses it."""
     return str(var) == "_"
+
+
+LOOPS = ("auto", "split", "merge")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+      meter: what of each tensor.
+      where: which operations and paths.
+      of: which passes, and whether arguments and results.
+      loops: one of `LOOPS`.
+      every: how many steps lie between two that are measured.
+    """
+
+    meter: Meter
+    where: tuple[str, ...]
+    of: tuple[str, ...]
+    loops: str
+    every: int | None
+
+
+def make_request(
+    formats: Any, where: str | Sequence[str], of: str | Sequence[str], histogram: bool, loops: str, every: Any
+) -> Request:
+    """Reads the arguments of `collect`.
+
+    Raises:
+      TypeError: something that is a string is none.
+      ValueError: a name or a number is none that `collect` knows.
+    """
+    names = formats if isinstance(formats, tuple | list | set | frozenset) else [formats]
+    meter = Meter(tuple(dict.fromkeys(parse_format(name).name for name in names)), bool(histogram))
+    return Request(meter, _list_entries("where", where), _parse_passes(of), _parse_loops(loops), _parse_every(every))
+
+
+def take_step(every: int | None, args: Args) -> tuple[Any, Args]:
+    """Takes the number of the step off the arguments."""
+    if every is None:
+        return None, args
+    step = args[0] if args else None
+    is_integer = is_array(step) and jnp.issubdtype(step.dtype, jnp.integer) and not step.shape
+    if isinstance(step, bool) or not (isinstance(step, int) or is_integer):
+        raise TypeError(
+            f"With every={every}, the first argument is the number of the step, an integer, not {describe(step)}. "
+            "For example: collect(train_step, every=100)(step, state, batch)."
+        )
+    return step, args[1:]
+
+
+def _parse_passes(of: str | Sequence[str]) -> tuple[str, ...]:
+    entries = _list_entries("of", of)
+    for entry in entries:
+        if entry not in PASSES:
+            raise ValueError(f"of has {entry!r}. {did_you_mean(entry, PASSES)} For example: of={_EXAMPLES['of']}.")
+    return entries
+
+
+def _parse_loops(loops: str) -> str:
+    if loops not in LOOPS:
+        raise ValueError(f"Unknown loops {loops!r}. {did_you_mean(loops, LOOPS)} For example: loops='split'.")
+    return loops
+
+
+def _parse_every(every: int | None) -> int | None:
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(f"every must be a positive integer or None, got {every!r}. For example: every=100.")
+    return every
+
+
+def _list_entries(name: str, entries: str | Sequence[str]) -> tuple[str, ...]:
+    listed = (entries,) if isinstance(entries, str) or not isinstance(entries, Iterable) else tuple(entries)
+    for entry in listed:
+        if not isinstance(entry, str):
+            raise TypeError(f"{name} takes strings, got {entry!r}. For example: {name}={_EXAMPLES[name]}.")
+    if not listed:
+        raise ValueError(f"{name} is empty, so that nothing would be measured. For example: {name}={_EXAMPLES[name]}.")
+    return listed
+
+
+_EXAMPLES = {"where": "('matmuls', 'blocks/.*')", "of": "('forward', 'backward')"}
+
+
+Value = tuple[tuple[int, ...], int]
+"""A value of a program: the identities of the equations around the one that makes it and of that one, outermost first,
+and which of its results it is. An argument of the whole program has no equations."""
+
+
+class ObservedProgram(NamedTuple):
+    """A program, and which of its values the rows of statistics are of.
+
+    Attributes:
+      program: its equations, without the arrays that it closes over.
+      modules: the modules that it calls, without their types.
+      types: the types by path, weakly: statistics do not keep a user's classes alive.
+      values: the value of each row; `None` for the result of the whole.
+    """
+
+    program: Jaxpr
+    modules: Modules
+    types: tuple[tuple[str, "weakref.ref[type]"], ...]
+    values: tuple[Value | None, ...]
+
+    def list_types(self) -> dict[str, type]:
+        """The types of modules by path, of those that still exist."""
+        return {path: kind for path, reference in self.types if (kind := reference()) is not None}
+
+
+def remember_program(
+    layout: Layout, program: Program, modules: Modules, arguments: Sequence[int], lines: Sequence[Line], results: int
+) -> None:
+    """Remembers the program that the rows of a layout are of.
+
+    Args:
+      layout: its rows are of arguments, of operations and of results, in this order.
+      program: the program as it was traced.
+      modules: those that it calls.
+      arguments: which arguments have rows.
+      lines: what the rows of operations are of.
+      results: how many results have rows.
+    """
+    values: list[Value | None] = [((), i) for i in arguments]
+    values += [(identify(line.step.around, line.step.eqn), line.result) for line in lines]
+    values += [None] * results
+    types = tuple((path, weakref.ref(kind)) for path, kind in modules.types)
+    body = _drop_constants(body_of(program))
+    _PROGRAMS[layout] = ObservedProgram(body, modules._replace(types=()), types, tuple(values))
+
+
+def remember_part(layout: Layout, whole: Layout, indices: Sequence[int]) -> None:
+    """Remembers the program of a layout that has some of the rows of another."""
+    found = _PROGRAMS.get(whole)
+    if found is not None:
+        _PROGRAMS[layout] = found._replace(values=tuple(found.values[i] for i in indices))
+
+
+def find_program(layout: Layout) -> ObservedProgram | None:
+    """The program of a layout; `None` if this process has not traced it."""
+    return _PROGRAMS.get(layout)
+
+
+def identify(around: Sequence[tuple[Any, Any]], eqn: Any) -> tuple[int, ...]:
+    """The identities of the equations around an equation, and of that one."""
+    return (*(id(outer) for outer, _ in around), id(eqn))
+
+
+def _drop_constants(program: Jaxpr) -> Jaxpr:
+    """A body without the arrays that it closes over: from JAX 0.11 on they are a part of it, and something must be."""
+    consts = getattr(program, "consts", ())
+    return program.replace(consts=[None] * len(consts)) if consts else program
+
+
+_PROGRAMS: weakref.WeakKeyDictionary[Layout, ObservedProgram] = weakref.WeakKeyDictionary()

@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ..._base import TRACING, Args, Kwargs, PyTree
-from ..._base.mesh import vary_everywhere
+from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere
 from ..._jaxpr import (
     Atom,
     Line,
@@ -36,14 +35,11 @@ from ..._jaxpr import (
     trace,
     walk,
 )
-from .._check_function import check_function
-from .._ends import Results, find_signature, name_arguments, name_results
-from ._choice import Choice, Place, make_choice
-from ._layout import Direction, Layout, Site
+from .._ends import Results, check_function, find_signature, name_arguments, name_results
+from ._choice import Choice, Place, Request, make_choice, make_request, remember_program, take_step
 from ._measure import Look, Meter
-from ._observed import remember_program
 from ._record import Record, fold, join, merge
-from ._request import Request, make_request, take_step
+from ._row import Direction, Layout, Site
 from ._stats import Stats
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -15,20 +15,21 @@ from jax import lax
 
 from ..._base import at_least_float32
 from ...quant._numbers import Blocks, dequantize, quantize_mx, quantize_nv
-from ._blocks import split_blocks, widen
 from ._counting import (
     FIRST_COUNTS as FIRST_COUNTS,
     FIRST_EXPONENT as FIRST_EXPONENT,
     HISTOGRAM_BINS as HISTOGRAM_BINS,
     LONGEST_BLOCK,
+    BlockErrors,
     Tally,
+    add_integer_errors,
     count,
+    count_flags,
     fill_tally,
+    pad_last_axis,
     read_counts,
     read_most,
 )
-from ._errors import Sums, add_squares, convert_units, find_exponent, read_units
-from ._integers import BlockErrors, add_integer_errors, count_flags, pad_last_axis
 from ._record import (
     Record as Record,
     add_up,
@@ -42,7 +43,20 @@ from ._record import (
     merge as merge,
     power_of_two,
 )
-from ._what_if import FloatFormat, Format, IntegerFormat, ScaledFormat, parse_format as parse_format
+from ._what_if import (
+    FloatFormat,
+    Format,
+    IntegerFormat,
+    ScaledFormat,
+    Sums,
+    add_squares,
+    convert_units,
+    find_exponent,
+    parse_format as parse_format,
+    read_units,
+    split_blocks,
+    widen,
+)
 
 _FLOAT32 = np.dtype(np.float32)
 

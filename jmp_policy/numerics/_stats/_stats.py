@@ -14,14 +14,11 @@ from jax.core import Tracer
 
 from ..._base import Uncast, did_you_mean, list_paths_to
 from ...report import Report, Table, draw_html_note
+from ._choice import remember_part
 from ._counting import FIRST_EXPONENT
-from ._layout import Layout, Site
-from ._observed import remember_part
 from ._record import Record, fold, merge
-from ._row import Row, read_rows
-from ._stats_page import draw_page, list_cells
-from ._stats_plot import plot_exponents
-from ._stats_report import list_lines, list_notes, make_table
+from ._row import Layout, Row, Site, read_rows
+from ._stats_report import draw_page, list_cells, list_lines, list_notes, make_table, plot_exponents
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

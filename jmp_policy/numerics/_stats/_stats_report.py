@@ -1,12 +1,34 @@
-"""How statistics are read in a terminal: a table of what would be lost, worst first."""
+"""Statistics as a table in a terminal, a page in a notebook, and a plot."""
 
 import collections
 import dataclasses
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ...report import Column, Table, has_columns, is_fitting
-from ._row import FormatShares, Row
+import numpy as np
+
+from ...report import (
+    Cell,
+    Column,
+    ExponentChart,
+    FormatRange,
+    Histogram,
+    Table,
+    draw_html_note,
+    draw_sortable_table,
+    has_columns,
+    is_fitting,
+    list_styles,
+)
+from ._counting import FIRST_EXPONENT
+from ._row import DIRECTIONS, FormatShares, Row, check_direction
+from ._what_if import FloatFormat, parse_format
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 MOST_LINES = 40
 """A terminal shows so many lines: `rows()` has the others."""
@@ -181,3 +203,171 @@ def _describe_loss(formats: Mapping[str, FormatShares], name: str) -> str:
         return f"±{format_share(shares.error)}" if shares.error else ""
     parts = {"↑": format_share(shares.overflow), "↓": format_share(shares.underflow)}
     return " ".join(sign + text for sign, text in parts.items() if text)
+
+
+MOST_PAGE_LINES = 1000
+"""A page shows so many lines: `rows()` has the others."""
+
+_SHARES = {"zero": "underflow", "subnormal": "subnormal", "overflow": "overflow"}
+_ERRORS = {"error": "error", "scaled\nerror": "scaled_error"}
+_HOT = ("underflow", "overflow")
+"""What stands out, by how much of it there is."""
+
+Columns = dict[str, list[Cell]]
+
+
+def draw_page(lines: Sequence[Line], rows: Sequence[Row], formats: Sequence[str]) -> str:
+    """The table and its notes as HTML."""
+    table = draw_sortable_table(*list_cells(lines, formats)) if lines else ""
+    return "".join([table, *map(draw_html_note, list_page_notes(lines, rows))])
+
+
+def list_cells(lines: Sequence[Line], formats: Sequence[str]) -> tuple[list[Column], list[tuple[Cell, ...]]]:
+    """The columns, and the cells of each line; a column without a text or a number in it is left out."""
+    shown = lines[:MOST_PAGE_LINES]
+    columns = _list_summary(shown) | _list_formats(shown, formats) | _list_details(shown)
+    filled = {header: cells for header, cells in columns.items() if any(cell.text for cell in cells)}
+    headers = [Column(header, any(cell.value is not None for cell in cells)) for header, cells in filled.items()]
+    return headers, list(zip(*filled.values(), strict=True))
+
+
+def list_page_notes(lines: Sequence[Line], rows: Sequence[Row]) -> list[str]:
+    """The notes below the table."""
+    notes = ["Worst first; click on a header to sort. Shares are of all numbers of a tensor."] if lines else []
+    if len(lines) > MOST_PAGE_LINES:
+        notes.append(f"{len(lines) - MOST_PAGE_LINES} lines of less loss are left out: rows() has them.")
+    return [*notes, *describe_loops(lines), *describe_unmeasured(rows)]
+
+
+def _list_summary(lines: Sequence[Line]) -> Columns:
+    return {
+        "tensor": [Cell(line.row.path or "(no module)") for line in lines],
+        "pass": [Cell(line.row.direction) for line in lines],
+        "turn": [Cell(line.turn) for line in lines],
+        "worst": [Cell(str(rank), -rank) for rank in range(1, len(lines) + 1)],
+        "amax": _show(lines, lambda row: row.amax, "{:.3g}"),
+        "rms": _show(lines, lambda row: row.rms, "{:.3g}"),
+        "nan": _show(lines, lambda row: row.nans or None, "{:,}", is_hot=True),
+        "inf": _show(lines, lambda row: row.infs or None, "{:,}", is_hot=True),
+        "exponents": [_draw_histogram(line.row) for line in lines],
+    }
+
+
+def _list_formats(lines: Sequence[Line], formats: Sequence[str]) -> Columns:
+    columns = {}
+    for name in formats:
+        # Integers have neither subnormal numbers nor an overflow; floats in blocks are scaled already.
+        shares = {} if name.startswith("int") else _SHARES
+        errors = _ERRORS if name.startswith("int") or not is_in_blocks(name) else {"error": "error"}
+        for title, key in {**shares, **errors}.items():
+            columns[f"{shorten_format(name)}\n{title}"] = [_show_share(line.row, name, key) for line in lines]
+    return columns
+
+
+def _list_details(lines: Sequence[Line]) -> Columns:
+    return {
+        "smallest": _show(lines, lambda row: row.min_nonzero, "{:.3g}"),
+        "zeros": [Cell(format_share(line.row.zeros), line.row.zeros) for line in lines],
+        "numbers": _show(lines, lambda row: row.count, "{:,}"),
+        "operation": [Cell(line.row.primitive) for line in lines],
+        "line": [Cell(line.source, hint=f"{line.row.source} ({line.row.function})") for line in lines],
+        "dtype": [Cell(line.row.dtype) for line in lines],
+        "shape": [Cell("x".join(map(str, line.row.shape))) for line in lines],
+    }
+
+
+def _show(
+    lines: Sequence[Line], read: Callable[[Row], float | None], template: str, *, is_hot: bool = False
+) -> list[Cell]:
+    values = [read(line.row) for line in lines]
+    return [
+        Cell("" if value is None else template.format(value), value, heat=float(is_hot and value is not None))
+        for value in values
+    ]
+
+
+def _show_share(row: Row, format: str, key: str) -> Cell:
+    share = getattr(row.formats[format], key)
+    return Cell(format_share(share), share, heat=math.sqrt(share) if key in _HOT else 0.0)
+
+
+def _draw_histogram(row: Row) -> Cell:
+    """How many numbers have each exponent, as bars; it sorts by the exponent that most have."""
+    if row.histogram is None or not row.histogram.any():
+        return Cell("")
+    most = int(row.histogram.argmax())
+    bounds = f"from 2^{FIRST_EXPONENT - 1} to 2^{FIRST_EXPONENT + len(row.histogram) - 1}"
+    hint = f"exponents {bounds}; most numbers are near 2^{FIRST_EXPONENT - 1 + most}"
+    return Cell(hint, most, bars=(row.histogram / row.histogram.max()).tolist(), hint=hint)
+
+
+def plot_exponents(rows: Sequence[Row], formats: Iterable[str], direction: str | None = None) -> "Figure":
+    """Draws a histogram of the rows of each pass, or of one pass, above the ranges of formats.
+
+    Raises:
+      ValueError: a format or direction is unknown, or there are no histograms.
+      ImportError: matplotlib is not installed.
+    """
+    check_direction(direction)
+    ranges = list_ranges(formats)
+    measured = [row for row in rows if row.times and direction in (None, row.direction)]
+    if any(row.histogram is None for row in measured):
+        raise ValueError(
+            "There are no histograms to draw: these Stats were collected without. Collect with them: "
+            "numerics.collect(fun, histogram=True)."
+        )
+    groups = {name: [row for row in measured if row.direction == name] for name in DIRECTIONS}
+    histograms = [_make_histogram(name, group, ranges) for name, group in groups.items() if group]
+    return ExponentChart(FIRST_EXPONENT - 1, histograms, list(ranges.values())).draw()
+
+
+def list_ranges(formats: Iterable[str]) -> dict[str, FormatRange]:
+    """The ranges of formats by name; numbers in blocks have none, since their scale moves it.
+
+    Raises:
+      ValueError: a format is unknown.
+    """
+    parsed = [parse_format(name) for name in formats]
+    floats = {of_format.name: of_format for of_format in parsed if isinstance(of_format, FloatFormat)}
+    styles = list_styles(floats)
+    return {
+        name: FormatRange(
+            shorten_format(name),
+            styles[name],
+            of_format.min_exponent - of_format.mantissa_bits,
+            of_format.min_exponent,
+            math.log2(of_format.max),
+        )
+        for name, of_format in floats.items()
+    }
+
+
+def _make_histogram(direction: str, rows: Sequence[Row], ranges: Iterable[str]) -> Histogram:
+    count = max(1, sum(row.count for row in rows))
+    total = np.sum([row.histogram for row in rows if row.histogram is not None], axis=0)
+    losses = {}
+    for name in ranges:
+        if all(name in row.formats for row in rows):
+            zero, overflow = (
+                sum(getattr(row.formats[name], key) * row.count for row in rows) / count
+                for key in ("underflow", "overflow")
+            )
+            losses[shorten_format(name)] = _describe_losses(zero, overflow)
+    return Histogram(_describe_rows(direction, rows, count), (total / count).tolist(), losses)
+
+
+def _describe_losses(zero: float, overflow: float) -> str:
+    parts = {"become zero": format_share(zero), "overflow": format_share(overflow)}
+    return ", ".join(f"{share} {what}" for what, share in parts.items() if share)
+
+
+def _describe_rows(direction: str, rows: Sequence[Row], count: int) -> str:
+    """The title of a histogram: which rows, and what is in none of its bins."""
+    paths = {row.path for row in rows}
+    which = f"{rows[0].path or rows[0].primitive}, {direction}" if len(paths) == 1 else f"{direction}, {len(rows)} rows"
+    parts = {
+        "zeros": sum(row.zeros * row.count for row in rows) / count,
+        "nan or infinite": sum(row.nans + row.infs for row in rows) / count,
+    }
+    outside = [f"{format_share(share)} {what}" for what, share in parts.items() if share]
+    return "; ".join([which, *outside])

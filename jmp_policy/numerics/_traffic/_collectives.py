@@ -8,11 +8,9 @@ import jax
 
 from ..._base import TRACING, describe, is_array
 from ..._jaxpr import ModulePaths, Register, Step, choose_line, find_direction, find_line, find_origin, flatten_function
-from .._check_function import check_function
-from ._collective import Direction, Place, add_up
-from ._compile import make_unique, partition
-from ._hlo import parse_module
-from ._meshes import Meshes, find_meshes
+from .._ends import check_function
+from ._collective import Direction, Meshes, Place, add_up, find_meshes
+from ._hlo import make_unique, parse_module, partition
 from ._partitioned import read_module
 from ._report import Collectives
 from ._traced import Found, read_program

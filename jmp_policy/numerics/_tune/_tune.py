@@ -13,14 +13,11 @@ from ..._base import describe, is_floating
 from ...loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ...modules import find_adapter, find_lifting_adapter
 from ...policy import BlockFormat, CurrentScaling, Float8, Policy, PolicyMap, PolicySpec, get_policy
-from ._errors import list_numbers, measure_error
-from ._policy_rules import make_map
-from ._progress import Show, show_progress
 from ._ranking import Ranking, find_format, rank_scopes
 from ._search import Found, find_smallest
-from ._subject import Observed, Subject, is_loss
-from ._trial_log import Trial, TrialLog, sum_arrays
-from ._tuning import Tuning
+from ._subject import Observed, Subject, is_loss, make_map
+from ._trial_log import Show, Trial, TrialLog, show_progress, sum_arrays
+from ._tuning import Tuning, list_numbers, measure_error
 
 _EXAMPLE = "For example: tune(loss_fn, (params, batch), 'mixed_float16', tolerance=0.01)."
 

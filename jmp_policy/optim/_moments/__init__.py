@@ -8,7 +8,7 @@ from ._moment_blocks import (
     dequantize as dequantize,
     quantize as quantize,
 )
-from ._moments import (
+from ._moment_codes import (
     find_role as find_role,
     list_moments as list_moments,
     list_roles as list_roles,

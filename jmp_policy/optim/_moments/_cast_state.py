@@ -10,7 +10,7 @@ import optax
 
 from ..._base import DTypeLike, PyTree, cast_floating, is_half, parse_dtype
 from .._steps import Transformation, check_not_outermost, check_transformation, keep_dtypes, with_extra_args
-from ._moments import MU, NU, has_moments, roles_of
+from ._moment_codes import MU, NU, has_moments, roles_of
 
 
 def cast_state(

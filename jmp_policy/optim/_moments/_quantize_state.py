@@ -13,8 +13,7 @@ from .._half import check_key
 from .._steps import Transformation, check_not_loss_scaled, check_not_outermost, check_transformation
 from ._elementwise import find_constants
 from ._moment_blocks import Shape, choose_sides, place_alike, quantize, scale_shape
-from ._moment_codes import DYNAMIC, UNSIGNED_FLOAT, MomentCode
-from ._moments import MU, NU, map_moments
+from ._moment_codes import DYNAMIC, MU, NU, UNSIGNED_FLOAT, MomentCode, map_moments
 from ._quantized_update import QuantizedMomentsState, QuantizedUpdate
 
 Path = tuple[Any, ...]

@@ -16,10 +16,8 @@ from jax.sharding import AxisType
 from ..._base import PyTree, is_half
 from .._steps import Transformation, keep_dtypes, with_extra_args
 from ._elementwise import describe_mixing, find_mixing
-from ._moment_blocks import Blocks, Shape, dequantize, quantize, read_sides
-from ._moment_chunks import Chunks, plan_chunks
-from ._moment_codes import MomentCode
-from ._moments import list_roles
+from ._moment_blocks import Blocks, Chunks, Shape, dequantize, plan_chunks, quantize, read_sides
+from ._moment_codes import MomentCode, list_roles
 
 _CHUNKS = 128
 """Into how many chunks all quantized moments together are cut: the update of one takes 8 to 12 bytes a number."""

@@ -1,15 +1,17 @@
 """Optimizer steps that skip non-finite gradients."""
 
-from ._check import SkippedStep as SkippedStep, check as check, is_search as is_search, last_skip as last_skip
 from ._combine import (
     accumulate as accumulate,
     clip_by_global_norm as clip_by_global_norm,
+    fill_zeros as fill_zeros,
     global_norm as global_norm,
+    overwrite_state as overwrite_state,
     pmean as pmean,
 )
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize
 from ._provenance import ProvenanceState as ProvenanceState, take_provenance as take_provenance
+from ._skip import SkippedStep as SkippedStep, check as check, is_search as is_search, last_skip as last_skip
 from ._step import (
     ParameterUpdate as ParameterUpdate,
     Transformation as Transformation,
@@ -20,4 +22,3 @@ from ._step import (
     step as step,
     with_extra_args as with_extra_args,
 )
-from ._unseen import fill_zeros as fill_zeros, overwrite_state as overwrite_state

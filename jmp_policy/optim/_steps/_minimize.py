@@ -16,8 +16,8 @@ from ..._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, is_half, pr
 from ...gradients import scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
 from ...policy import search_reduce_dtype
+from ._loss_scaled import LossScaledUpdate
 from ._provenance import has_provenance
-from ._scaled_update import LossScaledUpdate
 from ._step import Params, Transformation, step
 
 

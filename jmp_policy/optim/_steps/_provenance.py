@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._base import PyTree, describe
-from ..._base.mesh import vary
+from ..._base import PyTree, describe, vary
 from ...loss_scale import LossScale, LossScaledState, find_nodes
 from ...numerics._nonfinite import NOTHING, Provenance
 

@@ -1,44 +1,18 @@
-"""A step that is taken or skipped, in the form that costs least on the platform that runs it.
+"""A step that is taken or skipped, and what a host may ask about skipped steps."""
 
-A branch computes the step or nothing. A select computes it always, and keeps the old bits where the step is skipped.
-Both leave the same bits behind. They differ in what XLA makes of them: bytes accessed and temporaries of a whole step,
-in float32 copies of the parameters, of an MLP with 100 million (`python -m benchmarks.compiled`, jax 0.10.2):
-
-    |      | step                          | no check     | branch       | select       |
-    |------|-------------------------------|--------------|--------------|--------------|
-    | CPU  | `step`, float32 gradients     | 14.89 / 1.00 | 20.39 / 2.00 | 21.39 / 2.83 |
-    |      | `minimize`, float16 gradients | 14.89 / 1.00 | 17.89 / 1.25 | 21.39 / 2.83 |
-    |      | `update` and `apply_updates`  | 14.89 / 1.00 | 23.39 / 2.00 | 21.39 / 2.83 |
-    |      | `kahan`, bfloat16 gradients   | 20.89 / 1.25 | 22.89 / 1.83 | 26.39 / 2.83 |
-    | v5e  | `step`, float32 gradients     | 10.76 /  .01 | 12.08 / 1.01 | 11.41 /  .34 |
-    |      | `minimize`, float16 gradients | 10.76 /  .01 | 11.24 /  .26 | 11.41 /  .34 |
-    |      | `update` and `apply_updates`  | 10.76 /  .01 | 16.44 / 2.01 | 11.41 /  .34 |
-    |      | `kahan`, bfloat16 gradients   | 11.09 /  .18 | 11.76 /  .51 | 15.95 /  .51 |
-    | H100 | `step`, float32 gradients     |  9.98 /  .51 | 17.98 / 4.00 | 10.48 /  .51 |
-    |      | `minimize`, float16 gradients |  9.98 /  .51 | 16.48 / 3.50 | 10.48 /  .51 |
-    |      | `update` and `apply_updates`  |  9.98 /  .51 | 10.48 /  .51 | 10.48 /  .51 |
-    |      | `kahan`, bfloat16 gradients   |  9.48 /  .51 | 15.98 / 3.50 |  9.98 /  .51 |
-
-- An H100 copies parameters and state for a branch with jax 0.10; with jax 0.12 `step` still accesses 11.98. A GPU also
-  waits for the host, which reads the predicate of a branch.
-- A TPU writes float32 gradients down before a branch, which a select fuses away; half-precision ones are written
-  either way. From a select it cannot make the two results that half-precision storage updates together.
-- On a TPU v6e and tpu7x XLA transposes parameters and moments, and back, into the layout in which the backward pass
-  leaves a gradient: 27.00 without a check, 26.75 with a select. A branch is in its way: 13.27 for `step`, 12.44 for
-  `minimize`. All TPUs are one platform where a program is lowered, and `with_layout_constraint`, with which a select
-  accesses 14.10, cannot be exported.
-- On a CPU a `while_loop` of at most one turn needs fewer temporaries (1.38), but it has no reverse derivative.
-"""
-
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 
 from ..._base import PyTree, is_half
-from ...loss_scale import LossScale, select_tree
+from ...loss_scale import DynamicLossScale, LossScale, find_scaled_state, select_tree
+from ...numerics._nonfinite import Provenance, has_pole
+from ._provenance import ProvenanceState
 
 
 class Operands(NamedTuple):
@@ -95,3 +69,143 @@ def make_skippable(
 def _are_mostly_half(tree: PyTree) -> bool:
     leaves = jax.tree.leaves(tree)
     return sum(leaf.size if is_half(leaf) else -leaf.size for leaf in leaves) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SkippedStep:
+    """A step that was skipped, and why; `str` of it is one line.
+
+    Attributes:
+      step: its number, from 1. The skipped ones count, and so do the microbatches of `optax.MultiSteps`.
+      provenance: where its infinities came from.
+      is_search: whether it is part of the search for a loss scale, which the next one may end: the backward pass made
+        an infinity, under a dynamic scale that can still fall.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), provenance=True)
+    >>> params = jnp.ones(2)
+    >>> step = jax.jit(jmp.optim.minimize(lambda params, x: jnp.sum(params / x), tx))
+    >>> _, opt_state, _ = step(params, tx.init(params), jnp.zeros(2))
+    >>> skip = jmp.optim.last_skip(opt_state)
+    >>> skip.step, skip.provenance.primitive, skip.is_search
+    (1, 'div', False)
+    """
+
+    step: int
+    provenance: Provenance
+    is_search: bool
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} skipped: {_say_why(self.provenance)}"
+
+    def describe(self) -> str:
+        """The number of the step, and a paragraph: what happened, to which numbers, and what helps."""
+        if not _has_reason(self.provenance):
+            return f"Step {self.step:,} was skipped: {_say_why(self.provenance)}."
+        return f"Step {self.step:,} was skipped. {self.provenance.describe()}"
+
+
+def last_skip(state: PyTree) -> SkippedStep | None:
+    """Says which step was skipped last, and why.
+
+    Call it on the host: it reads a few numbers, and so waits for the device. `jmp_policy.metrics` has the number of
+    the step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.provenance)` the rest.
+
+    Args:
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`, with `provenance=True`: an
+        optax state, a `TrainState`, an `nnx.Optimizer`.
+
+    Returns:
+      The step; `None` if none was skipped so far.
+
+    Raises:
+      ValueError: `state` holds no such state, or several, or one without provenance.
+
+    >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(0.1), jmp.DynamicLossScale(4.0), provenance=True)
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.sum(params / x)
+    >>> train_step = jax.jit(jmp.optim.minimize(loss_fn, tx))
+    >>> params = jnp.ones(2)
+    >>> opt_state = tx.init(params)
+    >>> for x in (jnp.float32([2.0, 1.0]), jnp.float32([2.0, 0.0])):
+    ...     params, opt_state, loss = train_step(params, opt_state, x)
+    >>> skip = jmp.optim.last_skip(opt_state)
+    >>> skip.step, skip.provenance.path, skip.provenance.primitive, skip.is_search
+    (2, 'head', 'div', False)
+    """
+    found = find_scaled_state(state)
+    if not isinstance(found, ProvenanceState):
+        raise ValueError(
+            f"{type(state).__name__} does not know why steps were skipped: make its optimizer with provenance, for "
+            "example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), provenance=True)."
+        )
+    step = int(found.nonfinite_step)
+    if step == 0:
+        return None
+    provenance = Provenance(*map(np.asarray, found.provenance))  # pyright: ignore[reportArgumentType]
+    return SkippedStep(step, provenance, is_search(provenance, found.loss_scale))
+
+
+def check(state: PyTree, *, patience: int = 10) -> None:
+    """Raises when training is stuck: when it does nothing but skip steps, and no smaller loss scale can help.
+
+    Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
+
+    Args:
+      state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
+      patience: how many skips in a row are too many for a scale that does not change; where the loop keeps dynamic
+        scales itself, beside `skip_nonfinite`, more than their way down takes, 24 from the highest. A dynamic scale is
+        stuck once it has reached its floor and the last two steps were skipped, of which at least one was taken at
+        the floor. With provenance it is stuck before that, after so many skips, if the last one was not its doing.
+
+    Raises:
+      FloatingPointError: training is stuck. With provenance the error names the origin, and what helps.
+      ValueError: `state` holds no such state, or several.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> jmp.optim.check(jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)}))
+    """
+    found = find_scaled_state(state)
+    scale, skips = found.loss_scale, int(found.consecutive_skips)
+    last = last_skip(found) if skips and isinstance(found, ProvenanceState) else None
+    value = float(scale.loss_scale)
+    if not isinstance(scale, DynamicLossScale):
+        stuck, where = skips >= patience, " and does not change"
+    elif value <= np.float32(scale.min_loss_scale):  # as the scale holds it
+        stuck, where = skips >= 2, f" and is at its floor {scale.min_loss_scale}"
+    else:
+        stuck, where = last is not None and not last.is_search and skips >= patience, ", which is not to blame"
+    if stuck:
+        raise FloatingPointError(
+            f"Training is stuck: the last {skips} steps were skipped ({int(found.skipped_steps)} in all) because their "
+            f"gradients were not finite. The loss scale is {value}{where}, so the model or its data makes the "
+            f"infinities. {_ADVICE if last is None else last.describe()}"
+        )
+
+
+def is_search(provenance: Provenance, scale: LossScale) -> bool:
+    """Whether a skipped step is part of the search for a loss scale; see `SkippedStep`."""
+    if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
+        return False
+    root = provenance.cause or provenance
+    overflowed = root.kind == "inf" and not has_pole(root.primitive, root.operands, root.dtype)
+    return overflowed and root.direction == "backward"
+
+
+_ADVICE = (
+    "jmp_policy.numerics.first_nonfinite around the gradient, or loss_scaled(..., provenance=True), finds the "
+    "operation; a policy that computes in bfloat16 has the range of float32."
+)
+
+
+def _has_reason(provenance: Provenance) -> bool:
+    return bool(provenance.found or not provenance.reproduced)
+
+
+def _say_why(provenance: Provenance) -> str:
+    if _has_reason(provenance):
+        cause = provenance.cause
+        return str(provenance) if cause is None else f"{provenance}; made of {cause}"
+    return "all was finite where first_nonfinite looked, so that the gradients became infinite after it"

@@ -12,8 +12,8 @@ from jax import lax
 
 from ..._base import PyTree, describe, join_state, split_state
 from ...loss_scale import check_outermost, has_scaled_state
+from ._combine import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
 from ._provenance import take_provenance
-from ._unseen import fill_zeros, has_float0, overwrite_state, restore_float0, zero_float0
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 State = TypeVar("State")

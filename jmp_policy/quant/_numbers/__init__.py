@@ -15,12 +15,15 @@ from ._block_operands import (
     round_input as round_input,
     round_weight as round_weight,
 )
-from ._clip import Clip as Clip, check_clip as check_clip, choose_bounds as choose_bounds, choose_peak as choose_peak
 from ._numbers import (
     E4M3 as E4M3,
     E5M2 as E5M2,
+    Clip as Clip,
     Quantized as Quantized,
     Scaled as Scaled,
+    check_clip as check_clip,
+    choose_bounds as choose_bounds,
+    choose_peak as choose_peak,
     compute_current_scale as compute_current_scale,
     compute_scale as compute_scale,
     measure_amax as measure_amax,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from ..._base.mesh import vary
+from ..._base import vary
 from ..._jaxpr import ROUNDING_SCOPE
 from ...policy import NVFP4, BlockFormat, draws_noise
 from .._numbers import Blocks, dequantize, fence_on_cpu, mix_rows, pad_axis, round_gradient, round_input, round_weight

@@ -14,8 +14,7 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._base import OBSERVING, remember_weakly, warn_once
-from ..._base.mesh import vary
+from ..._base import OBSERVING, remember_weakly, vary, warn_once
 from ...policy import MULTIPLE, CurrentScaling, DelayedScaling, Float8, Policy, PolicyMap
 from .._numbers import Scaled, compute_current_scale, measure_amax, saturate
 from ._amax_history import (

@@ -10,7 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ...policy import BlockFormat, Int8
-from .._calibration import observe_input
+from .._calibrate import observe_input
 from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric
 from .._weights import QuantizedArray, StoredWeight, Unquantized, fake_quantize
 from ._bilinear import Bilinear, without_preferred_dtype

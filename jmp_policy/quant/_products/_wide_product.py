@@ -10,8 +10,7 @@ import numpy as np
 from jax import core, lax
 from jax.extend.core import Literal
 
-from ..._base import at_least_float32
-from ..._base.mesh import vary
+from ..._base import at_least_float32, vary
 from ..._jaxpr import PRODUCT_SCOPE
 from ._amax_history import varying_axes
 from ._bilinear import Bilinear, Convolution, without_preferred_dtype

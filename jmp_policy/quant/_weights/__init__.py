@@ -6,6 +6,7 @@ from ._array import (
     QuantizedArray as QuantizedArray,
     is_quantized as is_quantized,
     quantize_array as quantize_array,
+    register_with_flax as register_with_flax,
 )
 from ._layout import (
     WHY_TABLES_WIDE as WHY_TABLES_WIDE,
@@ -19,7 +20,6 @@ from ._layout import (
     weight_layout as weight_layout,
     why_left as why_left,
 )
-from ._serialization import register_with_flax as register_with_flax
 from ._weight import (
     WEIGHT_NAMES as WEIGHT_NAMES,
     StoredWeight as StoredWeight,

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from jmp_policy.numerics import collect
-from jmp_policy.numerics._predict._choose_scale import choose_scale
-from jmp_policy.numerics._predict._losses import MOST_ERROR, estimate_error, find_loss, find_scaled_loss, find_span
+from jmp_policy.numerics._predict._losses import (
+    MOST_ERROR,
+    choose_scale,
+    estimate_error,
+    find_loss,
+    find_scaled_loss,
+    find_span,
+)
 from jmp_policy.numerics._stats._what_if import parse_format
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float8_e5m2": ml_dtypes.float8_e5m2}

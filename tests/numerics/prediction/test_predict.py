@@ -16,7 +16,7 @@ import jmp_policy as jmp
 from benchmarks._planted_models import KINDS, make_model
 from benchmarks.predict import MOST_ERROR, make_table, try_model
 from jmp_policy.numerics import StatsHistory, collect, predict
-from jmp_policy.numerics._stats._observed import find_program
+from jmp_policy.numerics._stats._choice import find_program
 
 HALF = "params=float32,compute=float16,output=float32"
 QUICK, SLOW = range(3), range(3, 40)

@@ -5,8 +5,8 @@ import math
 import ml_dtypes
 import numpy as np
 
-from jmp_policy.numerics._stats._layout import Layout, Site
 from jmp_policy.numerics._stats._measure import FIRST_EXPONENT, HISTOGRAM_BINS, Meter, Record
+from jmp_policy.numerics._stats._row import Layout, Site
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn")
 SHAPE = (4, 8)

@@ -8,9 +8,8 @@ import pytest
 from records import SHAPE, make_layout, make_record, make_site
 
 from jmp_policy.numerics import Stats
-from jmp_policy.numerics._stats._layout import Layout
-from jmp_policy.numerics._stats._stats_page import MOST_LINES as MOST_PAGE_LINES
-from jmp_policy.numerics._stats._stats_report import MOST_LINES
+from jmp_policy.numerics._stats._row import Layout
+from jmp_policy.numerics._stats._stats_report import MOST_LINES, MOST_PAGE_LINES
 
 
 def make_stats(sites, tensors, formats=("float16", "bfloat16")):

@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 
 import jmp_policy as jmp
 from jmp_policy.numerics._tune import _ranking
-from jmp_policy.numerics._tune._policy_rules import make_map
+from jmp_policy.numerics._tune._subject import make_map
 from jmp_policy.numerics._tune._tune import _make_subject
 
 HALF = "params=float32,compute=float16,output=none"
