@@ -31,10 +31,14 @@ from ._memory import (
     IN_FULL_PRECISION as IN_FULL_PRECISION,
     INFERRED as INFERRED,
     OBSERVING as OBSERVING,
-    REDUCING as REDUCING,
     TRACING as TRACING,
+    hold_given as hold_given,
+    is_searching as is_searching,
+    is_wider as is_wider,
+    meet_reduce_dtype as meet_reduce_dtype,
     remember_on_class as remember_on_class,
     remember_weakly as remember_weakly,
+    search_reduce_dtype as search_reduce_dtype,
 )
 from ._mesh import (
     AxisName as AxisName,

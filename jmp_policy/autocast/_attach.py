@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, warn_user
+from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
 from .._jaxpr import (
     AUTOCAST,
     Kind,
@@ -35,7 +35,7 @@ from ..modules import (
     refuse_device,
     resolve_policy,
 )
-from ..policy import Policy, PolicyMap, PolicySpec, meet_policy
+from ..policy import Policy, PolicyMap, PolicySpec
 from ._rewrite import (
     COMPUTE_DTYPES,
     AutocastRules,
@@ -121,7 +121,7 @@ class _Autocast:
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
             for met in (root_policy(self._policy), *(rule.policy for rule in getattr(self._policy, "rules", ()))):
-                meet_policy(met)
+                meet_reduce_dtype(met.reduce_dtype)
             # What the function may write to has to be among its arguments.
             fun, args, kwargs = open_partials(self._fun, args, kwargs)
             policy = resolve_policy(root_policy(self._policy), (args, kwargs))

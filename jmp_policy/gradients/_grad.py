@@ -17,14 +17,15 @@ from .._base import (
     PyTree,
     describe,
     explain_reuse,
+    hold_given,
     map_parts,
     prepare_state,
+    search_reduce_dtype,
     warn_once,
     warn_user,
     zero_unused,
 )
 from ..loss_scale import LossScale, NoOpLossScale, get_loss_scale
-from ..policy import hold_given, search_reduce_dtype
 
 
 @overload

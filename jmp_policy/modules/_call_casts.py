@@ -23,10 +23,11 @@ from .._base import (
     describe,
     floating_leaves,
     is_floating,
+    meet_reduce_dtype,
     quote,
     shorten,
 )
-from ..policy import Jitted, Policy, meet_policy
+from ..policy import Jitted, Policy
 from ._adapter import find_adapter, is_flax_object
 
 
@@ -46,7 +47,7 @@ def cast_arguments(
     Returns:
       The resolved policy and the arguments to call `fun` with. Flax modules and Variables among them are as they were.
     """
-    meet_policy(policy)  # before anything is traced, for it may end the trace
+    meet_reduce_dtype(policy.reduce_dtype)  # before anything is traced, for it may end the trace
     # Without `keep` no name matters, and asking for the signature of a function is dear.
     kept = [i for i, name in enumerate(_name_positions(fun, len(args))) if name in keep] if keep else []
     named = {name: x for name, x in kwargs.items() if name not in keep} if kwargs else {}

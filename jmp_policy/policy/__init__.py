@@ -46,13 +46,6 @@ from ._policy_map import (
     reads_names as reads_names,
     spell_key as spell_key,
 )
-from ._reduce_dtype import (
-    hold_given as hold_given,
-    is_searching as is_searching,
-    is_wider as is_wider,
-    meet_policy as meet_policy,
-    search_reduce_dtype as search_reduce_dtype,
-)
 from ._signatures import (
     Decorator as Decorator,
     F as F,

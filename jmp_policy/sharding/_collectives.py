@@ -8,8 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base import AxisName, Uncast, check_axes, check_divides, describe, is_floating, list_axes, name_state, vary
-from ..policy import PolicySpec, is_searching
+from .._base import (
+    AxisName,
+    Uncast,
+    check_axes,
+    check_divides,
+    describe,
+    is_floating,
+    is_searching,
+    list_axes,
+    name_state,
+    vary,
+)
+from ..policy import PolicySpec
 from ._gather_params import Gathering, gather_leaf, take_maximum
 from ._state_shardings import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
 

@@ -19,6 +19,7 @@ from .._base import (
     find_splits,
     is_explicit,
     is_prepared,
+    is_searching,
     list_axes,
     name_state,
     read_leaf,
@@ -27,7 +28,7 @@ from .._base import (
     warn_once,
     write_leaf,
 )
-from ..policy import PolicySpec, is_searching
+from ..policy import PolicySpec
 from ._reads import find_reads
 from ._state_shardings import cast_leaf, list_compute_dtypes, read_compute_dtype, read_reduce_dtype, widen_products
 

@@ -10,8 +10,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._base import PyTree, Spec, describe, is_floating_dtype, spread_specs
-from ..policy import Policy, PolicyMap, PolicySpec, get_policy, is_wider, meet_policy
+from .._base import PyTree, Spec, describe, is_floating_dtype, is_wider, meet_reduce_dtype, spread_specs
+from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 
 
 def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:
@@ -42,7 +42,7 @@ def widen_products(spec: PolicySpec) -> None:
     for policy in list_policies(spec):
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
-            meet_policy(policy)
+            meet_reduce_dtype(policy.reduce_dtype)
 
 
 def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:

@@ -12,10 +12,9 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ..._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, is_half, prepare_state
+from ..._base import Aux, DTypeLike, Loss, P, PyTree, explain_reuse, is_half, prepare_state, search_reduce_dtype
 from ...gradients import scale_loss, value_and_grad, warn_of_half
 from ...loss_scale import NoOpLossScale, get_loss_scale, has_scaled_state
-from ...policy import search_reduce_dtype
 from ._loss_scaled import LossScaledUpdate
 from ._provenance import has_provenance
 from ._step import Params, Transformation, step
