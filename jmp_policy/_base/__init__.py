@@ -1,14 +1,5 @@
 """Helpers that every package uses: error messages, memory, JAX contexts, dtypes, casts of trees, float8 state."""
 
-from ._dtypes import (
-    DTypeLike as DTypeLike,
-    at_least_float32 as at_least_float32,
-    did_you_mean as did_you_mean,
-    dtype_names as dtype_names,
-    half_dtype as half_dtype,
-    is_floating_dtype as is_floating_dtype,
-    parse_dtype as parse_dtype,
-)
 from ._float8_state import (
     OVERWRITE as OVERWRITE,
     explain_reuse as explain_reuse,
@@ -75,18 +66,25 @@ from ._rounding import (
 from ._trees import (
     Args as Args,
     Aux as Aux,
+    DTypeLike as DTypeLike,
     Kwargs as Kwargs,
     Loss as Loss,
     P as P,
     PyTree as PyTree,
     R as R,
     Uncast as Uncast,
+    at_least_float32 as at_least_float32,
     cast_floating as cast_floating,
     cast_to_full as cast_to_full,
     cast_to_half as cast_to_half,
+    did_you_mean as did_you_mean,
+    dtype_names as dtype_names,
     first_floating_dtype as first_floating_dtype,
     floating_leaves as floating_leaves,
+    half_dtype as half_dtype,
     is_array as is_array,
     is_floating as is_floating,
+    is_floating_dtype as is_floating_dtype,
     list_paths_to as list_paths_to,
+    parse_dtype as parse_dtype,
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import DTypeLike, is_floating_dtype
+from ._trees import DTypeLike, is_floating_dtype
 
 _SMALLEST_NORMAL_F16 = 2.0**-14
 _SMALLEST_F16 = 2.0**-24

@@ -15,13 +15,15 @@ from ._evaluate import (
     Traced as Traced,
     call as call,
     evaluate as evaluate,
+    explain_tracing as explain_tracing,
     find_unrepeatable as find_unrepeatable,
     flatten_function as flatten_function,
+    open_partials as open_partials,
     prepare_replay as prepare_replay,
     run as run,
+    run_lifted as run_lifted,
     trace as trace,
 )
-from ._lifted import explain_tracing as explain_tracing, open_partials as open_partials, run_lifted as run_lifted
 from ._primitives import (
     CALLED as CALLED,
     DEVICE_SUMS as DEVICE_SUMS,

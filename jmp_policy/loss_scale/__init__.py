@@ -1,11 +1,5 @@
 """Loss scales, finding one in a state, and checks for finite gradients."""
 
-from ._find_scale import (
-    find_scaled_state as find_scaled_state,
-    get_loss_scale as get_loss_scale,
-    metrics as metrics,
-    strip_variables as strip_variables,
-)
 from ._loss_scale import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
@@ -19,6 +13,10 @@ from ._scaled_state import (
     all_finite as all_finite,
     check_outermost as check_outermost,
     find_nodes as find_nodes,
+    find_scaled_state as find_scaled_state,
+    get_loss_scale as get_loss_scale,
     has_scaled_state as has_scaled_state,
+    metrics as metrics,
     select_tree as select_tree,
+    strip_variables as strip_variables,
 )

@@ -13,6 +13,7 @@ from ..modules.common import describe_written_dtypes, find_wider_dtype, make_sub
 from ..policy import KeptNVFP4, Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import find_accumulate_dtype
 from ..quant._weights import WEIGHT_NAMES
+from ._float8 import has_wide_sums
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -38,7 +39,6 @@ from ._shadow import (
     pytree_options,
     replace_items,
 )
-from ._wide import has_wide_sums
 
 AUTOCAST_EXAMPLE = "autocast(lambda model, x: model(x), 'mixed_bfloat16')"
 

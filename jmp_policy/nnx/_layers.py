@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy
+from ._float8 import make_wide_attributes
 from ._module_spec import DtypeSource, ModuleSpec
 from ._quantized import make_quantized_attributes
 from ._shadow import Attributes, NodeKind, find_kind
-from ._wide import make_wide_attributes
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
 """Layers that rewrite a weight. Their `dtype` is the one it is stored in, and not the one they compute in."""

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..policy import Float8, Policy, PolicyMap
-from ._float8 import make_float8_layer
-from ._quantized_embed import make_quantized_embed
+from ._float8 import make_float8_layer, make_wide_layer
+from ._layer_table import make_quantized_embed
 from ._rounding import make_rounding_layer
-from ._wide import make_wide_layer
 
 SPEC = "__jmp_spec__"
 """The attribute of a policied class that holds its spec. The class holds it, not the instance, because classes are part

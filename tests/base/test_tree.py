@@ -8,8 +8,15 @@ from hypothesis import given, strategies as st
 from properties import examples
 
 import jmp_policy as jmp
-from jmp_policy._base._dtypes import dtype_names, parse_dtype
-from jmp_policy._base._trees import Uncast, cast_floating, first_floating_dtype, floating_leaves, is_floating
+from jmp_policy._base._trees import (
+    Uncast,
+    cast_floating,
+    dtype_names,
+    first_floating_dtype,
+    floating_leaves,
+    is_floating,
+    parse_dtype,
+)
 
 HALVES = ["float16", "bfloat16", "float8_e5m2", "float32"]
 COMPUTABLE = sorted({str(parse_dtype(name)) for name in dtype_names()} - {"float6_e2m3fn", "float6_e3m2fn"})

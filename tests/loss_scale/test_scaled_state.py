@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import jmp_policy as jmp
-from jmp_policy.loss_scale._find_scale import find_scaled_state
-from jmp_policy.loss_scale._scaled_state import has_scaled_state
+from jmp_policy.loss_scale._scaled_state import find_scaled_state, has_scaled_state
 from jmp_policy.optim import LossScaledState
 
 SCALE = jmp.DynamicLossScale(8.0, counter=3)

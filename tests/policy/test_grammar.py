@@ -11,7 +11,7 @@ from properties import examples
 
 import jmp_policy as jmp
 from jmp_policy import Policy, get_policy
-from jmp_policy._base._dtypes import dtype_names
+from jmp_policy._base._trees import dtype_names
 from jmp_policy.policy._float8_format import parse_recipe
 from jmp_policy.policy._formats import (
     MXFP4,

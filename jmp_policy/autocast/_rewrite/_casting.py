@@ -18,20 +18,25 @@ from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
+    PRODUCTS,
     Colour,
     Mark,
     PrecisionFinder,
+    as_low,
     clamp_masks,
     find_numbers,
     is_applied_to_each,
     is_castable,
     is_exact,
+    is_stored,
     is_sum,
     join_marks,
+    keeps_sums,
+    round_sum,
+    write_product,
 )
 from ._residuals import KEEPING, SOFTMAX, find_softmax, make_softmax, measure_run, write_again
 from ._rules import AutocastRules
-from ._sums import PRODUCTS, as_low, is_stored, keeps_sums, round_sum, write_product
 from ._tables import Precision
 
 _FLOAT32 = np.dtype(np.float32)

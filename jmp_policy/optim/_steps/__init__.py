@@ -1,13 +1,5 @@
 """Optimizer steps that skip non-finite gradients."""
 
-from ._combine import (
-    accumulate as accumulate,
-    clip_by_global_norm as clip_by_global_norm,
-    fill_zeros as fill_zeros,
-    global_norm as global_norm,
-    overwrite_state as overwrite_state,
-    pmean as pmean,
-)
 from ._loss_scaled import loss_scaled as loss_scaled, skip_nonfinite as skip_nonfinite
 from ._minimize import minimize as minimize
 from ._provenance import ProvenanceState as ProvenanceState, take_provenance as take_provenance
@@ -15,10 +7,16 @@ from ._skip import SkippedStep as SkippedStep, check as check, is_search as is_s
 from ._step import (
     ParameterUpdate as ParameterUpdate,
     Transformation as Transformation,
+    accumulate as accumulate,
     check_not_loss_scaled as check_not_loss_scaled,
     check_not_outermost as check_not_outermost,
     check_transformation as check_transformation,
+    clip_by_global_norm as clip_by_global_norm,
+    fill_zeros as fill_zeros,
+    global_norm as global_norm,
     keep_dtypes as keep_dtypes,
+    overwrite_state as overwrite_state,
+    pmean as pmean,
     step as step,
     with_extra_args as with_extra_args,
 )

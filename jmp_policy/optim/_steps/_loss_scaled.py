@@ -19,10 +19,20 @@ from ...loss_scale import (
     suggest_loss_scale,
 )
 from ...numerics._nonfinite import Provenance
-from ._combine import HOLE, overwrite_state, restore_float0, zero_float0
 from ._provenance import ProvenanceState, begin_provenance, carry_provenance, has_provenance, take_provenance
 from ._skip import Operands, Result, make_skippable
-from ._step import ParameterUpdate, Transformation, check_transformation, keep_dtypes, step, with_extra_args
+from ._step import (
+    HOLE,
+    ParameterUpdate,
+    Transformation,
+    check_transformation,
+    keep_dtypes,
+    overwrite_state,
+    restore_float0,
+    step,
+    with_extra_args,
+    zero_float0,
+)
 
 
 class LossScaledUpdate(ParameterUpdate):
