@@ -24,6 +24,16 @@ def test_only_its_own_few_modules_are_loaded():
     assert len(loaded) <= 40
 
 
+MOST_MODULES = {"optim": 75, "quant": 75, "sharding": 50, "numerics": 38, "linen": 105, "nnx": 125}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", MOST_MODULES)
+def test_a_package_loads_no_more_of_our_modules_than_this(package):
+    code = f"import sys, jmp_policy.{package}\nprint(sum(name.startswith('jmp_policy') for name in sys.modules))"
+    assert int(run(code)) <= MOST_MODULES[package]
+
+
 @pytest.mark.slow
 def test_use_on_functions_loads_nothing_heavy():
     loaded = run(
