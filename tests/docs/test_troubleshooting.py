@@ -12,7 +12,7 @@ ASKED_FOR = [
     "The loss is nan",
     "The loss scale sits at its floor",
     "Many steps are skipped",
-    "There is no speed-up",
+    "Half precision is not faster",
     "Accuracy differs from float32",
     "Out of memory",
     "Every step compiles again",
@@ -24,19 +24,19 @@ ASKED_FOR = [
 
 
 @pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
-def test_an_entry_asserts_its_symptom_before_the_tool_and_the_remedy_after_it(entry):
+def test_an_entry_asserts_its_symptom_before_the_tool_and_the_fix_after_it(entry):
     blocks = read_blocks(entry)
     shows = [bool(re.search(r"^ *assert .*# the symptom$", block.code, re.MULTILINE)) for block in blocks]
-    mends = [bool(re.search(r"^ *assert .*# the remedy$", block.code, re.MULTILINE)) for block in blocks]
+    mends = [bool(re.search(r"^ *assert .*# the fix$", block.code, re.MULTILINE)) for block in blocks]
     finds = [block.output is not None for block in blocks]
     assert shows.index(True) < finds.index(True) < mends.index(True)
     assert not any(map(all, zip(shows, mends, strict=True)))
 
 
 @pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
-def test_an_entry_says_how_to_recognise_it_what_finds_it_and_what_helps(entry):
+def test_an_entry_has_a_symptom_a_diagnosis_and_a_fix(entry):
     words = re.findall(r"^\*\*(.+?)\*\*", entry, re.MULTILINE)
-    assert words == ["How you recognise it.", "What finds it.", "The remedy."]
+    assert words == ["Symptom.", "Diagnosis.", "Fix."]
 
 
 @pytest.mark.parametrize("entry", BY_TITLE.values(), ids=BY_TITLE)
