@@ -36,49 +36,25 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("_standard_promotion")
-def test_every_python_block_runs(capsys):
-    names = run(BLOCKS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_python_block_runs(dtype, capsys):
+    """In bfloat16 too, as the README says: a loss in bfloat16 is a warning, which is an error here."""
+    names = run([block.replace("compute=float16", f"compute={dtype}") for block in BLOCKS])
     assert "loss_scale" in capsys.readouterr().out
-    assert jmp.metrics(names["opt_state"])["loss_scale"] == 2.0**15
-    assert names["stats"].rows()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_standard_promotion")
-def test_the_policy_computes_the_same_bits_as_the_casts_by_hand():
-    names = run(BLOCKS[:2])
-    x = jax.random.normal(jax.random.key(0), (16, 32))
-    variables = names["model"].init(jax.random.key(1), x)
-    logits, expected = names["model"].apply(variables, x), names["MLPByHand"]().apply(variables, x)
-    assert logits.dtype == "float32"
-    assert (logits == expected).all()
-    assert (logits != names["MLP"]().apply(variables, x)).any()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_standard_promotion")
-def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
-    """A loss in bfloat16 is a warning, which is an error here."""
-    (step,) = (block for block in BLOCKS if "def train_step" in block)
-    (spelling,) = re.findall(r'On a TPU write `"(.*?)"` and change nothing else', TEXT)
-    names = run([step.replace("params=float32,compute=float16,output=float32", spelling)])
-    assert names["policy"].compute_dtype == "bfloat16"
+    for state in (names["opt_state"], names["optimizer"]):
+        assert jmp.metrics(state)["loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
     assert names["loss"].dtype == "float32"
+    assert jmp.explain(names["model"], names["x"])["head"].compute_dtypes == ("float32",)
 
 
-def test_there_are_three_commands_each_complete_on_a_fresh_machine():
+def test_there_are_two_commands_each_complete_on_a_fresh_machine():
     commands = [line for line in TEXT.splitlines() if line.startswith("python3 -m venv")]
     assert commands == [
-        "python3 -m venv .venv && .venv/bin/pip install -e '.[demo]' && .venv/bin/jmp-policy train",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[demo]' && .venv/bin/python -m examples.gpt train",
         "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
-        "python3 -m venv .venv && .venv/bin/pip install -e '.[docs]' && .venv/bin/mkdocs serve",
     ]
-
-
-def test_the_wheel_that_it_installs_is_the_one_that_it_builds():
-    assert f"dist/jmp_policy-{jmp.__version__}-py3-none-any.whl" in TEXT
 
 
 def test_links_lead_somewhere():
@@ -88,15 +64,15 @@ def test_links_lead_somewhere():
 
 
 def test_a_reader_is_through_in_five_minutes():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 110
     assert TEXT.count("![") == 1
 
 
 @pytest.mark.parametrize("repository", ["", HOME])
 def test_no_link_of_a_package_page_is_relative(repository):
-    page = hatch_build.mend_links(TEXT, repository)
+    page = hatch_build.absolute_links(TEXT, repository)
     assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith("https://")]
-    assert ("OWNER/REPOSITORY" in page) == (not repository)
+    assert "OWNER" not in page
     assert ("](https://host/owner/name/blob/HEAD/docs/guides/autocast.md)" in page) == bool(repository)
 
 
@@ -104,7 +80,7 @@ def test_a_package_page_renders_with_its_picture_and_links():
     """As the page of an index renders it: HTML that may do harm is left out."""
     markdown = pytest.importorskip("readme_renderer.markdown")
     pytest.importorskip("comrak")
-    page = markdown.render(hatch_build.mend_links(TEXT, HOME))
+    page = markdown.render(hatch_build.absolute_links(TEXT, HOME))
     assert page is not None
     assert [link for link in re.findall(r'href="([^"#][^"]*)"', page) if not link.startswith("https://")] == []
     assert re.findall(r'<img[^>]* src="([^"]*)"', page) == [f"{HOME}/raw/HEAD/docs/images/exponents.png"]
@@ -121,7 +97,7 @@ def test_the_metadata_has_the_readme_as_it_is_on_a_package_page():
     command = [sys.executable, "-m", "hatchling", "metadata"]
     metadata = json.loads(subprocess.run(command, cwd=README.parent, check=True, capture_output=True, text=True).stdout)
     repository = metadata.get("urls", {}).get("Repository", "")
-    assert metadata["readme"]["text"] == hatch_build.mend_links(TEXT, repository)
+    assert metadata["readme"]["text"] == hatch_build.absolute_links(TEXT, repository)
     project = tomllib.loads((README.parent / "pyproject.toml").read_text(encoding="utf-8"))
     documentation = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["documentation"]
     assert metadata.get("urls", {}) == hatch_build.name_pages(repository, documentation)
