@@ -7,8 +7,8 @@ import sys
 import jax
 import numpy as np
 
+from examples.gpt import GPTConfig, RunSummary, StepFacts, _open_run, _train
 from jmp_policy.cli import main
-from jmp_policy.demo import GPTConfig, RunSummary, StepFacts, _open_run, _train
 
 CHECKPOINT_EVERY = 5
 

@@ -25,8 +25,8 @@ from benchmarks._peers import (
     step_with_dynamic_scale,
     step_with_jmp,
 )
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt import _gpt_linen, _gpt_nnx
+from examples.gpt._gpt import GPTConfig
 
 MODELS = ("mlp", "resnet block", "gpt")
 APIS = ("linen", "nnx")

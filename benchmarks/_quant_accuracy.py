@@ -11,10 +11,10 @@ import numpy as np
 import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
+from examples.gpt._data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt._gpt import GPTConfig, TrainerConfig
+from examples.gpt._trainer import NATS_PER_BIT, make_trainer
 from jmp_policy import quant
-from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
-from jmp_policy.demo._gpt import GPTConfig, TrainerConfig
-from jmp_policy.demo._trainer import NATS_PER_BIT, make_trainer
 
 BATCH = 16
 

@@ -12,7 +12,7 @@ import optax
 
 import jmp_policy as jmp
 from benchmarks._optimizer_cost import count_bytes, count_parameters
-from jmp_policy.demo import (
+from examples.gpt import (
     Corpus,
     GPTConfig,
     LinenGPT,

@@ -42,12 +42,11 @@ def find_installed() -> str:
 
 
 def import_rooms() -> str:
-    """Every module but the demo's can be imported, private ones too, without an extra."""
+    """Every module can be imported, private ones too, without an extra."""
     import jmp_policy as jmp
 
     names = [module.name for module in pkgutil.walk_packages(jmp.__path__, "jmp_policy.")]
     names = [name for name in names if not name.endswith("__main__")]  # runs the command
-    names = [name for name in names if not name.startswith("jmp_policy.demo")]
     for name in names:
         importlib.import_module(name)
     return f"{len(names)} modules"

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..demo import CompareOptions, VariantResult
+    from examples.gpt import CompareOptions, VariantResult
+
     from ._command import Commands
 
 _COLUMNS = """\
@@ -40,7 +41,7 @@ def add_compare(commands: "Commands") -> None:
 
 def _run_compare(arguments: argparse.Namespace) -> int:
     """Compares, and prints the table and what it shows."""
-    from ..demo import CompareOptions, compare
+    from examples.gpt import CompareOptions, compare
 
     console = make_console()
     options = CompareOptions(tuple(arguments.data), arguments.steps, arguments.seed, arguments.out)
@@ -78,7 +79,7 @@ def _make_comparison_table(rows: Sequence["VariantResult"]) -> "Table":
 
 
 def _print_findings(rows: Sequence["VariantResult"], options: "CompareOptions", console: "Console") -> None:
-    from ..demo import explain_underflow, judge
+    from examples.gpt import explain_underflow, judge
 
     for paragraph in (_COLUMNS, explain_underflow(rows, options.tokens)):
         console.print(paragraph, soft_wrap=False)

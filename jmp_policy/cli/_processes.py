@@ -164,7 +164,7 @@ def _share_devices(mesh: str | None, count: int) -> int:
     """How many devices each of the local processes makes of the CPU."""
     if mesh is None:
         return 1
-    from ..demo import MeshShape
+    from examples.gpt import MeshShape
 
     size = MeshShape.parse(mesh).size
     if size % count:

@@ -11,7 +11,8 @@ from ._processes import add_process_options, end_after_errors, join_processes, s
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..demo import RunSummary, TrainResult
+    from examples.gpt import RunSummary, TrainResult
+
     from ._command import Commands
 
 
@@ -58,7 +59,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return start_processes(arguments)
     is_first = join_processes(arguments)
     check_device()
-    from ..demo import TrainOptions, train
+    from examples.gpt import TrainOptions, train
 
     names = ("api", "policy", "steps", "seed", "out", "resume", "numerics", "mesh")
     options = TrainOptions(data=tuple(arguments.data), **{name: getattr(arguments, name) for name in names})

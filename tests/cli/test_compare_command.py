@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jmp_policy import demo
+import examples.gpt as demo
 from jmp_policy.cli import main
 
 ROWS = [

@@ -12,8 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+import examples.gpt as demo
 import jmp_policy as jmp
-import jmp_policy.demo as demo
 from jmp_policy.cli import main
 
 
@@ -62,7 +62,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(capsys, monkeypat
             raise ModuleNotFoundError("No module named 'orbax'", name="orbax")
         return import_module(name, *args, **kwargs)
 
-    for name in [name for name in sys.modules if name.startswith("jmp_policy.demo")]:
+    for name in [name for name in sys.modules if name.startswith("examples.gpt")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_orbax)
     assert main(["train"]) == 2

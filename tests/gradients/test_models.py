@@ -11,8 +11,8 @@ from meshes import make_mesh
 from partitioned import list_reductions
 
 import jmp_policy as jmp
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
+from examples.gpt import _gpt_linen, _gpt_nnx
+from examples.gpt._gpt import GPTConfig, cross_entropy, split_windows
 
 pytestmark = pytest.mark.optimized
 

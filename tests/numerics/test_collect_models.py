@@ -10,8 +10,8 @@ from observed import assert_row_is, assert_same, check_collect, find, find_sites
 import jmp_policy as jmp
 import jmp_policy.nnx
 from benchmarks.architectures._registry import ARCHITECTURES
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt import _gpt_linen, _gpt_nnx
+from examples.gpt._gpt import GPTConfig
 from jmp_policy.numerics import audit
 
 CONFIG = GPTConfig(width=8, depth=2, heads=2, context=4, vocabulary=16)
