@@ -16,8 +16,8 @@ from benchmarks._loss import cross_entropy
 from benchmarks._models_linen import HandGPT
 from benchmarks._programs import Program
 from benchmarks._quant_contestants import LAYERS, Scheme
-from examples.gpt._gpt import GPTConfig
-from examples.gpt._gpt_linen import GPT
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 from jmp_policy import quant
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from examples.gpt._gpt import GPTConfig, causal_attention
+from examples.gpt.model import GPTConfig, causal_attention
 
 
 class MLP(nn.Module):

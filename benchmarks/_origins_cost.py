@@ -24,7 +24,7 @@ from benchmarks._targets import Target
 from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt
 from benchmarks.many_modules import seconds
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 from jmp_policy.numerics import Provenance, first_nonfinite
 
 POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}

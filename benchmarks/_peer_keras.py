@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from benchmarks._faults import with_faults
 from benchmarks._loss import cross_entropy
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from torch import nn
 from torch.nn import functional as F
 
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 torch.set_num_threads(1)
 

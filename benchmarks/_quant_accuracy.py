@@ -11,9 +11,8 @@ import numpy as np
 import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
-from examples.gpt._data import Corpus, load_corpus, sample_batch, validation_batches
-from examples.gpt._gpt import GPTConfig, TrainerConfig
-from examples.gpt._trainer import NATS_PER_BIT, make_trainer
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.model import NATS_PER_BIT, GPTConfig, TrainerConfig, make_trainer
 from jmp_policy import quant
 
 BATCH = 16

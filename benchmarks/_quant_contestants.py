@@ -13,8 +13,8 @@ from flax import linen
 import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._programs import Program
-from examples.gpt._gpt import GPTConfig
-from examples.gpt._gpt_linen import GPT
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 from jmp_policy import quant
 
 LAYERS = r"blocks_\d+/(attention/(qkv|project)|expand|contract)"

@@ -12,17 +12,9 @@ import optax
 
 import jmp_policy as jmp
 from benchmarks._optimizer_cost import count_bytes, count_parameters
-from examples.gpt import (
-    Corpus,
-    GPTConfig,
-    LinenGPT,
-    cross_entropy,
-    load_corpus,
-    measure_bits_per_byte,
-    sample_batch,
-    split_windows,
-    validation_batches,
-)
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig, cross_entropy, measure_bits_per_byte, split_windows
 
 BATCH = 16
 WARMUP = 100
@@ -73,7 +65,7 @@ def train_gpts(
 
 def _train(tx: Any, seed: int, steps: int, config: GPTConfig, corpus: Corpus) -> tuple[float, float]:
     """The validation loss, and the bytes of the optimizer's state per parameter."""
-    model = jmp.with_policy(LinenGPT(config), "params=float32,compute=bfloat16,output=float32")
+    model = jmp.with_policy(GPT(config), "params=float32,compute=bfloat16,output=float32")
     sizes = {"batch_size": BATCH, "context": config.context}
 
     @jax.jit

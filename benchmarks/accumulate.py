@@ -24,9 +24,8 @@ from benchmarks._compiled import compile_for_figures, figures, products
 from benchmarks._programs import Program
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS
-from examples.gpt._data import Corpus, load_corpus, sample_batch, validation_batches
-from examples.gpt._gpt import GPTConfig, TrainerConfig
-from examples.gpt._trainer import make_trainer, measure_bits_per_byte
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.model import GPTConfig, TrainerConfig, make_trainer, measure_bits_per_byte
 
 POLICIES = {
     "a=none": "params={p},compute=bfloat16,output=float32",

@@ -32,7 +32,7 @@ from benchmarks.architectures._programs import by_hand, shapes
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import Run, initialize, make_state, train_model, train_step
 from benchmarks.many_modules import count_calls, seconds
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 HALVES = ("bfloat16", "float16")
 POLICIES = {half: jmp.Policy("float32", half, None) for half in HALVES}

@@ -26,7 +26,7 @@ from benchmarks._targets import TARGETS, Target
 from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt, unrolled
 from benchmarks.many_modules import seconds
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 MEASURED: dict[str, dict[str, Any]] = {
     "matmuls, four formats, histogram": {},

@@ -23,7 +23,7 @@ from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_
 from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, TORCH_CONTESTANTS
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 NOT_INSTALLED = "not installed"
 ASKED = Cost(bytes=1.02, temporaries=1.25, peak=float("nan"), compile_time=4, trace_time=2.5)

@@ -35,7 +35,7 @@ from benchmarks._quant_contestants import (
     with_qwix,
 )
 from benchmarks._results import ResultTable, print_tables
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 QUICK_GPT = GPTConfig(depth=1, context=16)
 

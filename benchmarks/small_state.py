@@ -25,7 +25,7 @@ from benchmarks._results import ResultTable, print_tables
 from benchmarks._small_state_gpt import gpt_contestants, train_gpts
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks._sparse_embeddings import sparse_contestants, train_sparse
-from examples.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 SIZES = 1024, 10
 """Width and depth of 10.5 million parameters."""

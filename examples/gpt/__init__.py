@@ -1,35 +1,19 @@
-"""A small GPT trained in mixed precision on real text, and what its command line needs.
+"""A byte-level GPT that trains in mixed precision: `python -m examples.gpt train`, from the root of a clone.
 
-Needs `pip install 'jmp-policy[demo]'`. The library never imports this.
+It uses the public names of `jmp_policy` alone, and needs `pip install -e '.[demo]'`. Read the files in this order:
+
+- `model.py`: sizes, attention, loss, and the optimizer with its loss scale.
+- `gpt_linen.py`, `gpt_nnx.py`: the model and its train step, once in each Flax API.
+- `data.py`: bytes to train on, batches, and the losses that counting bytes achieves.
+- `train.py`: the training loop, statistics of tensors, origins of nans, and the plot.
+- `run.py`: the folder of a run, its configuration, metrics and checkpoints.
+- `devices.py`: a mesh of several devices, and several processes.
+- `compare.py`: the same training in float32, bfloat16 and float16, side by side.
 """
 
-from jmp_policy.cli import UserError as UserError
-from jmp_policy.cli.doctor import (
-    Diagnosis as Diagnosis,
-    MatmulRate as MatmulRate,
-    Recommendation as Recommendation,
-    diagnose as diagnose,
-)
 
-from ._compare import CompareOptions as CompareOptions, compare as compare
-from ._data import (
-    Corpus as Corpus,
-    load_corpus as load_corpus,
-    sample_batch as sample_batch,
-    validation_batches as validation_batches,
-)
-from ._gpt import (
-    GPTConfig as GPTConfig,
-    TrainerConfig as TrainerConfig,
-    cross_entropy as cross_entropy,
-    split_windows as split_windows,
-)
-from ._gpt_linen import GPT as _GPT
-from ._mesh import MeshShape as MeshShape
-from ._open_run import TrainOptions as TrainOptions
-from ._summary import RunSummary as RunSummary, ScaleHistory as ScaleHistory, StepFacts as StepFacts
-from ._train import TrainResult as TrainResult, train as train
-from ._trainer import Trainer as Trainer, make_trainer as make_trainer, measure_bits_per_byte as measure_bits_per_byte
-from ._verdict import VariantResult as VariantResult, explain_underflow as explain_underflow, judge as judge
+class UserError(ValueError):
+    """Says in one line what is wrong with the user's input, and what would work.
 
-LinenGPT = _GPT  # there is one in nnx, too
+    The command line prints it without a traceback and exits with status 2.
+    """

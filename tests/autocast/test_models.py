@@ -19,7 +19,7 @@ from benchmarks.architectures import _data, _resnet
 from benchmarks.architectures._programs import by_hand, shapes
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import initialize, train_model
-from examples.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.optimized
 

@@ -17,7 +17,7 @@ from benchmarks._optimizer_steps import SCALE, Steps
 from benchmarks._optimizer_updates import ADAMW
 from benchmarks._programs import Case, Program
 from benchmarks._results import ResultTable
-from examples.gpt._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 from jmp_policy import DynamicLossScale, optim
 
 # Two products of an optimized program for CUDA: of Triton inside of a fusion, and of cuBLAS, with scratch memory.

@@ -7,7 +7,7 @@ pytest.importorskip("qwix")
 
 from benchmarks import _quant_accuracy, _quant_contestants
 from benchmarks._made_text import made_text
-from examples.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = [
     pytest.mark.optimized,

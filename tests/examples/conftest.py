@@ -1,10 +1,15 @@
-"""Fixtures of the demo's tests."""
+"""Fixtures of the example's tests."""
+
+import os
+from pathlib import Path
 
 import jax
 import pytest
 import tiny
 
-from examples.gpt import _train as train_module
+from examples.gpt import train as train_module
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -15,8 +20,9 @@ def standard_promotion():
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with a text to train on."""
+def folder(tmp_path, monkeypatch):
+    """A folder with a text to train on; child processes in it find the example."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     tiny.write_text(tmp_path / "text.txt")
     return tmp_path
 

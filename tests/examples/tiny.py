@@ -1,5 +1,6 @@
 """Training so small that it takes seconds, compilation included."""
 
+import contextlib
 import io
 import json
 import random
@@ -7,11 +8,10 @@ from pathlib import Path
 
 import jax
 import optax
-from rich.console import Console
 
 import jmp_policy as jmp
-from examples.gpt import GPTConfig, TrainOptions, TrainResult, train
-from examples.gpt._gpt import TrainerConfig, cross_entropy, split_windows
+from examples.gpt.model import GPTConfig, TrainerConfig, cross_entropy, split_windows
+from examples.gpt.train import train
 
 MODEL = GPTConfig(width=16, depth=1, heads=2, context=16)
 
@@ -23,25 +23,14 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def options(folder: Path, **wishes) -> TrainOptions:
-    """Options of a tiny run on the text in `folder`."""
+def run(folder: Path, *, resume: bool = False, **wishes) -> str:
+    """Runs a tiny training on the text in `folder`; returns what it printed. A wish of None is not said."""
     defaults = {"policy": "float32", "data": (str(folder / "text.txt"),), "steps": 6, "out": folder / "run"}
-    return TrainOptions(model=MODEL, **{"batch_size": 2} | defaults | wishes)
-
-
-def silent_console() -> Console:
-    return Console(file=io.StringIO(), markup=False, highlight=False, soft_wrap=True)
-
-
-def text_of(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def run(folder: Path, **wishes) -> tuple[TrainResult, str]:
-    """Runs a tiny training; returns how it ended and what it printed."""
-    console = silent_console()
-    return train(options(folder, **wishes), console), text_of(console)
+    defaults |= {"model": MODEL, "batch_size": 2}
+    chosen = {name: value for name, value in (defaults | wishes).items() if value is not None}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(chosen, out=chosen.pop("out", None), resume=resume)
+    return printed.getvalue()
 
 
 def read_records(path: Path) -> list[dict]:
@@ -50,8 +39,13 @@ def read_records(path: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "step_seconds"} for line in lines]
 
 
+def read_contents(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class TableTrainer:
-    """A `Trainer` of a table of bigram logits: for what does not depend on the model, and compiled only once."""
+    """A trainer of a table of bigram logits: for what does not depend on the model, and compiled only once."""
 
     def __init__(self, config: TrainerConfig):
         table = jax.random.normal(jax.random.key(config.seed), (256, 256))
@@ -79,7 +73,7 @@ class TableTrainer:
     def find_origin(self, windows, scale) -> jmp.numerics.Provenance:
         return _find_origin(self.params, windows, scale)
 
-    def observe(self, windows, where="matmuls") -> jmp.numerics.Stats:
+    def observe(self, windows) -> jmp.numerics.Stats:
         return _observe(self.params, windows)[1]
 
 

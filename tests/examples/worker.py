@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import tiny
-from jax.experimental import multihost_utils
 
-from examples.gpt import _gpt_linen, _train, train
-from examples.gpt._trainer import read_scaling_figures
+from examples.gpt import gpt_linen, train
+from examples.gpt.devices import join
+from examples.gpt.model import read_scaling
 
 PLANT = 255
 """A byte that the text does not hold: where it is a target, the logits are infinite."""
@@ -19,10 +19,10 @@ PLANT = 255
 
 def plant_infinity(request: dict) -> None:
     """Has the rows of the last process overflow in one step."""
-    sample_rows, cross_entropy = _train.sample_rows, _gpt_linen.cross_entropy
+    sample_batch, cross_entropy = train.sample_batch, gpt_linen.cross_entropy
 
-    def sample_bad_rows(data, rows, **wishes):
-        windows = sample_rows(data, rows, **wishes)
+    def sample_bad_rows(data, *args, **wishes):
+        windows = sample_batch(data, *args, **wishes)
         is_bad = wishes["step"] == request["planted"] and request["index"] == request["count"] - 1
         return np.full_like(windows, PLANT) if is_bad else windows
 
@@ -30,22 +30,25 @@ def plant_infinity(request: dict) -> None:
         infinite = jax.numpy.where((targets == PLANT)[..., None], jax.numpy.inf, 0.0)
         return cross_entropy(logits + infinite.astype(logits.dtype), targets)
 
-    _train.sample_rows, _gpt_linen.cross_entropy = sample_bad_rows, overflow
+    train.sample_batch, gpt_linen.cross_entropy = sample_bad_rows, overflow
 
 
-class Recorder(_train.MeshTrainer):
-    """Keeps the trainer of the run, and the losses of its steps."""
+class Recorder(train.Run):
+    """Keeps itself, and the losses of its steps."""
 
     made: "Recorder"
 
     def __init__(self, *args):
         super().__init__(*args)
         self.losses, Recorder.made = [], self
+        step = self.trainer.step
 
-    def step(self, windows):
-        loss = super().step(windows)
-        self.losses.append(float(loss))
-        return loss
+        def record(windows):
+            loss = step(windows)
+            self.losses.append(float(loss))
+            return loss
+
+        self.trainer.step = record
 
 
 def digest_parts(tree) -> list[tuple[str, str, str]]:
@@ -60,19 +63,15 @@ def digest_parts(tree) -> list[tuple[str, str, str]]:
 def main(request: dict) -> None:
     jax.config.update("jax_num_cpu_devices", request["devices"])
     if request["count"] > 1:
-        place = request["coordinator"], request["count"], request["index"]
-        jax.distributed.initialize(*place, initialization_timeout=120, heartbeat_timeout_seconds=60)
-        multihost_utils.sync_global_devices("joined")
-    _train.MeshTrainer = Recorder
+        join(request["coordinator"], request["count"], request["index"], 120)
+    train.Run = Recorder
     if request["planted"] is not None:
         plant_infinity(request)
-    options = tiny.options(Path(request["folder"]), out=Path(request["out"]), **request["wishes"])
-    console = tiny.silent_console()
     with jax.numpy_dtype_promotion("standard"):
-        result = train(options, console)
-    figures = {name: float(value) for name, value in read_scaling_figures(Recorder.made).items()}
-    parts = digest_parts(Recorder.made.state)
-    print(json.dumps({"losses": Recorder.made.losses, "figures": figures, "parts": parts, "step": result.step}))
+        tiny.run(Path(request["folder"]), out=Path(request["out"]), **request["wishes"])
+    parts = digest_parts(Recorder.made.trainer.state)
+    scaling = read_scaling(Recorder.made.trainer.opt_state)
+    print(json.dumps({"losses": Recorder.made.losses, "scaling": scaling, "parts": parts}))
 
 
 if __name__ == "__main__":
