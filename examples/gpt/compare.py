@@ -141,8 +141,8 @@ def tabulate(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         numbers = f"{row.loss:7.3f}{row.difference:+11.4f}{row.zeroed:8.1%}{row.skipped_steps:8}"
         lines.append(f"{row.name:30}{numbers}{row.activation_mib:8.1f}{row.step_ms:6.0f}")
-    lines.append("loss: bits per byte, mean of the last tenth of the steps. zeroed: of the gradient,")
-    return [*lines, "where it is not zero in float32. MiB: of activations. ms: of a step, the median."]
+    lines.append("loss: bits per byte, mean of the last tenth of steps. zeroed: of the gradient")
+    return [*lines, "that is not zero in float32. MiB: of activations. ms: of a step, the median."]
 
 
 def judge(rows: Sequence[Row]) -> str:

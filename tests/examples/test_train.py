@@ -83,6 +83,7 @@ def test_ctrl_c_saves_and_resume_continues_bit_exactly(folder, stop_after, monke
     assert tiny.read_records(folder / "run") == tiny.read_records(folder / "straight")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_finished_run_can_be_continued_and_goes_where_a_longer_one_goes(folder):
     tiny.run(folder, steps=2)
