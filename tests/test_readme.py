@@ -71,7 +71,7 @@ def test_its_train_step_computes_the_loss_in_float32_on_a_tpu_too():
 def test_there_are_three_commands_each_complete_on_a_fresh_machine():
     commands = [line for line in TEXT.splitlines() if line.startswith("python3 -m venv")]
     assert commands == [
-        "python3 -m venv .venv && .venv/bin/pip install -e '.[demo]' && .venv/bin/jmp-policy train",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[demo]' && .venv/bin/python -m examples.gpt train",
         "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
         "python3 -m venv .venv && .venv/bin/pip install -e '.[docs]' && .venv/bin/mkdocs serve",
     ]
