@@ -42,7 +42,7 @@ class ResNetBlock(nn.Module):
 
 
 class HandGPT(nn.Module):
-    """The demo's GPT with a dtype in each layer; the same parameters."""
+    """The example's GPT with a dtype in each layer; the same parameters."""
 
     config: GPTConfig
     dtype: Any

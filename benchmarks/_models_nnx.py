@@ -42,7 +42,7 @@ class ResNetBlock(nnx.Module):
 
 
 class HandGPT(nnx.Module):
-    """The demo's GPT with a dtype in each layer; the same parameters."""
+    """The example's GPT with a dtype in each layer; the same parameters."""
 
     def __init__(self, config: GPTConfig, dtype: Any, *, rngs: nnx.Rngs):
         initializer = nnx.initializers.normal(0.02)

@@ -1,4 +1,4 @@
-"""What `numerics.first_nonfinite` costs while results are finite: the gradient of the demo's GPT, with and without.
+"""What `numerics.first_nonfinite` costs while results are finite: the gradient of the example's GPT, with and without.
 
 XLA counts both branches of a conditional, and a good step runs one. Its bytes are those of the same program with
 another branch in place of the search, which returns some constants. `compare_entries` says whether that is the same
@@ -63,7 +63,7 @@ class Steps(NamedTuple):
 
 
 def gradient(config: GPTConfig, policy: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss and the gradients of the demo's GPT under a policy, and its arguments, of parameters the shapes."""
+    """The loss and the gradients of the example's GPT under a policy, and its arguments, of parameters the shapes."""
     architecture = gpt(config)
     model = architecture.with_policy(jmp.get_policy(policy))
 

@@ -1,4 +1,4 @@
-"""The validation loss of the demo's GPT, trained in float32 and quantized afterwards."""
+"""The validation loss of the example's GPT, trained in float32 and quantized afterwards."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ class Trained:
 def train(
     seed: int, steps: int, config: GPTConfig | None = None, batches: int = 64, corpus: Corpus | None = None
 ) -> Trained:
-    """Trains as the demo does: on the sources of Python's standard library, if on no other text."""
+    """Trains as the example does: on the sources of Python's standard library, if on no other text."""
     config, corpus = config or GPTConfig(), corpus or load_corpus()
     sizes = {"batch_size": BATCH, "context": config.context}
     policy = jmp.get_policy("float32")

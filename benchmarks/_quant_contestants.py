@@ -1,4 +1,4 @@
-"""The demo's GPT with its dense layers quantized, by jmp_policy and by qwix: to serve, and to train."""
+"""The example's GPT with its dense layers quantized, by jmp_policy and by qwix: to serve, and to train."""
 
 import dataclasses
 import functools

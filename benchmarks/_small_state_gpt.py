@@ -1,4 +1,4 @@
-"""The demo's GPT, trained with its optimizer, whose AdamW keeps its moments in one way or another."""
+"""The example's GPT, trained with its optimizer, whose AdamW keeps its moments in one way or another."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ STEPS_OF_A_CALL = 20
 
 
 def gpt_contestants(b2: float = 0.99) -> dict[str, optax.GradientTransformation]:
-    """AdamW as the demo has it, and with its moments stored in fewer bits, by name."""
+    """AdamW as the example has it, and with its moments stored in fewer bits, by name."""
     adamw = optax.adamw(_schedule, b2=b2, weight_decay=0.01)
     key = jax.random.key(0)
     nudged = optax.adamw(lambda step: (1 + 1e-6) * _schedule(step), b2=b2, weight_decay=0.01)
@@ -91,6 +91,6 @@ def _train(tx: Any, seed: int, steps: int, config: GPTConfig, corpus: Corpus) ->
 
 
 def _schedule(step: jax.typing.ArrayLike) -> jax.Array:
-    """The demo's: a warm-up, and from there the square root of the step."""
+    """The example's: a warm-up, and from there the square root of the step."""
     progress = (jnp.asarray(step, jnp.float32) + 1) / WARMUP
     return 5e-3 * jnp.minimum(progress, progress**-0.5)

@@ -5,7 +5,7 @@ Run from the root of the repository:
     python -m benchmarks.accumulate [--quick]
 
 A head of a language model against float64, of numbers that bfloat16 holds, so that only its own rounding counts; the
-figures of a step of the demo's GPT, for this machine and for a TPU v5e where its compiler is installed; and what the
+figures of a step of the example's GPT, for this machine and for a TPU v5e where its compiler is installed; and what the
 GPT's loss is on text that it did not see.
 """
 

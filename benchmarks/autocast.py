@@ -42,7 +42,7 @@ _MATMUL = re.compile(r"stablehlo\.(?:dot_general|convolution).*-> tensor<(?:\d+x
 
 
 def gpt(config: GPTConfig, batch: int = 8) -> Architecture:
-    """The demo's GPT, on random bytes."""
+    """The example's GPT, on random bytes."""
 
     def loss_fn(apply_fn: Callable[..., Any], variables: Any, batch: Any) -> tuple[jax.Array, Any]:
         tokens = batch["tokens"]

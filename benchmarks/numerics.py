@@ -1,4 +1,4 @@
-"""What `numerics.collect` costs: the gradient of the demo's GPT with statistics, over the same without.
+"""What `numerics.collect` costs: the gradient of the example's GPT with statistics, over the same without.
 
 Run from the root of the repository:
 
@@ -55,7 +55,7 @@ class Cost(NamedTuple):
 
 
 def gradient(config: GPTConfig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss and the gradients of the demo's GPT in float32, and the shapes of their arguments."""
+    """The loss and the gradients of the example's GPT in float32, and the shapes of their arguments."""
     architecture = gpt(config)
     model = architecture.without_policy()
 

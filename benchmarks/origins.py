@@ -7,7 +7,7 @@ Run from the root of the repository:
 
 `peers` plants ten faults in JAX and their twins in PyTorch, and reads by one rule what is reported of them; the rule is
 in `_origins_reports.py`. PyTorch and transformers may be in an environment of their own. `costs` compiles the gradient
-of the demo's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
+of the example's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
 """
 
 import argparse

@@ -112,7 +112,7 @@ def sparse_table(quick: bool) -> ResultTable:
 
 
 def gpt_table(quick: bool) -> ResultTable:
-    """Validation losses of the demo's GPT: AdamW's, and how far the others are from it on the same seed."""
+    """Validation losses of the example's GPT: AdamW's, and how far the others are from it on the same seed."""
     seeds, steps = ((0,), 1) if quick else (GPT_SEEDS, GPT_STEPS)
     config = GPTConfig(depth=1, context=16) if quick else GPTConfig()
     names = ["AdamW", "quantize_state"] if quick else list(gpt_contestants())

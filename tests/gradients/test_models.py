@@ -1,4 +1,4 @@
-"""The GPTs of the demo on meshes: gradients are reduced in the dtype of the policy, activations in compute dtype."""
+"""The GPTs of the example on meshes: gradients are reduced in the dtype of the policy, activations in compute dtype."""
 
 import functools
 
