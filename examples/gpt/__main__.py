@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -47,6 +48,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of both commands."""
     parser = argparse.ArgumentParser(prog="python -m examples.gpt", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train(commands)
+    add_compare(commands)
+    return parser
+
+
+def add_train(commands: Any) -> None:
+    """Adds the command `train` and its options."""
     train = commands.add_parser(
         "train",
         help="train a byte-level GPT in mixed precision on real text",
@@ -84,6 +92,10 @@ def make_parser() -> argparse.ArgumentParser:
     several.add_argument(
         "--timeout", type=integer(1), default=50, metavar="SECONDS", help="for a process that does not answer"
     )
+
+
+def add_compare(commands: Any) -> None:
+    """Adds the command `compare` and its options."""
     compare = commands.add_parser(
         "compare",
         help="the same short training in float32, bfloat16 and float16 with and without loss scaling",
@@ -94,7 +106,6 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument("--steps", type=integer(1), default=200, help="of each training (default: %(default)s)")
     compare.add_argument("--seed", type=integer(0), default=0, help="of parameters and batches (default: %(default)s)")
     compare.add_argument("--out", type=Path, help="the folder (default: the next of runs/compare-001, ...)")
-    return parser
 
 
 def run_train(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

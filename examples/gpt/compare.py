@@ -76,13 +76,13 @@ def compare(
             sample_batch(corpus.train, seed=seed, step=step, batch_size=batch_size, context=model.context)
             for step in range(steps + 1)
         ]
-        trainers, losses, rows = {}, {}, []
+        trainers, losses, times = {}, {}, {}
         for name, (policy, scale) in VARIANTS.items():
             config = TrainerConfig(parse_policy(policy), model, seed, loss_scale=scale)
             trainers[name] = make_trainer("nnx", config)
-            losses[name], times = _train(trainers[name], batches[:-1])
-            rows.append(_make_row(name, trainers, losses, times, batches[-1]))
-            print(f"{name}: loss {rows[-1].loss:.3f}", flush=True)
+            losses[name], times[name] = _train(trainers[name], batches[:-1])
+            print(f"{name}: loss {losses[name][-1]:.3f}", flush=True)
+        rows = make_rows(trainers, losses, times, batches[-1])
         table = json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
         (folder / "table.json").write_text(table.replace("NaN", "null") + "\n", encoding="utf-8")
         draw(losses).savefig(folder / "loss.png", dpi=120)
@@ -100,27 +100,29 @@ def _train(trainer: Any, batches: Sequence[np.ndarray]) -> tuple[list[float], li
     return losses, times
 
 
-def _make_row(
-    name: str, trainers: dict[str, Any], losses: dict[str, list[float]], times: list[float], windows: np.ndarray
-) -> Row:
-    final = {each: statistics.fmean(values[-max(1, len(values) // 10) :]) for each, values in losses.items()}
-    params = trainers["float32"].params
-
-    def compute_grads(name: str) -> tuple[Any, Any]:
-        scale = jmp.get_loss_scale(trainers[name].opt_state)
-        compiled = jax.jit(jmp.grad(trainers[name].loss_fn, loss_scale=scale)).lower(params, windows).compile()
-        return compiled(params, windows), compiled.memory_analysis()
-
-    grads, memory = compute_grads(name)
-    return Row(
-        name,
-        final[name],
-        final[name] - final["float32"],
-        measure_zeroed(grads, compute_grads("float32")[0]),
-        read_scaling(trainers[name].opt_state)["skipped_steps"],
-        memory.temp_size_in_bytes / 2**20,
-        statistics.median(times) * 1e3,
-    )
+def make_rows(
+    trainers: dict[str, Any], losses: dict[str, list[float]], times: dict[str, list[float]], windows: np.ndarray
+) -> list[Row]:
+    """Makes the rows of the table; gradients are those of one batch, at the parameters that float32 ended with."""
+    params, steps = trainers["float32"].params, len(losses["float32"])
+    final = {name: statistics.fmean(values[-max(1, steps // 10) :]) for name, values in losses.items()}
+    rows, expected = [], None
+    for name, trainer in trainers.items():
+        grad_fn = jmp.grad(trainer.loss_fn, loss_scale=jmp.get_loss_scale(trainer.opt_state))
+        compiled = jax.jit(grad_fn).lower(params, windows).compile()
+        grads, memory = compiled(params, windows), compiled.memory_analysis()
+        expected = grads if expected is None else expected  # float32 comes first
+        row = Row(
+            name,
+            final[name],
+            final[name] - final["float32"],
+            measure_zeroed(grads, expected),
+            read_scaling(trainer.opt_state)["skipped_steps"],
+            math.nan if memory is None else memory.temp_size_in_bytes / 2**20,
+            statistics.median(times[name]) * 1e3,
+        )
+        rows.append(row)
+    return rows
 
 
 def measure_zeroed(grads: Any, expected: Any) -> float:

@@ -20,17 +20,11 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The bytes of some files, cut into a part to train on and a part to validate on.
+    """The bytes of some files, cut into a part to train on and a part to validate on."""
 
-    Attributes:
-      train: uint8 array, the first nine tenths of the bytes.
-      validation: uint8 array, the rest.
-      source: where the bytes come from, for people to read.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    source: str
+    train: np.ndarray  # uint8, the first nine tenths of the bytes
+    validation: np.ndarray  # the rest
+    source: str  # where the bytes come from, for people to read
 
     @property
     def sha256(self) -> str:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,8 +26,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from . import UserError
 from .model import GPTConfig
-
-T = TypeVar("T")
 
 GRACE = 15.0
 """Seconds that the other local processes have to end by themselves once one has failed."""
@@ -216,7 +214,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def agree(function: Callable[[], T]) -> T:
+def agree(function: Callable[[], Any]) -> Any:
     """Calls a function in every process, and raises in all of them if it raised in one: none waits for another.
 
     Raises:
@@ -234,7 +232,7 @@ def agree(function: Callable[[], T]) -> T:
         raise error
     if any(failed):
         raise ToldElsewhere(f"process {failed.index(True)} prints what is wrong")
-    return result  # pyright: ignore[reportReturnType]  # the function has returned
+    return result
 
 
 def share(text: str) -> str:
@@ -252,10 +250,8 @@ def meet(mesh: Mesh) -> None:
     """
     if jax.process_count() == 1:
         return
-    here, shape = P(*mesh.axis_names), mesh.devices.shape
-    ones = jax.make_array_from_callback(
-        shape, NamedSharding(mesh, here), lambda index: np.ones(shape, np.float32)[index]
-    )
+    here, whole = P(*mesh.axis_names), np.ones(mesh.devices.shape, np.float32)
+    ones = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, here), whole.__getitem__)
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     for some in itertools.chain(*(itertools.combinations(axes, count) for count in range(1, len(axes) + 1))):
         there = P(*(None if axis in some else axis for axis in mesh.axis_names))
@@ -265,14 +261,10 @@ def meet(mesh: Mesh) -> None:
 
 
 class StopRequest:
-    """Turns the first Ctrl-C or SIGTERM in a `with` block into a request to stop after a step; a second one interrupts.
-
-    Attributes:
-      number: the signal, or 0.
-    """
+    """Makes the first Ctrl-C or SIGTERM in a `with` block a request to stop after a step. A second one interrupts."""
 
     def __enter__(self) -> "StopRequest":
-        self.number = 0
+        self.number = 0  # the signal
         # Of several processes, SIGTERM belongs to JAX, whose handler has them agree on a step. Ctrl-C becomes one.
         numbers = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
         self._previous = {number: signal.signal(number, self._request) for number in numbers}

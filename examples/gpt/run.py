@@ -205,11 +205,9 @@ def new_folder(path: Path | None, *, prefix: str = "", hint: str = "choose anoth
       UserError: it holds something, or cannot be made.
     """
     try:
-        while path is None:
+        if path is None:
             taken = [int(name) for file in RUNS.glob(f"{prefix}*") if (name := file.name[len(prefix) :]).isdecimal()]
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                (RUNS / f"{prefix}{max(taken, default=0) + 1:03d}").mkdir(parents=True)
-                path = RUNS / f"{prefix}{max(taken, default=0) + 1:03d}"
+            path = RUNS / f"{prefix}{max(taken, default=0) + 1:03d}"
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(file.name != LOCK for file in path.iterdir())
     except OSError as error:
