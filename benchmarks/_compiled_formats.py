@@ -16,9 +16,9 @@ from benchmarks._loss import cross_entropy
 from benchmarks._models_linen import HandGPT
 from benchmarks._programs import Program
 from benchmarks._quant_contestants import LAYERS, Scheme
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 from jmp_policy import quant
-from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.demo._gpt_linen import GPT
 
 
 def _with_blocks(format: str, made: type[linen.Module]) -> linen.Module:

@@ -13,7 +13,7 @@ from benchmarks._optimizer_updates import half_optimizers
 from benchmarks._programs import APIS, MODELS, POLICIES, Case, Program, by_hand, ours, unchecked
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks.architectures._programs import by_hand as architecture_by_hand
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 PARAMETERS = 10**8
 """Of fewer, what a TPU keeps in its fast memory decides more than the program."""

@@ -1,4 +1,4 @@
-"""`jmp-policy train` as the drill starts it: a small model, frequent checkpoints, and a digest of the last state."""
+"""Runs `python -m examples.gpt train` for the drill: a small model, frequent checkpoints, and a digest of its state."""
 
 import functools
 import hashlib
@@ -7,35 +7,34 @@ import sys
 import jax
 import numpy as np
 
-from jmp_policy.cli import main
-from jmp_policy.demo import GPTConfig, RunSummary, StepFacts, _open_run, _train
+from examples.gpt import __main__, train
+from examples.gpt.model import GPTConfig
+from examples.gpt.run import RunConfig
 
 CHECKPOINT_EVERY = 5
 
 
-class Run(_train.TrainingRun):
+class Run(train.Run):
     """A run that leaves the digest of its state, as far as this process has it, in its folder."""
 
-    def loop(self, step, checkpoints, console):
-        step = super().loop(step, checkpoints, console)
+    def loop(self, step):
+        step, number = super().loop(step)
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.trainer.state):
             for shard in leaf.addressable_shards:
                 digest.update(np.asarray(shard.data).tobytes())
-        path = self.folder.path / f"digest-{jax.process_index()}"
+        path = self.folder / f"digest-{jax.process_index()}"
         path.write_text(f"{step} {digest.hexdigest()}", encoding="utf-8")
-        return step
+        return step, number
 
-    def plot(self):
-        """Nothing: kills are the matter here, and plots take long."""
+    def draw(self):
+        """Nothing: the drill is about kills, and plots take long."""
 
     def summarize(self, step):
-        """What is known without tracing the step."""
-        return RunSummary(self.config.policy.name, step, StepFacts({}, {}, 0, 0), self._follow_loss_scale())
+        """Nothing: the audit would trace the step."""
 
 
 if __name__ == "__main__":
-    _train.CHECKPOINT_EVERY, _train.TrainingRun = CHECKPOINT_EVERY, Run
-    _open_run.GPTConfig = functools.partial(GPTConfig, width=16, depth=1, heads=2, context=16)
-    _train.EVALUATION_BATCHES = 1
-    sys.exit(main(["train", *sys.argv[1:]]))
+    train.CHECKPOINT_EVERY, train.EVALUATION_BATCHES, train.Run = CHECKPOINT_EVERY, 1, Run
+    train.RunConfig = functools.partial(RunConfig, model=GPTConfig(width=16, depth=1, heads=2, context=16))
+    sys.exit(__main__.main(["train", *sys.argv[1:]]))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from jmp_policy.demo._gpt import causal_attention
+from examples.gpt.model import causal_attention
 
 LAYERS = r"(dense|qkv|project|expand|contract)"
 """The paths of the dense layers."""

@@ -16,8 +16,8 @@ from benchmarks._loss import cross_entropy
 from benchmarks._models_linen import HandGPT
 from benchmarks._ours import LinenState
 from benchmarks.architectures._resnet import ResNet
-from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.demo._gpt_linen import GPT
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 
 ADAMW = optax.adamw(1e-4)
 SCALE = 2.0**15

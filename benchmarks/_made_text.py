@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jmp_policy.demo._data import VALIDATION_SHARE, Corpus
+from examples.gpt.data import VALIDATION_SHARE, Corpus
 
 VOCABULARY = 500
 SEPARATORS = {b" ": 0.7, b", ": 0.08, b".\n": 0.08, b"(": 0.05, b") ": 0.05, b" = ": 0.04}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jmp_policy.demo._gpt import GPTConfig, causal_attention
+from examples.gpt.model import GPTConfig, causal_attention
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class ResNetBlock(nn.Module):
 
 
 class HandGPT(nn.Module):
-    """The demo's GPT with a dtype in each layer; the same parameters."""
+    """The example's GPT with a dtype in each layer; the same parameters."""
 
     config: GPTConfig
     dtype: Any

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmp_policy.demo._gpt import GPTConfig, causal_attention
+from examples.gpt.model import GPTConfig, causal_attention
 
 
 class MLP(nnx.Module):
@@ -42,7 +42,7 @@ class ResNetBlock(nnx.Module):
 
 
 class HandGPT(nnx.Module):
-    """The demo's GPT with a dtype in each layer; the same parameters."""
+    """The example's GPT with a dtype in each layer; the same parameters."""
 
     def __init__(self, config: GPTConfig, dtype: Any, *, rngs: nnx.Rngs):
         initializer = nnx.initializers.normal(0.02)

@@ -1,4 +1,4 @@
-"""What `numerics.first_nonfinite` costs while results are finite: the gradient of the demo's GPT, with and without.
+"""What `numerics.first_nonfinite` costs while results are finite: the gradient of the example's GPT, with and without.
 
 XLA counts both branches of a conditional, and a good step runs one. Its bytes are those of the same program with
 another branch in place of the search, which returns some constants. `compare_entries` says whether that is the same
@@ -24,7 +24,7 @@ from benchmarks._targets import Target
 from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt
 from benchmarks.many_modules import seconds
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 from jmp_policy.numerics import Provenance, first_nonfinite
 
 POLICIES = {"float32": "float32", "float16, loss scale": "mixed_float16"}
@@ -63,7 +63,7 @@ class Steps(NamedTuple):
 
 
 def gradient(config: GPTConfig, policy: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss and the gradients of the demo's GPT under a policy, and its arguments, of parameters the shapes."""
+    """The loss and the gradients of the example's GPT under a policy, and its arguments, of parameters the shapes."""
     architecture = gpt(config)
     model = architecture.with_policy(jmp.get_policy(policy))
 

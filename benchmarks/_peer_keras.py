@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from benchmarks._faults import with_faults
 from benchmarks._loss import cross_entropy
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -113,7 +113,7 @@ def trainer(
 
 
 def gpt(config: GPTConfig, policy: str) -> KerasModel:
-    """The GPT of `jmp_policy.demo`."""
+    """The GPT of `examples.gpt`."""
 
     class GPT(keras.Model):
         def __init__(self) -> None:

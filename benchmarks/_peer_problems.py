@@ -14,8 +14,8 @@ from benchmarks._loss import cross_entropy
 from benchmarks._made_text import made_text
 from benchmarks._models_linen import HandGPT
 from benchmarks._optimizer_steps import MLP
-from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.demo._gpt_linen import GPT
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 
 SMALL_GPT = GPTConfig(depth=2, context=32)
 SMALL_MLP, LARGE_MLP = (512, 6), (4096, 6)

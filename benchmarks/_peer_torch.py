@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from torch import nn
 from torch.nn import functional as F
 
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 torch.set_num_threads(1)
 
@@ -144,7 +144,7 @@ class Trainer:
 
 
 class GPT(nn.Module):
-    """The GPT of `jmp_policy.demo`."""
+    """The GPT of `examples.gpt`."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

@@ -25,8 +25,8 @@ from benchmarks._peers import (
     step_with_dynamic_scale,
     step_with_jmp,
 )
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt import gpt_linen, gpt_nnx
+from examples.gpt.model import GPTConfig
 
 MODELS = ("mlp", "resnet block", "gpt")
 APIS = ("linen", "nnx")
@@ -109,7 +109,7 @@ class Case:
         if self.model == "gpt":
             if dtype is not None:
                 return models.HandGPT(self.gpt, dtype, **rngs)
-            return (_gpt_linen.GPT if self.api == "linen" else _gpt_nnx.GPT)(self.gpt, **rngs)
+            return (gpt_linen.GPT if self.api == "linen" else gpt_nnx.GPT)(self.gpt, **rngs)
         made = models.MLP if self.model == "mlp" else models.ResNetBlock
         if self.api == "linen":
             return made(dtype)

@@ -1,4 +1,4 @@
-"""The validation loss of the demo's GPT, trained in float32 and quantized afterwards."""
+"""The validation loss of the example's GPT, trained in float32 and quantized afterwards."""
 
 import dataclasses
 import functools
@@ -11,10 +11,9 @@ import numpy as np
 import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._quant_contestants import SCHEMES, Served, in_float32, ours, with_qwix
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.model import NATS_PER_BIT, GPTConfig, TrainerConfig, make_trainer
 from jmp_policy import quant
-from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
-from jmp_policy.demo._gpt import GPTConfig, TrainerConfig
-from jmp_policy.demo._trainer import NATS_PER_BIT, make_trainer
 
 BATCH = 16
 
@@ -58,7 +57,7 @@ class Trained:
 def train(
     seed: int, steps: int, config: GPTConfig | None = None, batches: int = 64, corpus: Corpus | None = None
 ) -> Trained:
-    """Trains as the demo does: on the sources of Python's standard library, if on no other text."""
+    """Trains as the example does: on the sources of Python's standard library, if on no other text."""
     config, corpus = config or GPTConfig(), corpus or load_corpus()
     sizes = {"batch_size": BATCH, "context": config.context}
     policy = jmp.get_policy("float32")

@@ -1,4 +1,4 @@
-"""The demo's GPT with its dense layers quantized, by jmp_policy and by qwix: to serve, and to train."""
+"""The example's GPT with its dense layers quantized, by jmp_policy and by qwix: to serve, and to train."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ from flax import linen
 import jmp_policy as jmp
 from benchmarks._loss import cross_entropy
 from benchmarks._programs import Program
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig
 from jmp_policy import quant
-from jmp_policy.demo._gpt import GPTConfig
-from jmp_policy.demo._gpt_linen import GPT
 
 LAYERS = r"blocks_\d+/(attention/(qkv|project)|expand|contract)"
 """The dense layers. The table is left out: qwix fails on one that is both looked up and attended to."""

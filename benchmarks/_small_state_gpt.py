@@ -1,4 +1,4 @@
-"""The demo's GPT, trained with its optimizer, whose AdamW keeps its moments in one way or another."""
+"""The example's GPT, trained with its optimizer, whose AdamW keeps its moments in one way or another."""
 
 import dataclasses
 import itertools
@@ -12,17 +12,9 @@ import optax
 
 import jmp_policy as jmp
 from benchmarks._optimizer_cost import count_bytes, count_parameters
-from jmp_policy.demo import (
-    Corpus,
-    GPTConfig,
-    LinenGPT,
-    cross_entropy,
-    load_corpus,
-    measure_bits_per_byte,
-    sample_batch,
-    split_windows,
-    validation_batches,
-)
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig, cross_entropy, measure_bits_per_byte, split_windows
 
 BATCH = 16
 WARMUP = 100
@@ -31,7 +23,7 @@ STEPS_OF_A_CALL = 20
 
 
 def gpt_contestants(b2: float = 0.99) -> dict[str, optax.GradientTransformation]:
-    """AdamW as the demo has it, and with its moments stored in fewer bits, by name."""
+    """AdamW as the example has it, and with its moments stored in fewer bits, by name."""
     adamw = optax.adamw(_schedule, b2=b2, weight_decay=0.01)
     key = jax.random.key(0)
     nudged = optax.adamw(lambda step: (1 + 1e-6) * _schedule(step), b2=b2, weight_decay=0.01)
@@ -73,7 +65,7 @@ def train_gpts(
 
 def _train(tx: Any, seed: int, steps: int, config: GPTConfig, corpus: Corpus) -> tuple[float, float]:
     """The validation loss, and the bytes of the optimizer's state per parameter."""
-    model = jmp.with_policy(LinenGPT(config), "params=float32,compute=bfloat16,output=float32")
+    model = jmp.with_policy(GPT(config), "params=float32,compute=bfloat16,output=float32")
     sizes = {"batch_size": BATCH, "context": config.context}
 
     @jax.jit
@@ -99,6 +91,6 @@ def _train(tx: Any, seed: int, steps: int, config: GPTConfig, corpus: Corpus) ->
 
 
 def _schedule(step: jax.typing.ArrayLike) -> jax.Array:
-    """The demo's: a warm-up, and from there the square root of the step."""
+    """The example's: a warm-up, and from there the square root of the step."""
     progress = (jnp.asarray(step, jnp.float32) + 1) / WARMUP
     return 5e-3 * jnp.minimum(progress, progress**-0.5)

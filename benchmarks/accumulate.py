@@ -5,7 +5,7 @@ Run from the root of the repository:
     python -m benchmarks.accumulate [--quick]
 
 A head of a language model against float64, of numbers that bfloat16 holds, so that only its own rounding counts; the
-figures of a step of the demo's GPT, for this machine and for a TPU v5e where its compiler is installed; and what the
+figures of a step of the example's GPT, for this machine and for a TPU v5e where its compiler is installed; and what the
 GPT's loss is on text that it did not see.
 """
 
@@ -24,9 +24,8 @@ from benchmarks._compiled import compile_for_figures, figures, products
 from benchmarks._programs import Program
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS
-from jmp_policy.demo._data import Corpus, load_corpus, sample_batch, validation_batches
-from jmp_policy.demo._gpt import GPTConfig, TrainerConfig
-from jmp_policy.demo._trainer import make_trainer, measure_bits_per_byte
+from examples.gpt.data import Corpus, load_corpus, sample_batch, validation_batches
+from examples.gpt.model import GPTConfig, TrainerConfig, make_trainer, measure_bits_per_byte
 
 POLICIES = {
     "a=none": "params={p},compute=bfloat16,output=float32",

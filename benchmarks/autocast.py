@@ -32,7 +32,7 @@ from benchmarks.architectures._programs import by_hand, shapes
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import Run, initialize, make_state, train_model, train_step
 from benchmarks.many_modules import count_calls, seconds
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 HALVES = ("bfloat16", "float16")
 POLICIES = {half: jmp.Policy("float32", half, None) for half in HALVES}
@@ -42,7 +42,7 @@ _MATMUL = re.compile(r"stablehlo\.(?:dot_general|convolution).*-> tensor<(?:\d+x
 
 
 def gpt(config: GPTConfig, batch: int = 8) -> Architecture:
-    """The demo's GPT, on random bytes."""
+    """The example's GPT, on random bytes."""
 
     def loss_fn(apply_fn: Callable[..., Any], variables: Any, batch: Any) -> tuple[jax.Array, Any]:
         tokens = batch["tokens"]

@@ -13,6 +13,8 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,8 +24,6 @@ from pathlib import Path
 
 from benchmarks._drill_run import CHECKPOINT_EVERY
 from benchmarks._results import ResultTable, print_tables
-from jmp_policy.cli._children import Children
-from jmp_policy.cli._processes import find_free_port
 
 STEPS = 60
 MOMENTS = "start", "step", "write"
@@ -116,10 +116,27 @@ def run(
     scenario: Scenario, mesh: str | None, out: Path, *, kill: Kill | None = None, rng: random.Random | None = None
 ) -> int:
     """Begins a run or goes on with it, until it ends or is killed; returns the exit status."""
-    children = Children(list_commands(scenario, mesh, out), make_environment(scenario, mesh))
+    environment = make_environment(scenario, mesh)
+    children = [subprocess.Popen(command, env=environment) for command in list_commands(scenario, mesh, out)]
     if kill is not None and rng is not None:
         threading.Thread(target=strike, args=(scenario, kill, children, out, rng), daemon=True).start()
-    return children.wait()
+    return wait(children)
+
+
+def wait(children: Sequence[subprocess.Popen]) -> int:
+    """Waits for all processes, and ends the others once a signal has ended one; returns 0 if all ended well, else 1."""
+    while any(child.poll() is None for child in children):
+        if any((child.poll() or 0) < 0 for child in children):
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    return int(any(child.returncode for child in children))
+
+
+def find_free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def list_commands(scenario: Scenario, mesh: str | None, out: Path) -> list[list[str]]:
@@ -135,25 +152,24 @@ def list_commands(scenario: Scenario, mesh: str | None, out: Path) -> list[list[
 
 def make_environment(scenario: Scenario, mesh: str | None) -> dict[str, str]:
     devices = 1 if mesh is None else 4 // scenario.processes
-    several = {"JMP_POLICY_CHILD": "1"} if scenario.processes > 1 else {}
-    return {**os.environ, **several, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
-def strike(scenario: Scenario, kill: Kill, children: Children, out: Path, rng: random.Random) -> None:
+def strike(scenario: Scenario, kill: Kill, children: Sequence[subprocess.Popen], out: Path, rng: random.Random) -> None:
     """Sends the signal to one of the processes, when its moment has come."""
     index, before = rng.randrange(scenario.processes), find_writes(out)
     if kill.moment == "start":
         time.sleep(rng.uniform(0.5, 8.0))
     else:
         target = min(count_steps(out) + rng.randint(1, 2 * CHECKPOINT_EVERY), STEPS - 1)
-        while count_steps(out) < target and children.are_running:
+        while count_steps(out) < target and any(child.poll() is None for child in children):
             time.sleep(0.005)
     if kill.moment == "step":
         time.sleep(rng.uniform(0, 0.1))
     elif kill.moment == "write":
-        while not find_writes(out) - before and children.are_running:
+        while not find_writes(out) - before and any(child.poll() is None for child in children):
             time.sleep(0.001)
-    children.strike(index, kill.number)
+    children[index].send_signal(kill.number)
 
 
 def find_writes(out: Path) -> set[str]:

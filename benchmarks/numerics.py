@@ -1,4 +1,4 @@
-"""What `numerics.collect` costs: the gradient of the demo's GPT with statistics, over the same without.
+"""What `numerics.collect` costs: the gradient of the example's GPT with statistics, over the same without.
 
 Run from the root of the repository:
 
@@ -26,7 +26,7 @@ from benchmarks._targets import TARGETS, Target
 from benchmarks.architectures._programs import shapes
 from benchmarks.autocast import gpt, unrolled
 from benchmarks.many_modules import seconds
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 MEASURED: dict[str, dict[str, Any]] = {
     "matmuls, four formats, histogram": {},
@@ -55,7 +55,7 @@ class Cost(NamedTuple):
 
 
 def gradient(config: GPTConfig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss and the gradients of the demo's GPT in float32, and the shapes of their arguments."""
+    """The loss and the gradients of the example's GPT in float32, and the shapes of their arguments."""
     architecture = gpt(config)
     model = architecture.without_policy()
 

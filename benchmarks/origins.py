@@ -7,7 +7,7 @@ Run from the root of the repository:
 
 `peers` plants ten faults in JAX and their twins in PyTorch, and reads by one rule what is reported of them; the rule is
 in `_origins_reports.py`. PyTorch and transformers may be in an environment of their own. `costs` compiles the gradient
-of the demo's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
+of the example's GPT with the search and without, for a TPU v5e or an H100 that need not be there, too.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks._origins_cost import POLICIES, Cost, check_bits, gradient, make_
 from benchmarks._origins_reports import ARGUMENTS, NAMES_IT, TORCH_CONTESTANTS
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import TARGETS, Target
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 NOT_INSTALLED = "not installed"
 ASKED = Cost(bytes=1.02, temporaries=1.25, peak=float("nan"), compile_time=4, trace_time=2.5)

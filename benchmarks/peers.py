@@ -31,7 +31,7 @@ from benchmarks._peer_steps import BY_HAND, KERAS, KERAS_UNSCALED, TORCH, UNSCAL
 from benchmarks._quant_contestants import SCHEMES
 from benchmarks._results import ResultTable, print_tables
 from benchmarks.quant import error_row
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 MISSING = "not installed"
 UNMEASURED = "not measured"

@@ -35,7 +35,7 @@ from benchmarks._quant_contestants import (
     with_qwix,
 )
 from benchmarks._results import ResultTable, print_tables
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 QUICK_GPT = GPTConfig(depth=1, context=16)
 
@@ -132,7 +132,7 @@ def relative_error(got: jax.Array, expected: jax.Array) -> float:
 
 
 def loss_rows(runs: Sequence[Trained], most: int | None = None) -> list[list[str]]:
-    """The validation losses of the demo's run, in float32 and quantized, of all contestants or of the first ones."""
+    """The validation losses of the example's run, in float32 and quantized, of all contestants or of the first ones."""
     rows = [["", "float32", ", ".join(f"{run.loss:.4f} bits" for run in runs), ""]]
     for (library, name), served in list(contestants(runs[0].config).items())[:most]:
         rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)

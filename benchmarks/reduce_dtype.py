@@ -20,8 +20,8 @@ import jmp_policy as jmp
 from benchmarks._compiled import figures
 from benchmarks._results import ResultTable, print_tables
 from benchmarks._targets import tpu
-from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
-from jmp_policy.demo._gpt_linen import GPT
+from examples.gpt.gpt_linen import GPT
+from examples.gpt.model import GPTConfig, cross_entropy, split_windows
 
 CONFIG = GPTConfig(width=256, depth=2, heads=4, context=128)
 POLICY = jmp.get_policy("p=f32,c=bf16,o=bf16,reduce=float32")

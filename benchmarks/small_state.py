@@ -25,7 +25,7 @@ from benchmarks._results import ResultTable, print_tables
 from benchmarks._small_state_gpt import gpt_contestants, train_gpts
 from benchmarks._small_state_updates import describe_params, small_state_optimizers, update_program
 from benchmarks._sparse_embeddings import sparse_contestants, train_sparse
-from jmp_policy.demo import GPTConfig
+from examples.gpt.model import GPTConfig
 
 SIZES = 1024, 10
 """Width and depth of 10.5 million parameters."""
@@ -112,7 +112,7 @@ def sparse_table(quick: bool) -> ResultTable:
 
 
 def gpt_table(quick: bool) -> ResultTable:
-    """Validation losses of the demo's GPT: AdamW's, and how far the others are from it on the same seed."""
+    """Validation losses of the example's GPT: AdamW's, and how far the others are from it on the same seed."""
     seeds, steps = ((0,), 1) if quick else (GPT_SEEDS, GPT_STEPS)
     config = GPTConfig(depth=1, context=16) if quick else GPTConfig()
     names = ["AdamW", "quantize_state"] if quick else list(gpt_contestants())

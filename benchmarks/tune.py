@@ -28,7 +28,7 @@ from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._resnet import ResNet
 from benchmarks.architectures._training import train_model
 from benchmarks.autocast import gpt
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 from jmp_policy.numerics._tune._search import find_smallest
 
 RANKINGS = ("culprits first", "culprits among the first, with up to 3 others", "random", "culprits last")

@@ -29,7 +29,7 @@ from benchmarks._programs import (
     with_jmp,
 )
 from benchmarks._results import ResultTable, print_tables
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
 

@@ -8,7 +8,7 @@ import sys
 
 import jmp_policy
 
-NO_API = ("__main__", "cli", "demo", "explanation", "gradients", "loss_scale", "modules", "policy")
+NO_API = ("__main__", "cli", "explanation", "gradients", "loss_scale", "modules", "policy")
 """Modules without an underscore whose names the API does not have."""
 
 

@@ -34,7 +34,6 @@ LEVELS = {
     "checkpoints": 9,
     "compat": 9,
     "cli": 10,
-    "demo": 11,
     "__main__": 11,
 }
 """A package imports only from packages of lower levels."""
@@ -42,11 +41,8 @@ LEVELS = {
 CORE = ("_base", "loss_scale", "policy", "modules", "_jaxpr", "gradients")
 """Packages that import neither Flax nor optax."""
 
-PROGRAMS = ("cli", "demo", "__main__")
+PROGRAMS = ("cli", "__main__")
 """Packages that may import `jmp_policy` itself."""
-
-LATE = {("cli", "demo")}
-"""Imports of a higher level, only inside functions: `train` and `compare` run the demo."""
 
 
 class Import(NamedTuple):
@@ -151,7 +147,7 @@ def test_every_package_has_a_level():
 
 def test_packages_import_only_from_lower_levels():
     def imports_from_above(path):
-        return {(here, there) for here, there in pairs_of(path) - LATE if LEVELS[here] <= LEVELS[there]}
+        return {(here, there) for here, there in pairs_of(path) if LEVELS[here] <= LEVELS[there]}
 
     assert offenders(imports_from_above) == {}
 
@@ -161,11 +157,6 @@ def test_no_file_of_the_library_imports_the_package_itself():
         return [one.name for one in imported(path) if one.to == PACKAGE / "__init__.py" and one.name != "__version__"]
 
     assert offenders(imports_all, [path for path in FILES if package_of(path) not in PROGRAMS]) == {}
-
-
-def test_imports_of_a_higher_level_stand_inside_functions():
-    early = {(package_of(path), package_of(one.to)) for path in FILES for one in imported(path) if not one.is_late}
-    assert early & LATE == set()
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -210,10 +201,8 @@ def test_the_library_never_imports_a_program():
 
 
 def test_the_doctor_needs_no_extra():
-    def extra(path):
-        return (others(path) & {"matplotlib", "orbax"}) | {pair for pair in pairs_of(path) if "demo" in pair}
-
-    assert offenders(extra, sorted((PACKAGE / "cli" / "doctor").glob("*.py"))) == {}
+    extra = {"matplotlib", "orbax"}
+    assert offenders(lambda path: others(path) & extra, sorted((PACKAGE / "cli" / "doctor").glob("*.py"))) == {}
 
 
 @pytest.mark.parametrize("package", ["jmp_policy", "jmp_policy.autocast", "jmp_policy.numerics", "jmp_policy.optim"])

@@ -124,7 +124,7 @@ def step(x):
 
 step(1.0)
 for info in pkgutil.walk_packages(jmp_policy.__path__, "jmp_policy."):
-    if info.name.split(".")[1] not in ("__main__", "cli", "demo", "doctor"):
+    if info.name.split(".")[1] not in ("__main__", "cli", "doctor"):
         importlib.import_module(info.name)
 step(1.0)
 print(len(traces))

@@ -5,6 +5,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from examples.gpt import __main__ as examples_main
 from jmp_policy import quant
 from jmp_policy.autocast._rewrite import _tables
 from jmp_policy.cli import _main
@@ -216,13 +218,13 @@ def measure_bits(quantization: object) -> str:
     return f"{bits / weight.size:.3g}"
 
 
-def make_help(command: str) -> str:
+def make_help(program: str, main: Callable[[list[str]], int], command: str) -> str:
     """What a command prints with `--help`, 80 columns wide."""
     printed = io.StringIO()
     narrow = unittest.mock.patch.dict(os.environ, COLUMNS="80")
     with narrow, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        _main.main([*command.split(), "--help"])
-    return f"```console\n$ jmp-policy {command} --help\n{printed.getvalue().strip()}\n```"
+        main([command, "--help"])
+    return f"```console\n$ {program} {command} --help\n{printed.getvalue().strip()}\n```"
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
@@ -232,9 +234,10 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "floats": make_floats,
     "uses": make_uses,
     "quantized": make_quantized,
+    **{f"help {name}": functools.partial(make_help, "jmp-policy", _main.main, name) for name in _main.COMMANDS},
     **{
-        f"help {name}": (lambda name=name: make_help(name))
-        for name in ("doctor", "train", "compare", "audit", "numerics", "tune")
+        f"example {name}": functools.partial(make_help, "python -m examples.gpt", examples_main.main, name)
+        for name in ("train", "compare")
     },
 }
 """What a page may ask for, by name."""

@@ -20,7 +20,6 @@ from ._program import PRODUCT_SCOPE, Step, name_stack, strip_transformations
 _JAX = ("jax", "jaxlib")
 _LIBRARIES = ("flax", "optax", "chex", "haiku", "equinox", "numpy", "ml_dtypes")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEMO = os.path.join(_OWN, "demo", "")
 
 
 def find_origin(step: Step) -> JaxprEqn:
@@ -147,9 +146,8 @@ def _list_frames(eqn: JaxprEqn) -> list[Any]:
 @functools.cache
 def _is_library(file: str) -> bool:
     """Whether a file belongs to a library that models are written with, or to Python itself."""
-    if file.startswith(_OWN):
-        return not file.startswith(_DEMO)
-    return _is_from(_JAX + _LIBRARIES, file) or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
+    from_library = file.startswith(_OWN) or _is_from(_JAX + _LIBRARIES, file)
+    return from_library or os.path.dirname(file) == _PYTHON or file.startswith("<frozen")
 
 
 @functools.cache

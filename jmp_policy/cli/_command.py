@@ -21,10 +21,6 @@ class UserError(ValueError):
     """
 
 
-class ToldElsewhere(UserError):
-    """Ends a process because of an error of another process of the run, which prints it."""
-
-
 def check_device() -> None:
     """Checks that JAX has a device.
 
@@ -65,14 +61,11 @@ def _int_from(text: str, least: int) -> int:
     return int(text)
 
 
-def make_console(*, quiet: bool = False) -> "Console":
+def make_console() -> "Console":
     """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too.
 
     It escapes control characters, which names of files and modules may have, in lines and in the cells of tables. In a
     notebook it prints to the output of the cell, too, where rich would make a page of each line.
-
-    Args:
-      quiet: whether it prints nothing, as in the other processes of a run.
     """
     from rich.console import Console
 
@@ -80,4 +73,4 @@ def make_console(*, quiet: bool = False) -> "Console":
         def render_str(self, text: str, **options: Any) -> "Text":
             return super().render_str(escape_controls(text), **options)
 
-    return EscapingConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False, quiet=quiet)
+    return EscapingConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)

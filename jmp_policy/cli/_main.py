@@ -8,25 +8,18 @@ from typing import Any, NoReturn
 
 from .._base import did_you_mean, escape_controls
 from ._audit import add_audit
-from ._command import ToldElsewhere, UserError, check_device
-from ._compare import add_compare
+from ._command import UserError, check_device
 from ._doctor import add_doctor
 from ._numerics import add_numerics
 from ._outputs import spell_signs_plainly
-from ._train import add_train
 from ._tune import add_tune
 
 COMMANDS = {
-    "train": add_train,
-    "compare": add_compare,
     "doctor": add_doctor,
     "audit": add_audit,
     "numerics": add_numerics,
     "tune": add_tune,
 }
-
-# What `pip install 'jmp-policy[demo]'` brings. Anything else that is missing is a broken installation.
-_DEMO_PACKAGES = ("orbax", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments after the name of the program; if `None`, the ones that the process was started with.
 
     Returns:
-      The exit status: 0, 1 if training is stuck, 2 for what the user can mend, 130 after Ctrl-C.
+      The exit status: 0, 1 if a command found what it looks for, 2 for an error of the user, 130 after Ctrl-C.
 
-    >>> main(["train", "--data", "no/such/file"])
+    >>> main(["audit", "no_such_module:function"])
     2
     """
     with spell_signs_plainly():
@@ -53,18 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     try:
-        arguments.prepare()
+        check_device()
         return arguments.run(arguments)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _DEMO_PACKAGES:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
-        return _fail(f"{error.name} is not installed: pip install 'jmp-policy[demo]'")
-    except ToldElsewhere:
-        return 2
+        return _fail("matplotlib is not installed: pip install 'jmp-policy[demo]'")
     except UserError as error:
         return _fail(str(error))
-    except FloatingPointError as error:
-        return _fail(str(error), status=1)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -74,7 +63,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if command is not None and command not in COMMANDS:
         parser.error(f"there is no command {command!r}. {did_you_mean(command, COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
-    arguments.argv = argv
     if unknown:
         _refuse_arguments(arguments.parser, unknown)
     if command is None:
@@ -84,9 +72,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _make_parser() -> "_Parser":
-    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax, tried on a small GPT.")
+    parser = _Parser(prog="jmp-policy", description="Mixed precision for JAX and Flax.")
     parser.add_argument("--version", action=_PrintVersions, nargs=0, help="print the versions of what is installed")
-    parser.set_defaults(parser=parser, prepare=check_device)
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     for add_command in COMMANDS.values():
         add_command(commands)

@@ -119,8 +119,8 @@ class NVFP4:
     """Numbers of 4 bits of floating point in blocks of 16: for training, and for storage.
 
     The scale of a block is an e4m3, and a float32 scale for the whole tensor keeps those in range. As `MXFP8`
-    otherwise. It loses more than 8 bits do: after 1,500 steps the demo's GPT, 64 wide, had 5 and 7 % more validation
-    loss than in bfloat16, in two seeds, and with `MXFP8` .4 % in the mean of three.
+    otherwise. It loses more than 8 bits do: after 1,500 steps the GPT of `examples/gpt`, 64 wide, had 5 and 7 % more
+    validation loss than in bfloat16, in two seeds, and with `MXFP8` .4 % in the mean of three.
 
     What computes logits, and the first layer of images, stays in the compute dtype, because its error is the largest:
     layers are known by names, their own and those of the modules around them, and nothing is known of the model itself

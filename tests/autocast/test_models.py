@@ -1,7 +1,7 @@
 """Whole models in float32, and one decorator: every matmul is half, and nothing costs more than dtypes by hand.
 
 The softmax of the model by hand is in half. In float16, XLA:CPU reads 2.4 % more of this small GPT where it is in
-float32 inside; benchmarks/README.md has the figure of the demo's.
+float32 inside; benchmarks/README.md has the figure of the example's.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from benchmarks.architectures import _data, _resnet
 from benchmarks.architectures._programs import by_hand, shapes
 from benchmarks.architectures._registry import ARCHITECTURES
 from benchmarks.architectures._training import initialize, train_model
-from jmp_policy.demo import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = pytest.mark.optimized
 

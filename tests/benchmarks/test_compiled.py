@@ -17,8 +17,8 @@ from benchmarks._optimizer_steps import SCALE, Steps
 from benchmarks._optimizer_updates import ADAMW
 from benchmarks._programs import Case, Program
 from benchmarks._results import ResultTable
+from examples.gpt.model import GPTConfig
 from jmp_policy import DynamicLossScale, optim
-from jmp_policy.demo._gpt import GPTConfig
 
 # Two products of an optimized program for CUDA: of Triton inside of a fusion, and of cuBLAS, with scratch memory.
 HLO = """

@@ -6,7 +6,7 @@ import pytest
 from benchmarks._programs import Program
 from benchmarks._targets import cpu
 from benchmarks.numerics import MEASURED, cost, gradient, observe
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 

@@ -24,7 +24,7 @@ from benchmarks._peer_steps import (
     UNSCALED,
     steps,
 )
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = [
     pytest.mark.optimized,

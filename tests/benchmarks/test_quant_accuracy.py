@@ -7,7 +7,7 @@ pytest.importorskip("qwix")
 
 from benchmarks import _quant_accuracy, _quant_contestants
 from benchmarks._made_text import made_text
-from jmp_policy.demo import GPTConfig
+from examples.gpt.model import GPTConfig
 
 pytestmark = [
     pytest.mark.optimized,
@@ -17,7 +17,7 @@ pytestmark = [
 
 CONFIG = GPTConfig(depth=2, context=32)
 
-# Half a percent for int8 and two percent for int4 are claimed of the demo's whole run. This short one loses far less
+# Half a percent for int8 and two percent for int4 are claimed of the example's whole run. This short one loses far less
 # by rounding: the most of three seeds on two made texts and on Python's own sources was 0.00041 and 0.0043.
 INT8_RISE, INT4_RISE = 0.001, 0.01
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import reduce_dtype
 from benchmarks._compiled import figures
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 
 @pytest.mark.slow

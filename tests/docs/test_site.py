@@ -103,9 +103,9 @@ def test_the_examples_of_the_hook_are_true(module):
 
 def test_the_examples_of_docstrings_are_blocks_of_code():
     pytest.importorskip("griffe")
-    examples = importlib.import_module("examples")
-    _assert_examples_are_true(examples)
-    fenced = examples.fence_examples(jmp.value_and_grad.__doc__ + jmp.get_policy.__doc__)
+    docstrings = importlib.import_module("docstrings")
+    _assert_examples_are_true(docstrings)
+    fenced = docstrings.fence_examples(jmp.value_and_grad.__doc__ + jmp.get_policy.__doc__)
     outside = re.sub(r"```pycon\n.*?```", "", fenced, flags=re.DOTALL)
     assert ">>>" in fenced
     assert ">>>" not in outside

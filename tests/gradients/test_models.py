@@ -1,4 +1,4 @@
-"""The GPTs of the demo on meshes: gradients are reduced in the dtype of the policy, activations in compute dtype."""
+"""The GPTs of the example on meshes: gradients are reduced in the dtype of the policy, activations in compute dtype."""
 
 import functools
 
@@ -11,8 +11,8 @@ from meshes import make_mesh
 from partitioned import list_reductions
 
 import jmp_policy as jmp
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig, cross_entropy, split_windows
+from examples.gpt import gpt_linen, gpt_nnx
+from examples.gpt.model import GPTConfig, cross_entropy, split_windows
 
 pytestmark = pytest.mark.optimized
 
@@ -41,7 +41,7 @@ def standard_promotion():
 
 @functools.cache
 def make_linen(policy):
-    model = jmp.with_policy(_gpt_linen.GPT(SIZES), policy)
+    model = jmp.with_policy(gpt_linen.GPT(SIZES), policy)
     params = model.init(jax.random.key(0), jnp.zeros((1, SIZES.context), jnp.int32))["params"]
 
     def compute_loss(params, windows):
@@ -53,7 +53,7 @@ def make_linen(policy):
 
 @functools.cache
 def make_nnx(policy):
-    graphdef, params = nnx.split(jmp.with_policy(_gpt_nnx.GPT(SIZES, rngs=nnx.Rngs(0)), policy))
+    graphdef, params = nnx.split(jmp.with_policy(gpt_nnx.GPT(SIZES, rngs=nnx.Rngs(0)), policy))
 
     def compute_loss(model, windows):
         inputs, targets = split_windows(windows)

@@ -10,8 +10,8 @@ from observed import assert_row_is, assert_same, check_collect, find, find_sites
 import jmp_policy as jmp
 import jmp_policy.nnx
 from benchmarks.architectures._registry import ARCHITECTURES
-from jmp_policy.demo import _gpt_linen, _gpt_nnx
-from jmp_policy.demo._gpt import GPTConfig
+from examples.gpt import gpt_linen, gpt_nnx
+from examples.gpt.model import GPTConfig
 from jmp_policy.numerics import audit
 
 CONFIG = GPTConfig(width=8, depth=2, heads=2, context=4, vocabulary=16)
@@ -28,15 +28,15 @@ def _standard_promotion():
 
 
 def make_linen_gpt():
-    model = _gpt_linen.GPT(CONFIG)
+    model = gpt_linen.GPT(CONFIG)
     variables = jax.eval_shape(model.init, jax.random.key(0), WINDOWS[:, :-1])
-    loss = lambda variables, windows: _gpt_linen._loss_fn(variables, model.apply, windows)
+    loss = lambda variables, windows: gpt_linen._loss_fn(variables, model.apply, windows)
     return jax.value_and_grad(loss), variables, WINDOWS
 
 
 def make_nnx_gpt():
-    model = nnx.eval_shape(lambda: _gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0)))
-    return nnx.value_and_grad(lambda model, windows: _gpt_nnx._loss_fn(model, windows)), model, WINDOWS
+    model = nnx.eval_shape(lambda: gpt_nnx.GPT(CONFIG, rngs=nnx.Rngs(0)))
+    return nnx.value_and_grad(lambda model, windows: gpt_nnx._loss_fn(model, windows)), model, WINDOWS
 
 
 GPTS = {

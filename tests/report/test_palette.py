@@ -103,7 +103,7 @@ def test_float16_without_a_scale_has_a_look_of_its_own():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_quantization_has_a_style(kind):
-    """A run of the demo plots its losses at the end, in the style of its policy."""
+    """A run of `examples.gpt` plots its losses at the end, in the style of its policy."""
     assert find_style(kind) == FORMAT_STYLES[kind]
 
 

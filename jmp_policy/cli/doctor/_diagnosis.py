@@ -5,9 +5,7 @@ from typing import Any
 
 from ._machine import Machine, find_machine
 from ._measure import (
-    HALF_DTYPES,
     MATMULS,
-    REFERENCE,
     MatmulRate,
     Sizes,
     StepTime,
@@ -69,14 +67,9 @@ class Diagnosis:
         }
 
 
-def diagnose(*, half_only: bool = False) -> Diagnosis:
-    """Measures the default device.
-
-    Args:
-      half_only: measure only what the recommendation depends on.
-    """
+def diagnose() -> Diagnosis:
+    """Measures the default device."""
     machine = find_machine()
     sizes = choose_sizes(machine.platform)
-    kinds = [kind for kind in MATMULS if not half_only or kind.name in (REFERENCE, *HALF_DTYPES)]
-    matmuls, steps = measure_matmuls(kinds, size=sizes.matrix), measure_steps(sizes.rows, sizes.width)
+    matmuls, steps = measure_matmuls(MATMULS, size=sizes.matrix), measure_steps(sizes.rows, sizes.width)
     return Diagnosis(machine, sizes, matmuls, steps, recommend_policy(matmuls, steps, machine))

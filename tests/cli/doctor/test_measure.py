@@ -134,13 +134,6 @@ def test_a_diagnosis_is_json(monkeypatch):
     assert set(plain["recommendation"]) == {"policy", "reason"}
 
 
-def test_half_only_measures_what_the_recommendation_needs(monkeypatch):
-    monkeypatch.setattr("jmp_policy.cli.doctor._diagnosis.choose_sizes", lambda platform: choose_tiny())
-    diagnosis = diagnose(half_only=True)
-    assert [rate.kind.name for rate in diagnosis.matmuls] == ["float32 highest", "bfloat16", "float16"]
-    assert diagnosis.recommendation.policy in ("float32", "mixed_bfloat16", "mixed_float16")
-
-
 def choose_tiny():
     from jmp_policy.cli.doctor import Sizes
 
