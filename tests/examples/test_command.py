@@ -1,6 +1,8 @@
 """The command line: exit statuses, and one line for each error."""
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +73,11 @@ def test_only_ctrl_c_is_a_status_of_its_own(interrupted, status, monkeypatch):
     monkeypatch.setattr(train_module, "train", lambda wishes, **others: asked.append((wishes, others)) or interrupted)
     assert __main__.main(["train", "--steps", "7", "--data", "a", "b", "--resume"]) == status
     assert asked == [({"steps": 7, "data": ["a", "b"]}, {"out": None, "resume": True})]
+
+
+def test_the_example_uses_public_names_of_the_package_alone_in_at_most_1800_lines():
+    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__main__.__file__).parent.glob("*.py")}
+    assert len(sources) <= 10
+    assert sum(source.count("\n") for source in sources.values()) <= 1800
+    private = r"\bjmp(?:_policy)?\.(?:\w+\.)*_\w+|\bfrom jmp_policy[\w.]* import _\w+|jax\._src"
+    assert {name: found for name, source in sources.items() if (found := re.findall(private, source))} == {}
