@@ -30,9 +30,9 @@ SHORTER = {
 INSTALL = """
 import importlib.util
 
-# Where this notebook is opened without the package:
+# In a clone of the repository, where the package is not installed:
 if importlib.util.find_spec("jmp_policy") is None:
-    %pip install -q "jmp-policy[notebooks] @ git+https://github.com/OWNER/REPOSITORY"
+    %pip install -q "..[notebooks]"
 """.strip()
 """The first cell of code of each notebook."""
 

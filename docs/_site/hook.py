@@ -8,7 +8,7 @@ import pathlib
 import tomllib
 
 from levels import draw_levels, read_levels
-from links import PLACEHOLDER, mend_links
+from links import mend_links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -49,7 +49,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         text = path.read_text(encoding="utf-8")
         page = _NOTEBOOKS[f"notebooks/{path.name}"] = make_page(text, path.stem, mend_notebook)
         files.append(NotebookFile.generated(config, f"notebooks/{path.name}", content=page.markdown))
-        text = text.replace(PLACEHOLDER, repository or PLACEHOLDER)
         files.append(File.generated(config, f"notebooks/download/{path.name}", content=text))
         for name, picture in page.pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))
@@ -70,7 +69,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     repository = find_repository()
     if (ROOT / "docs" / page.file.src_uri).exists():
         markdown = mend_links(markdown, f"docs/{page.file.src_uri}", repository, "../" * page.file.src_uri.count("/"))
-    return markdown.replace(PLACEHOLDER, repository or PLACEHOLDER)
+    return markdown
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

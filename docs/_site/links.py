@@ -3,9 +3,6 @@
 import posixpath
 import re
 
-PLACEHOLDER = "https://github.com/OWNER/REPOSITORY"
-"""What the pages say in place of an address that they cannot know; see `hatch_build.py`."""
-
 _PAGES = {
     "CHANGELOG.md": "changelog.md",
     "ARCHITECTURE.md": "architecture.md",

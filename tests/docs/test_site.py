@@ -78,8 +78,8 @@ def test_the_page_of_installation_names_every_extra():
 
 def test_the_parts_of_the_site_come_in_the_order_in_which_they_are_read():
     assert [title for entry in CONFIG["nav"] for title in entry] == [
-        "Home", "Start", "Guides", "Migrating from", "FAQ", "Troubleshooting", "Reference", "How it works", "Benchmarks",
-        "Limitations", "Notebooks", "Changelog",
+        "Home", "Start", "Guides", "Migrating from", "FAQ", "Troubleshooting", "Reference", "How it works",
+        "Benchmarks", "Limitations", "Notebooks", "Changelog",
     ]  # fmt: skip
 
 
