@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import PartitionSpec
 
 from ..._base import TRACING, Args, Kwargs, PyTree
 from ..._base.mesh import vary, vary_everywhere
@@ -142,7 +143,8 @@ class _Run:
         program, constants = _detach_constants(traced.program)
         leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
         made = call(program, *leaves)
-        is_finite = _agree(all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks)))))
+        looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
+        is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
         search = _make_search(program, self._marks, names, paths)
         if search is None:
             self.provenance = Provenance.empty()
@@ -175,6 +177,12 @@ class _Run:
             return arrays
 
         return take_and_mark
+
+
+def _sum_parts(array: jax.Array) -> jax.Array:
+    """Sums an array of which each device of an explicit mesh has a part: JAX refuses to ask whether parts are finite."""
+    spec = jax.typeof(array).sharding.spec
+    return jax.sharding.reshard(array, PartitionSpec(*spec.partitions)) if spec.unreduced else array
 
 
 def _agree(is_finite: jax.Array) -> jax.Array:
