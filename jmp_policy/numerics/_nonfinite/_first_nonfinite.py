@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
-from jax.sharding import PartitionSpec
 
 from ..._base import TRACING, Args, Kwargs, PyTree
 from ..._base.mesh import vary, vary_everywhere
@@ -180,9 +179,9 @@ class _Run:
 
 
 def _sum_parts(array: jax.Array) -> jax.Array:
-    """Sums an array of which each device of an explicit mesh has a part: JAX refuses to ask whether parts are finite."""
+    """Sums an array of which each device has a part, on an explicit mesh: JAX has no `isfinite` of parts."""
     spec = jax.typeof(array).sharding.spec
-    return jax.sharding.reshard(array, PartitionSpec(*spec.partitions)) if spec.unreduced else array
+    return jax.sharding.reshard(array, spec.update(unreduced=frozenset())) if spec.unreduced else array
 
 
 def _agree(is_finite: jax.Array) -> jax.Array:
