@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import PartitionSpec
 
 from ..._base import TRACING, Args, Kwargs, PyTree
 from ..._base.mesh import vary, vary_everywhere
@@ -181,7 +182,10 @@ class _Run:
 def _sum_parts(array: jax.Array) -> jax.Array:
     """Sums an array of which each device has a part, on an explicit mesh: JAX has no `isfinite` of parts."""
     spec = jax.typeof(array).sharding.spec
-    return jax.sharding.reshard(array, spec.update(unreduced=frozenset())) if spec.unreduced else array
+    if not spec.unreduced:
+        return array
+    whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.0 has no `partitions`
+    return jax.sharding.reshard(array, whole)
 
 
 def _agree(is_finite: jax.Array) -> jax.Array:
