@@ -254,6 +254,14 @@ def loops_and_branches_on_devices(x):
     return sharded(run, P())(x)
 
 
+@program(X)
+def devices_of_a_row_inside_of_devices_of_a_column(x):
+    grid = make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto, AxisType.Auto))
+    inner = jax.shard_map(lambda x: jnp.sin(x) * x, in_specs=P(None, "j"), out_specs=P(None, "j"), axis_names={"j"})
+    outer = lambda x: inner(jnp.exp(x)) * 2
+    return jax.shard_map(outer, mesh=grid, in_specs=P("i"), out_specs=P("i"), axis_names={"i"})(x)
+
+
 def trace(name, rewrite):
     fun, shapes = PROGRAMS[name]
     return jax.make_jaxpr(rewrite(fun), return_shape=True)(*shapes)

@@ -176,8 +176,10 @@ class RecorderCalls:
     def join_devices(self, atoms: Sequence[Atom], devices: Devices) -> list[Atom]:
         """Makes the variables outside a shard_map for values inside it whose leading axis is that of the devices."""
         kinds = [_read_type(atom) for atom in atoms]
-        make = devices.map(lambda: [jnp.zeros(kind.shape[1:], kind.dtype) for kind in kinds])
-        return [Var(var.aval) for var in self._trace(make)[-1].outvars]
+        # Around another shard_map, the values vary along its axes too.
+        make = devices.map(lambda: [vary(jnp.zeros(kind.shape[1:], kind.dtype), kind.varying) for kind in kinds])
+        mapped = next(eqn for eqn in self._trace(make) if eqn.primitive.name == "shard_map")
+        return [Var(var.aval) for var in mapped.outvars]
 
     def _trace_call(self, function: Callable[..., list[Any]], types: Any) -> JaxprEqn:
         def call(*groups: list[Any]) -> list[Any]:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from meshes import make_mesh
 from replay import CannotReplay, replay
 from specimen import is_floating, total
 from zoo import ZOO
@@ -257,3 +259,20 @@ def test_records_inside_of_a_shard_map_vary_over_its_axes():
     fun = lambda x: sharded(lambda x, w: lax.cond(x[0, 0] > 0, jnp.sin, lambda x: x, x) @ w)(x, jnp.ones((4, 4)))
     with jax.enable_checks(True):
         jax.make_jaxpr(observe(fun))(jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_records_inside_of_two_shard_maps_are_folded_over_the_devices_of_both(checked):
+    grid, rows, columns = make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2), P("i"), P(None, "j")
+
+    def outer(x):
+        inner = jax.shard_map(jnp.negative, in_specs=columns, out_specs=columns, axis_names={"j"}, check_vma=checked)
+        return inner(jnp.abs(x))
+
+    options = {"axis_names": {"i"}, "check_vma": checked}
+    fun = jax.shard_map(outer, mesh=grid, in_specs=rows, out_specs=rows, **options)
+    lines = []
+    with jax.enable_checks(True):
+        _, record = jax.jit(observe(fun, lines=lines))(jnp.ones((4, 4)))
+    assert [line.step.name for line in lines] == ["abs", "neg"]
+    assert (record["times"].tolist(), record["sum"].tolist()) == ([2, 4], [16, 16])

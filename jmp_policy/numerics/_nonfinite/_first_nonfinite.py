@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.sharding import PartitionSpec
 
 from ..._base import TRACING, Args, Kwargs, PyTree, vary, vary_everywhere
 from ..._jaxpr import (
@@ -139,7 +140,8 @@ class _Run:
         program, constants = _detach_constants(traced.program)
         leaves, names = [*constants, *traced.leaves], ["a constant"] * len(constants) + names
         made = call(program, *leaves)
-        is_finite = _agree(all_finite(lax.stop_gradient(list(itertools.compress(made, self._marks)))))
+        looked_at = [_sum_parts(array) for array in itertools.compress(made, self._marks)]
+        is_finite = _agree(all_finite(lax.stop_gradient(looked_at)))
         search = _make_search(program, self._marks, names, paths)
         if search is None:
             self.provenance = Provenance.empty()
@@ -172,6 +174,15 @@ class _Run:
             return arrays
 
         return take_and_mark
+
+
+def _sum_parts(array: jax.Array) -> jax.Array:
+    """Sums an array of which each device has a part, on an explicit mesh: JAX has no `isfinite` of parts."""
+    spec = jax.typeof(array).sharding.spec
+    if not spec.unreduced:
+        return array
+    whole = PartitionSpec(*getattr(spec, "partitions", spec))  # JAX 0.10.0 has no `partitions`
+    return jax.sharding.reshard(array, whole)
 
 
 def _agree(is_finite: jax.Array) -> jax.Array:

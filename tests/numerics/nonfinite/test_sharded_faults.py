@@ -79,3 +79,14 @@ def test_the_origin_is_named(name):
         assert (found.argument, found.kind) == one.argument
     else:
         assert_is(found, one.origin, one.file)
+
+
+def test_a_result_in_parts_is_summed_before_it_is_looked_at():
+    mesh = make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    parts = lambda x: jnp.einsum("ij,kj->ik", x, x, out_sharding=P(unreduced={"data"}))
+    with jax.set_mesh(mesh):
+        x = jax.sharding.reshard(jnp.ones((2, 4)), P(None, "data"))
+        run = jax.jit(first_nonfinite(parts))
+        (out, fine), (_, found) = run(x), run(x * 1.3e19)  # each device has a part of 3.38e38, and twice that is inf
+    assert jax.typeof(out).sharding.spec.unreduced == {"data"}
+    assert (fine.found, found.kind, found.primitive) == (False, "inf", "dot_general")
