@@ -35,11 +35,10 @@ from ._primitives import (
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
     Atom as Atom,
-    Inside as Inside,
     Program as Program,
     Step as Step,
+    SubJaxpr as SubJaxpr,
     array_dtype as array_dtype,
-    bodies_of as bodies_of,
     body_of as body_of,
     find_direction as find_direction,
     float_dtype as float_dtype,
@@ -50,6 +49,7 @@ from ._program import (
     name_stack as name_stack,
     replace_variables as replace_variables,
     scan_parts as scan_parts,
+    sub_jaxprs as sub_jaxprs,
     walk as walk,
     without_mesh as without_mesh,
 )

@@ -164,7 +164,7 @@ Pair = tuple[Atom, Atom]
 """A value, and the variable that is the same value on the other side of the edge of a body."""
 
 
-class Inside(NamedTuple):
+class SubJaxpr(NamedTuple):
     """A program that an equation runs.
 
     Attributes:
@@ -185,12 +185,12 @@ class Inside(NamedTuple):
     trips: int = 1
 
 
-def bodies_of(eqn: JaxprEqn) -> list[Inside]:
+def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
     """The programs that an equation runs; none where only its primitive knows what to do with them.
 
     >>> import jax
     >>> [scan] = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3))(1.0).eqns
-    >>> [(len(body.program.eqns), body.carry, body.trips) for body in bodies_of(scan)]
+    >>> [(len(body.program.eqns), body.carry, body.trips) for body in sub_jaxprs(scan)]
     [(1, range(0, 1), 3)]
     """
     params, name = eqn.params, eqn.primitive.name
@@ -243,7 +243,7 @@ def _list_running(eqn: JaxprEqn) -> list[bool]:
     return [i == chosen for i in range(len(branches))]
 
 
-def _find_while_bodies(eqn: JaxprEqn) -> list[Inside]:
+def _find_while_bodies(eqn: JaxprEqn) -> list[SubJaxpr]:
     params = eqn.params
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     values, count = eqn.invars, len(eqn.invars)
@@ -253,7 +253,7 @@ def _find_while_bodies(eqn: JaxprEqn) -> list[Inside]:
     return [test._replace(leaving=[]), turn]
 
 
-def _make_call(eqn: JaxprEqn, program: Program) -> Inside:
+def _make_call(eqn: JaxprEqn, program: Program) -> SubJaxpr:
     """A body that is called with the last values that its equation reads: all of them, for almost all equations."""
     count = len(body_of(program).invars)
     return _make_inside(eqn, program, eqn.invars[len(eqn.invars) - count :], trips=_count_devices(eqn))
@@ -261,11 +261,11 @@ def _make_call(eqn: JaxprEqn, program: Program) -> Inside:
 
 def _make_inside(
     eqn: JaxprEqn, program: Program, invars: Sequence[Atom], carry: range = range(0), trips: int = 1
-) -> Inside:
+) -> SubJaxpr:
     body = body_of(program)
     leaving = zip(body.outvars, eqn.outvars, strict=True) if len(body.outvars) == len(eqn.outvars) else ()
     consts = getattr(program, "consts", ())
-    return Inside(body, consts, list(zip(invars, body.invars, strict=True)), list(leaving), carry, trips)
+    return SubJaxpr(body, consts, list(zip(invars, body.invars, strict=True)), list(leaving), carry, trips)
 
 
 def _count_devices(eqn: JaxprEqn) -> int:
@@ -335,7 +335,7 @@ def walk(
     for eqn in list_live(program) if live_only else program.eqns:
         stack = name_stack(eqn)
         here = f"{scope}/{stack}" if scope and stack else scope or stack
-        bodies = bodies_of(eqn)
+        bodies = sub_jaxprs(eqn)
         if not bodies:
             yield Step(eqn.primitive.name, eqn.invars, eqn.outvars, eqn, here, around, trips)
             continue

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._jaxpr import Atom, Inside, bodies_of, float_dtype, list_variables, multiplies_only
+from ..._jaxpr import Atom, SubJaxpr, float_dtype, list_variables, multiplies_only, sub_jaxprs
 from ._dataflow import PASSING
 from ._precision import is_applied_to_each
 from ._tables import INFER
@@ -74,7 +74,7 @@ def _spread_sources(program: Jaxpr, sources: Mapping[Atom, Sources]) -> dict[Ato
     for eqn in program.eqns:
         if found.keys().isdisjoint(list_variables(eqn.invars)):
             continue
-        for inside in bodies_of(eqn):
+        for inside in sub_jaxprs(eqn):
             for var, leaving in _spread_inside(inside, found).items():
                 found[var] = found.get(var, _NONE) | leaving
         if eqn.primitive.name in _PASSING or multiplies_only(eqn):
@@ -92,7 +92,7 @@ def _pass_sources(eqn: JaxprEqn, found: Mapping[Atom, Sources]) -> dict[Atom, So
     return {var: own for var, own in zip(eqn.outvars, each, strict=True) if own and _is_float32(var)}
 
 
-def _spread_inside(inside: Inside, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
+def _spread_inside(inside: SubJaxpr, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
     """The sources of what leaves a program that an equation runs; what goes around a loop is one value."""
     entering = {inner: _find_sources(outer, found) for outer, inner in inside.entering if _is_float32(inner)}
     while True:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ..._jaxpr import Inside, bodies_of, float_dtype, is_backward, list_variables
+from ..._jaxpr import SubJaxpr, float_dtype, is_backward, list_variables, sub_jaxprs
 from ._tables import CLEAR, INFER, SATURATING, STEEP
 
 NONE: frozenset[int] = frozenset()
@@ -75,12 +75,12 @@ def _step(eqn: JaxprEqn, reaching: set[Var], way: _Way) -> frozenset[int]:
     if passes or eqn.primitive.name in way.ends:
         read = list_variables(atom for i, atom in enumerate(eqn.invars) if passes or is_steep_in(eqn, i))
         reaching.update(var for var in read if float_dtype(var) is not None)
-    for body in bodies_of(eqn):
+    for body in sub_jaxprs(eqn):
         steep |= _step_inside(body, steep, reaching, way)
     return steep
 
 
-def _step_inside(body: Inside, steep: frozenset[int], reaching: set[Var], way: _Way) -> frozenset[int]:
+def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], way: _Way) -> frozenset[int]:
     """The same of a body of an equation, where what goes around a loop is one value."""
     inside = _follow(body.program, steep if body.leaving else NONE, way)[1]
     entering = [i for i, (_, var) in enumerate(body.entering) if var in inside]
@@ -111,7 +111,7 @@ def find_saved_results(program: Jaxpr, leaving: frozenset[int]) -> list[frozense
 
 
 def _find_unused(eqn: JaxprEqn, used: set[Var]) -> frozenset[int]:
-    if _is_of_backward(eqn) or not bodies_of(eqn):
+    if _is_of_backward(eqn) or not sub_jaxprs(eqn):
         return NONE
     return frozenset(i for i, var in enumerate(eqn.outvars) if var not in used)
 
