@@ -53,10 +53,16 @@ from ._program import (
     walk as walk,
     without_mesh as without_mesh,
 )
-from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
+from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
 from ._rewriter import Rewriter as Rewriter
-from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
+from ._rule import (
+    AbstractValue as AbstractValue,
+    Context as Context,
+    JaxprBuilder as JaxprBuilder,
+    Rule as Rule,
+    Value as Value,
+)
 from ._source import (
     AUTOCAST as AUTOCAST,
     RECORD as RECORD,

@@ -15,7 +15,7 @@ from ._program import Atom, Step, name_stack
 from ._source import RECORD
 
 
-class Line(NamedTuple):
+class RecordedOp(NamedTuple):
     """What one row of a record is of.
 
     Attributes:
@@ -28,7 +28,7 @@ class Line(NamedTuple):
     result: int
     turns: tuple[int, ...] = ()
 
-    def move_out(self, eqn: JaxprEqn, body: Jaxpr, turn: int | None = None) -> "Line":
+    def move_out(self, eqn: JaxprEqn, body: Jaxpr, turn: int | None = None) -> "RecordedOp":
         """The same line, seen from the program in which an equation runs the body that it is in.
 
         Args:
@@ -39,7 +39,7 @@ class Line(NamedTuple):
         step = self.step
         scope = "/".join(filter(None, (name_stack(eqn), step.scope)))
         moved = step._replace(scope=scope, around=((eqn, body), *step.around))
-        return Line(moved, self.result, self.turns if turn is None else (turn, *self.turns))
+        return RecordedOp(moved, self.result, self.turns if turn is None else (turn, *self.turns))
 
 
 Order = Literal["forward", "backward", "devices"]

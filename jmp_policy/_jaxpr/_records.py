@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from ._program import Atom, Program, Step, body_of, list_live, name_stack, replace_variables
-from ._recorder import Devices, Line, Order, Recorder, RecorderCalls
+from ._recorder import Devices, Order, RecordedOp, Recorder, RecorderCalls
 
 
 class Recorded(NamedTuple):
@@ -39,7 +39,7 @@ class Recorded(NamedTuple):
     """
 
     program: Any
-    lines: tuple[Line, ...]
+    lines: tuple[RecordedOp, ...]
 
 
 _RECORDED: weakref.WeakKeyDictionary[Any, dict[Any, Recorded]] = weakref.WeakKeyDictionary()
@@ -109,7 +109,7 @@ class _Copy:
         self._equations: list[JaxprEqn] = []
         self._records: list[list[Atom]] = []
         self._measured: list[list[Atom]] = []
-        self._lines: list[Line] = []
+        self._lines: list[RecordedOp] = []
 
     def copy(
         self,
@@ -174,7 +174,7 @@ class _Copy:
             self._equations.append(eqn)
             for i in self._recorder.choose(eqn, context):
                 self._measure([eqn.outvars[i]])
-                self._lines.append(Line(Step(name, eqn.invars, eqn.outvars, eqn, name_stack(eqn)), i))
+                self._lines.append(RecordedOp(Step(name, eqn.invars, eqn.outvars, eqn, name_stack(eqn)), i))
 
     def _write_call(self, eqn: JaxprEqn, context: Any, parameter: str) -> None:
         """Writes an equation that runs the body in a parameter once."""
@@ -246,7 +246,7 @@ class _Copy:
         eqn: JaxprEqn,
         inner: Recorded,
         changed: dict[str, Any],
-        lines: Sequence[Line],
+        lines: Sequence[RecordedOp],
         *,
         axis: int | None = None,
         devices: Devices | None = None,
@@ -280,7 +280,7 @@ class _Copy:
         self._records.append(record)
         self._lines += lines
 
-    def _list_moved(self, inner: Recorded, eqn: JaxprEqn, body: Program, turn: int | None = None) -> list[Line]:
+    def _list_moved(self, inner: Recorded, eqn: JaxprEqn, body: Program, turn: int | None = None) -> list[RecordedOp]:
         return [line.move_out(eqn, body_of(body), turn) for line in inner.lines]
 
     def _measure(self, atoms: Sequence[Atom]) -> None:

@@ -9,15 +9,15 @@ from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
 from ._program import Atom, Program, body_of, float_dtype, list_variables, replace_body, scan_parts, without_mesh
-from ._rule import Body, Context, Kind, RewritesBodies, Rewritten, Rule, Value, Writer
+from ._rule import AbstractValue, Context, JaxprBuilder, RewritesBodies, Rewritten, Rule, Value, Writer
 
 
 def write_custom_jvp(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value] | None:
     """Rewrites a `jax.custom_jvp` function with its derivative, or all but that; `None` if the rule wants neither."""
     params = eqn.params
-    if rewriter.rule.opens(eqn, context):
+    if rewriter.rule.rewrites_custom_rule(eqn, context):
         kinds = tuple(value.kind for value in values)
         inner = rewriter.rewrite(params["call_jaxpr"], kinds, context)
         derivative = _WholeJvp(rewriter, params["jvp_jaxpr_fun"], kinds[params["num_consts"] :], inner.kinds, context)
@@ -27,7 +27,7 @@ def write_custom_jvp(
 
 
 def write_custom_vjp(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value] | None:
     """Rewrites what is inside of a `jax.custom_vjp` function, and its forward pass; `None` if the rule does not."""
     changed = {"fwd_jaxpr_thunk": _ForwardInside(rewriter, eqn, context)}
@@ -38,12 +38,12 @@ def _write_inside(
     rewriter: RewritesBodies,
     eqn: JaxprEqn,
     values: list[Value],
-    body: Body,
+    body: JaxprBuilder,
     context: Context,
     changed: dict[str, Any],
 ) -> list[Value] | None:
     """The arguments and results keep their traced dtypes: the user's derivative was written for those."""
-    if not rewriter.rule.opens_inside(eqn, context):
+    if not rewriter.rule.rewrites_primal_only(eqn, context):
         return None
     kinds = [_pin(value.kind, atom) for value, atom in zip(values, eqn.invars, strict=True)]
     atoms = body.cast_values(values, kinds, eqn)
@@ -51,7 +51,7 @@ def _write_inside(
     return body.append(eqn, atoms, inner.kinds, {**eqn.params, "call_jaxpr": inner.program, **changed})
 
 
-def _pin(kind: Kind, atom: Atom) -> Kind:
+def _pin(kind: AbstractValue, atom: Atom) -> AbstractValue:
     """The kind of a value in the dtype that it was traced in."""
     return kind._replace(dtype=float_dtype(atom))
 
@@ -63,8 +63,8 @@ class _WholeJvp:
         self,
         rewriter: RewritesBodies,
         traced: Any,
-        kinds: Sequence[Kind],
-        results: Sequence[Kind],
+        kinds: Sequence[AbstractValue],
+        results: Sequence[AbstractValue],
         context: Context,
     ):
         self.debug_info = traced.debug_info
@@ -145,7 +145,7 @@ def _append_equations(first: Jaxpr, outvars: Sequence[Atom], equations: Sequence
     return whole.replace(eqns=[*first.eqns, *rest], outvars=rename(whole.outvars), debug_info=whole.debug_info)
 
 
-def _find_const_kinds(rule: Rule, program: Jaxpr, consts: Sequence[Any]) -> list[Kind]:
+def _find_const_kinds(rule: Rule, program: Jaxpr, consts: Sequence[Any]) -> list[AbstractValue]:
     """The kinds of constants that are passed as leading arguments, as from JAX 0.11 on."""
     detached = program.invars[: len(consts)] if not program.constvars else []
     return [rule.argument(float_dtype(var)) for var in detached]
@@ -155,7 +155,7 @@ def _make_call_writer(parameter: str) -> Writer:
     """Writes an equation that runs the body in a parameter once, with the equation's values as arguments."""
 
     def write_call(
-        rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+        rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
     ) -> list[Value]:
         inner = rewriter.rewrite(eqn.params[parameter], _list_kinds(values), context)
         return body.append(eqn, _list_atoms(values), inner.kinds, {**eqn.params, parameter: inner.program})
@@ -164,7 +164,7 @@ def _make_call_writer(parameter: str) -> Writer:
 
 
 def _write_scan(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value]:
     program = eqn.params["jaxpr"]
     consts, carried = scan_parts(eqn, values)
@@ -173,7 +173,7 @@ def _write_scan(
     others = [None] * (len(eqn.outvars) - carried)
 
     # The carry first: one turn for a guess of its kinds tells what comes back, until that is what went in.
-    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
+    def turn(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
         arguments = [*kinds[:consts], *carry, *kinds[end:]]
         return rewriter.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
 
@@ -188,13 +188,13 @@ def _write_scan(
 
 
 def _write_while(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value]:
     params, program = eqn.params, eqn.params["body_jaxpr"]
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     kinds = _list_kinds(values)
 
-    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
+    def turn(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
         return rewriter.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
 
     kinds[start:] = _settle_carry(rewriter, program, kinds[start:], start - first, turn)
@@ -205,7 +205,7 @@ def _write_while(
 
 
 def _write_cond(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value]:
     branches, kinds = eqn.params["branches"], _list_kinds(values)[1:]
     # Each branch by itself tells what it makes; then all of them make what that is together.
@@ -218,10 +218,10 @@ def _write_cond(
 def _settle_carry(
     rewriter: RewritesBodies,
     program: Program,
-    kinds: Sequence[Kind],
+    kinds: Sequence[AbstractValue],
     consts: int,
-    turn: Callable[[Sequence[Kind]], Sequence[Kind]],
-) -> list[Kind]:
+    turn: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
+) -> list[AbstractValue]:
     """Finds the kinds of a carry that come back as they went in.
 
     Args:
@@ -241,7 +241,7 @@ def _settle_carry(
         carry = joined
 
 
-def _list_kinds(values: Sequence[Value]) -> list[Kind]:
+def _list_kinds(values: Sequence[Value]) -> list[AbstractValue]:
     return [value.kind for value in values]
 
 
@@ -249,7 +249,7 @@ def _list_atoms(values: Sequence[Value]) -> list[Atom]:
     return [value.atom for value in values]
 
 
-def _list_dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
+def _list_dtypes(kinds: Sequence[AbstractValue]) -> list[np.dtype | None]:
     return [kind.dtype for kind in kinds]
 
 
@@ -284,15 +284,15 @@ class Rewriter:
     ...     def equation(self, eqn, values, body, context):
     ...         if eqn.primitive.name == "sin":
     ...             eqn = eqn.replace(primitive=self.cosine.primitive, params=self.cosine.params)
-    ...         return body.append(eqn, [v.atom for v in values], [Kind(float_dtype(var)) for var in eqn.outvars])
-    ...     def argument(self, dtype): return Kind(dtype)
-    ...     def literal(self, literal): return Kind(float_dtype(literal))
+    ...         return body.append(eqn, [v.atom for v in values], [*map(self.argument, map(float_dtype, eqn.outvars))])
+    ...     def argument(self, dtype): return AbstractValue(dtype)
+    ...     def literal(self, literal): return AbstractValue(float_dtype(literal))
     ...     def join(self, kinds): return kinds[0]
     ...     def accumulated(self, kind): return kind
-    ...     def opens(self, eqn, context): return True
-    ...     def opens_inside(self, eqn, context): return True
+    ...     def rewrites_custom_rule(self, eqn, context): return True
+    ...     def rewrites_primal_only(self, eqn, context): return True
     >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
-    >>> rewritten = Rewriter(Cosine()).rewrite(program, [Kind(np.dtype("float32"))], None)
+    >>> rewritten = Rewriter(Cosine()).rewrite(program, [AbstractValue(np.dtype("float32"))], None)
     >>> [eqn.primitive.name for eqn in rewritten.program.eqns[0].params["jaxpr"].eqns]
     ['cos', 'mul']
     """
@@ -303,7 +303,7 @@ class Rewriter:
     def rewrite(
         self,
         program: Program,
-        kinds: Sequence[Kind],
+        kinds: Sequence[AbstractValue],
         context: Context,
         out_dtypes: Sequence[np.dtype | None] | None = None,
     ) -> Rewritten:
@@ -327,10 +327,14 @@ class Rewriter:
         return found[key]
 
     def _rewrite(
-        self, program: Program, kinds: Sequence[Kind], context: Context, out_dtypes: tuple[np.dtype | None, ...] | None
+        self,
+        program: Program,
+        kinds: Sequence[AbstractValue],
+        context: Context,
+        out_dtypes: tuple[np.dtype | None, ...] | None,
     ) -> Rewritten:
         old = body_of(program)
-        rule, body = self.rule, Body()
+        rule, body = self.rule, JaxprBuilder()
 
         # What stands for each variable of the old program, first its arguments and the constants.
         arguments = [_make_argument(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
@@ -346,7 +350,7 @@ class Rewriter:
         for i, eqn in enumerate(old.eqns):
             if i < done:
                 continue
-            several = rule.together(old, i, read_atom, body, contexts)
+            several = rule.fuse(old, i, read_atom, body, contexts)
             count, results = several or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
             done = i + count
             environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
@@ -362,11 +366,11 @@ class Rewriter:
         new = replace_body(program, invars, body.equations, outvars)
         return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
 
-    def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+    def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         write = WRITERS.get(eqn.primitive.name)
         results = None
         if write is not None:
-            results = write(self, eqn, self.rule.entering(eqn, values, body, context), body, context)
+            results = write(self, eqn, self.rule.cast_operands(eqn, values, body, context), body, context)
         return self.rule.equation(eqn, values, body, context) if results is None else results
 
 
@@ -375,14 +379,14 @@ with without_mesh():  # a user may import this file in one
 """An equation in whose place casts of results are written where a program has none."""
 
 
-def _make_argument(var: Var, kind: Kind) -> Value:
+def _make_argument(var: Var, kind: AbstractValue) -> Value:
     aval: Any = var.aval
     if kind.dtype is None or aval.dtype == kind.dtype:
         return Value(var, kind)
     return Value(type(var)(aval.update(dtype=kind.dtype)), kind)
 
 
-def _cast_result(value: Value, dtype: np.dtype | None, body: Body, eqn: JaxprEqn) -> Value:
+def _cast_result(value: Value, dtype: np.dtype | None, body: JaxprBuilder, eqn: JaxprEqn) -> Value:
     if dtype is None or value.kind.dtype is None or value.kind.dtype == dtype:
         return value
     return Value(body.cast(value.atom, dtype, eqn), value.kind._replace(dtype=dtype))

@@ -17,19 +17,19 @@ Context = Any
 """What a rule knows of the place of an equation; hashable."""
 
 
-class Kind(NamedTuple):
+class AbstractValue(NamedTuple):
     """What the rewriting of a body may depend on: each body is rewritten once for each combination of kinds.
 
     Attributes:
       dtype: the dtype that the value has in the new program; `None` if that is not a real floating one.
-      mark: whatever the rule remembers of it.
+      state: whatever the rule remembers of it.
 
-    >>> Kind(np.dtype("float16"), "rounded").mark
+    >>> AbstractValue(np.dtype("float16"), "rounded").state
     'rounded'
     """
 
     dtype: Any
-    mark: Any = None
+    state: Any = None
 
 
 class Value(NamedTuple):
@@ -40,15 +40,15 @@ class Value(NamedTuple):
       kind: its kind.
 
     >>> variable = jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0]
-    >>> Value(variable, Kind(variable.aval.dtype)).kind.dtype
+    >>> Value(variable, AbstractValue(variable.aval.dtype)).kind.dtype
     dtype('float32')
     """
 
     atom: Atom
-    kind: Kind
+    kind: AbstractValue
 
 
-class Body:
+class JaxprBuilder:
     """The equations of a new program, in order.
 
     Attributes:
@@ -60,7 +60,7 @@ class Body:
         self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
 
     def append(
-        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[Kind], params: dict[str, Any] | None = None
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
     ) -> list[Value]:
         """Writes an equation, and returns its results.
 
@@ -102,7 +102,7 @@ class Body:
             self._casts[key] = self.cast(atom, dtype, eqn)
         return self._casts[key]
 
-    def cast_values(self, values: Sequence[Value], kinds: Sequence[Kind], eqn: JaxprEqn) -> list[Atom]:
+    def cast_values(self, values: Sequence[Value], kinds: Sequence[AbstractValue], eqn: JaxprEqn) -> list[Atom]:
         """Casts each value to the dtype of a kind, if that has one, for use in `eqn`."""
         return [
             value.atom if kind.dtype is None else self.cast(value.atom, kind.dtype, eqn)
@@ -122,21 +122,21 @@ class Rule(abc.ABC):
 
     >>> import jax.numpy as jnp
     >>> class Narrow(Rule):  # runs all operations in float16; `Rewriter` has what becomes of a program
-    ...     half = Kind(np.dtype("float16"))
+    ...     half = AbstractValue(np.dtype("float16"))
     ...     def contexts(self, outer, program):
     ...         return [outer] * len(program.eqns)
     ...     def equation(self, eqn, values, body, context):
     ...         atoms = [body.cast(value.atom, self.half.dtype, eqn) for value in values]
     ...         return body.append(eqn, atoms, [self.half] * len(eqn.outvars))
-    ...     def argument(self, dtype): return Kind(dtype)
-    ...     def literal(self, literal): return Kind(literal.aval.dtype)
+    ...     def argument(self, dtype): return AbstractValue(dtype)
+    ...     def literal(self, literal): return AbstractValue(literal.aval.dtype)
     ...     def join(self, kinds): return kinds[0]
     ...     def accumulated(self, kind): return kind
-    ...     def opens(self, eqn, context): return True
-    ...     def opens_inside(self, eqn, context): return True
+    ...     def rewrites_custom_rule(self, eqn, context): return True
+    ...     def rewrites_primal_only(self, eqn, context): return True
     >>> eqn = jax.make_jaxpr(jnp.sin)(1.0).eqns[0]
     >>> values = [Value(eqn.invars[0], Narrow().argument(np.dtype("float32")))]
-    >>> [result.kind.dtype for result in Narrow().equation(eqn, values, Body(), None)]
+    >>> [result.kind.dtype for result in Narrow().equation(eqn, values, JaxprBuilder(), None)]
     [dtype('float16')]
     """
 
@@ -147,11 +147,11 @@ class Rule(abc.ABC):
         """What is known of the place of each equation of a body that was entered with the context `outer`."""
 
     @abc.abstractmethod
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         """Writes what becomes of an equation without a body of its own, and returns its results."""
 
-    def together(
-        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[Context]
+    def fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
         """Writes several equations as one, if the rule knows what they are together.
 
@@ -167,21 +167,21 @@ class Rule(abc.ABC):
         """
         del program, start, read, body, contexts
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
+    def cast_operands(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
         """What the bodies of an equation are given: the values that it reads, or casts of them."""
         del eqn, body, context
         return values
 
     @abc.abstractmethod
-    def argument(self, dtype: np.dtype | None) -> Kind:
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
         """The kind of an argument or constant that is as it was traced."""
 
     @abc.abstractmethod
-    def literal(self, literal: Literal) -> Kind:
+    def literal(self, literal: Literal) -> AbstractValue:
         """The kind of a literal."""
 
     @abc.abstractmethod
-    def join(self, kinds: Sequence[Kind]) -> Kind:
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         """The kind of a value that is now one and now another: of branches, or around a loop."""
 
     def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
@@ -195,20 +195,20 @@ class Rule(abc.ABC):
         return frozenset()
 
     @abc.abstractmethod
-    def accumulated(self, kind: Kind) -> Kind:
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
         """The kind of a value of the carry of a loop that accumulates, where it starts with `kind`."""
 
-    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: Context) -> Sequence[Kind]:
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:
         """The kinds in which a loop stacks what each of its turns makes, where its body makes it as `kinds`."""
         del eqn, context
         return kinds
 
     @abc.abstractmethod
-    def opens(self, eqn: JaxprEqn, context: Context) -> bool:
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Context) -> bool:
         """Whether a function with custom derivatives is rewritten inside, its derivative too."""
 
     @abc.abstractmethod
-    def opens_inside(self, eqn: JaxprEqn, context: Context) -> bool:
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: Context) -> bool:
         """Whether a function with custom derivatives is rewritten inside, where its derivative stays."""
 
 
@@ -222,8 +222,8 @@ class Rewritten(NamedTuple):
     """
 
     program: Any
-    kinds: tuple[Kind, ...]
-    made: tuple[Kind, ...]
+    kinds: tuple[AbstractValue, ...]
+    made: tuple[AbstractValue, ...]
 
 
 class RewritesBodies(Protocol):
@@ -234,7 +234,7 @@ class RewritesBodies(Protocol):
     def rewrite(
         self,
         program: Program,
-        kinds: Sequence[Kind],
+        kinds: Sequence[AbstractValue],
         context: Context,
         out_dtypes: Sequence[np.dtype | None] | None = None,
     ) -> Rewritten:
@@ -242,7 +242,7 @@ class RewritesBodies(Protocol):
         ...
 
 
-Writer = Callable[[RewritesBodies, JaxprEqn, list[Value], Body, Context], list[Value] | None]
+Writer = Callable[[RewritesBodies, JaxprEqn, list[Value], JaxprBuilder, Context], list[Value] | None]
 """Writes an equation that runs programs, given what it reads, and returns its results; `None` leaves it to the rule."""
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
 from .._jaxpr import (
     AUTOCAST,
-    Kind,
+    AbstractValue,
     Register,
     Rewriter,
     explain_tracing,
@@ -41,9 +41,9 @@ from ._rewrite import (
     AutocastRules,
     Casting,
     CastingRule,
-    Colour,
+    CastState,
     EquationPlace,
-    Mark,
+    Level,
     Scopes,
     check_policy,
     explain_unused_functions,
@@ -148,7 +148,7 @@ class _Autocast:
             traced = trace(fun, args, kwargs)
         old = traced.program
         # What enters and what leaves keeps the dtypes that the function was traced with.
-        kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
+        kinds = [AbstractValue(float_dtype(var), CastState(Level.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(self._make_rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):

@@ -10,7 +10,7 @@ from ._place import (
     explain_unused_functions as explain_unused_functions,
     root_policy as root_policy,
 )
-from ._precision import Colour as Colour, Mark as Mark
+from ._precision import CastState as CastState, Level as Level
 from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
 from ._tables import (
     CLEAR as CLEAR,

@@ -15,7 +15,7 @@ from jax import core, lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._jaxpr import Atom, Body, Fact, Kind, Value, body_of, float_dtype, having, multiplies_only
+from ..._jaxpr import AbstractValue, Atom, Fact, JaxprBuilder, Value, body_of, float_dtype, having, multiplies_only
 from ...quant._products import Bilinear, Convolution, Dot, label_convolution, label_dot, wide_product
 from . import _tables
 from ._place import COMPUTE_DTYPES, EquationPlace, Scope
@@ -27,7 +27,7 @@ Numbers = tuple[float, ...]
 _MOST = 8
 
 
-class Colour(enum.IntEnum):
+class Level(enum.IntEnum):
     """Why a value has its dtype; the greater wins where two meet.
 
     As in TensorFlow grappler's auto_mixed_precision, an operation stays in float32 because a float32-only operation
@@ -40,34 +40,34 @@ class Colour(enum.IntEnum):
     FULL = 3  # a full operation made it, or one that followed
 
 
-class Mark(NamedTuple):
+class CastState(NamedTuple):
     """What autocast knows of a value beside its dtype.
 
     Attributes:
-      colour: its colour.
+      level: its level.
       narrow: whether it is a result of a `narrow` function, to be cast where the next operation uses it.
       backward: whether a backward pass made it: a gradient, once something else uses it.
       numbers: the numbers that it consists of, if they are known.
       scope: the scope of the rule that it was made under, which says what it leaves as.
     """
 
-    colour: Colour
+    level: Level
     narrow: bool = False
     backward: bool = False
     numbers: Numbers = ()
     scope: Scope | None = None
 
 
-def is_sum(kind: Kind) -> bool:
+def is_sum(kind: AbstractValue) -> bool:
     """Whether a value is the sum of a product in float32, which most of its users take in the compute dtype."""
-    return kind.dtype == np.float32 and kind.mark.colour is Colour.SUM
+    return kind.dtype == np.float32 and kind.state.level is Level.SUM
 
 
-def join_marks(kinds: Sequence[Kind]) -> Mark:
-    """The mark of what is made of several values."""
-    marks = [kind.mark for kind in kinds]
-    colour = max((mark.colour for mark in marks), default=Colour.TRACED)
-    return Mark(colour, any(mark.narrow for mark in marks), any(mark.backward for mark in marks))
+def join_states(kinds: Sequence[AbstractValue]) -> CastState:
+    """The state of what is made of several values."""
+    states = [kind.state for kind in kinds]
+    level = max((state.level for state in states), default=Level.TRACED)
+    return CastState(level, any(state.narrow for state in states), any(state.backward for state in states))
 
 
 _CHOOSING = (having(Fact.MOVES, Fact.ANNOTATES) - {"gather"}) | {"max", "min", "reduce_max", "reduce_min", "select_n"}
@@ -154,7 +154,7 @@ def is_exact(numbers: Numbers, dtype: np.dtype) -> bool:
     return bool(numbers) and all(_round(number, dtype) == number for number in numbers)
 
 
-def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, body: Body) -> Atom:
+def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:
     """Clamps a value whose finite numbers reach above `largest`: what is beyond in a mask becomes the largest number.
 
     An infinite mask stays infinite.
@@ -167,14 +167,14 @@ def clamp_masks(atom: Atom, numbers: Numbers, largest: float, eqn: JaxprEqn, bod
     return atom
 
 
-def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: Body) -> Atom:
+def _clamp(atom: Atom, bound: np.float32, eqn: JaxprEqn, body: JaxprBuilder) -> Atom:
     if isinstance(atom, Literal):
         return Literal(bound, atom.aval)
     pattern = _trace_clamp(bool(bound > 0))
     clamp = eqn.replace(
         primitive=pattern.primitive, params=pattern.params, effects=pattern.effects, outvars=[type(atom)(atom.aval)]
     )
-    [clamped] = body.append(clamp, [atom, Literal(bound, pattern.invars[1].aval)], [Kind(None)])
+    [clamped] = body.append(clamp, [atom, Literal(bound, pattern.invars[1].aval)], [AbstractValue(None)])
     return clamped.atom
 
 
@@ -229,9 +229,9 @@ class PrecisionFinder:
         """Whether an equation that would follow its inputs makes a difference that the compute dtype has not."""
         if place.steep and eqn.primitive.name in SATURATING:
             return any(value.kind.dtype == self._compute or is_sum(value.kind) for value in values)
-        marks = [(i, value.kind.mark) for i, value in enumerate(values) if value.kind.dtype is not None]
-        constants = [(i, mark.numbers) for i, mark in marks if mark.numbers]
-        if not constants or is_applied_to_each(eqn) or all(mark.colour is Colour.TRACED for _, mark in marks):
+        states = [(i, value.kind.state) for i, value in enumerate(values) if value.kind.dtype is not None]
+        constants = [(i, state.numbers) for i, state in states if state.numbers]
+        if not constants or is_applied_to_each(eqn) or all(state.level is Level.TRACED for _, state in states):
             return False
         return any(is_lost(numbers, eqn, i, self._compute) for i, numbers in constants)
 
@@ -273,31 +273,33 @@ def keeps_sums(eqn: JaxprEqn, values: Sequence[Value]) -> bool:
     name = eqn.primitive.name
     if name in ("mul", "div"):  # by a number, as of a temperature, it is linear
         factors = values if name == "mul" else values[1:]
-        return any(value.kind.dtype is not None and value.kind.mark.numbers for value in factors)
+        return any(value.kind.dtype is not None and value.kind.state.numbers for value in factors)
     if name in ("add", "sub", "add_any"):  # of a bias; a residual stream would be kept in float32 for norms
-        return sum(value.kind.mark.colour in (Colour.LOW, Colour.SUM) for value in values) == 1
+        return sum(value.kind.state.level in (Level.LOW, Level.SUM) for value in values) == 1
     return name in KEEPING_SUMS
 
 
 def is_stored(value: Value) -> bool:
     """Whether a product is to round an operand itself, and its gradient is to be float32: a weight, or data."""
     kind = value.kind
-    return kind.dtype == np.float32 and kind.mark.colour is Colour.TRACED and not kind.mark.numbers
+    return kind.dtype == np.float32 and kind.state.level is Level.TRACED and not kind.state.numbers
 
 
-def round_sum(value: Value, dtype: np.dtype, eqn: JaxprEqn, body: Body) -> Value:
+def round_sum(value: Value, dtype: np.dtype, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
     """A sum in the compute dtype; any other value as it is."""
     if not is_sum(value.kind):
         return value
     return Value(body.cast_once(value.atom, dtype, eqn), as_low(value.kind, dtype))
 
 
-def as_low(kind: Kind, dtype: np.dtype) -> Kind:
+def as_low(kind: AbstractValue, dtype: np.dtype) -> AbstractValue:
     """The kind of what is rounded to the compute dtype."""
-    return Kind(dtype, kind.mark._replace(colour=Colour.LOW)) if is_sum(kind) else kind
+    return AbstractValue(dtype, kind.state._replace(level=Level.LOW)) if is_sum(kind) else kind
 
 
-def write_product(eqn: JaxprEqn, atoms: Sequence[Atom], kind: Kind, compute_dtype: np.dtype, body: Body) -> list[Value]:
+def write_product(
+    eqn: JaxprEqn, atoms: Sequence[Atom], kind: AbstractValue, compute_dtype: np.dtype, body: JaxprBuilder
+) -> list[Value]:
     """Writes a product of operands in the compute dtype, or float32, whose sums and derivative are `wide_product`'s.
 
     Args:

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Atom, Body, Value, list_variables, without_mesh
+from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, without_mesh
 from ._place import EquationPlace
 
 KEEPING = frozenset(("mul", "div", "square", "integer_pow"))
@@ -48,8 +48,8 @@ def measure_run(program: Jaxpr, start: int, places: Sequence[EquationPlace]) -> 
 def write_again(
     eqns: Sequence[JaxprEqn],
     read: Callable[[Atom], Value],
-    body: Body,
-    write: Callable[[JaxprEqn, list[Value], Body], list[Value]],
+    body: JaxprBuilder,
+    write: Callable[[JaxprEqn, list[Value], JaxprBuilder], list[Value]],
 ) -> list[Value]:
     """Writes equations as one that is computed again in the backward pass, and returns the results of the last.
 
@@ -66,7 +66,7 @@ def write_again(
     inner = {var: Value(Var(value.atom.aval), value.kind) for var, value in outer.items()}
 
     # Inside, each equation is written as it would be outside.
-    environment, again, results = dict(inner), Body(), []
+    environment, again, results = dict(inner), JaxprBuilder(), []
     for eqn in eqns:
         values = [read(atom) if isinstance(atom, Literal) else environment[atom] for atom in eqn.invars]
         results = write(eqn, values, again)
@@ -76,7 +76,7 @@ def write_again(
     return body.append(call, [value.atom for value in outer.values()], [value.kind for value in results], call.params)
 
 
-def _make_call(last: JaxprEqn, invars: list[Any], body: Body, outvars: list[Atom]) -> JaxprEqn:
+def _make_call(last: JaxprEqn, invars: list[Any], body: JaxprBuilder, outvars: list[Atom]) -> JaxprEqn:
     """An equation that computes a body again in the backward pass, in the place of the last that it was written for."""
     program = Jaxpr((), invars, outvars, body.equations, debug_info=DebugInfo("checkpoint", "autocast", None, None))
     pattern = _trace_checkpoint()

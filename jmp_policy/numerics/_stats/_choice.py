@@ -13,10 +13,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import Args, describe, did_you_mean, is_array, list_paths_to
 from ..._jaxpr import (
     MATMULS,
-    Line,
     ModulePaths,
     Modules,
     Program,
+    RecordedOp,
     Step,
     body_of,
     find_direction,
@@ -270,7 +270,12 @@ class ObservedProgram(NamedTuple):
 
 
 def remember_program(
-    layout: Layout, program: Program, modules: Modules, arguments: Sequence[int], lines: Sequence[Line], results: int
+    layout: Layout,
+    program: Program,
+    modules: Modules,
+    arguments: Sequence[int],
+    lines: Sequence[RecordedOp],
+    results: int,
 ) -> None:
     """Remembers the program that the rows of a layout are of.
 
