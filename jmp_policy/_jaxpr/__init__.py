@@ -47,6 +47,7 @@ from ._program import (
     list_variables as list_variables,
     multiplies_only as multiplies_only,
     name_stack as name_stack,
+    remember_by_jaxpr as remember_by_jaxpr,
     replace_variables as replace_variables,
     scan_parts as scan_parts,
     sub_jaxprs as sub_jaxprs,

@@ -94,16 +94,16 @@ def _pass_sources(eqn: JaxprEqn, found: Mapping[Atom, Sources]) -> dict[Atom, So
 
 def _spread_inside(inside: SubJaxpr, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
     """The sources of what leaves a program that an equation runs; what goes around a loop is one value."""
-    entering = {inner: _find_sources(outer, found) for outer, inner in inside.entering if _is_float32(inner)}
+    entering = {inner: _find_sources(outer, found) for outer, inner in inside.inputs if _is_float32(inner)}
     while True:
         made = _spread_sources(inside.program, {var: own for var, own in entering.items() if own})
         again = dict(entering)
-        for i in inside.carry if inside.leaving else ():
+        for i in inside.carry if inside.outputs else ():
             inner, result = inside.program.invars[i], inside.program.outvars[i - inside.carry.start]
             if inner in entering:
                 again[inner] |= _find_sources(result, made)
         if again == entering:
-            return {outer: own for inner, outer in inside.leaving if (own := _find_sources(inner, made))}
+            return {outer: own for inner, outer in inside.outputs if (own := _find_sources(inner, made))}
         entering = again
 
 

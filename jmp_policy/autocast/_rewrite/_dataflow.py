@@ -82,12 +82,12 @@ def _step(eqn: JaxprEqn, reaching: set[Var], way: _Way) -> frozenset[int]:
 
 def _step_inside(body: SubJaxpr, steep: frozenset[int], reaching: set[Var], way: _Way) -> frozenset[int]:
     """The same of a body of an equation, where what goes around a loop is one value."""
-    inside = _follow(body.program, steep if body.leaving else NONE, way)[1]
-    entering = [i for i, (_, var) in enumerate(body.entering) if var in inside]
+    inside = _follow(body.program, steep if body.outputs else NONE, way)[1]
+    entering = [i for i, (_, var) in enumerate(body.inputs) if var in inside]
     carried = steep.union(i - body.carry.start for i in entering if i in body.carry)
     if carried != steep:
         return _step_inside(body, carried, reaching, way)
-    reaching.update(list_variables(body.entering[i][0] for i in entering))
+    reaching.update(list_variables(body.inputs[i][0] for i in entering))
     return steep
 
 
