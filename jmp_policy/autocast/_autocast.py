@@ -62,14 +62,19 @@ def autocast(
     arguments, but not if they are closed over.
 
     Args:
-      fun: any function of trees of arrays. Without it, or with a policy in its place, the result is a decorator. For
-        Flax modules write `autocast(model.apply, ...)` or, for nnx, `autocast(lambda model, x: model(x), ...)`.
-      policy: anything that `get_policy` reads. The compute dtype is float32, bfloat16 or float16; by default the dtype
-        of the first floating input. Outputs are cast to the output dtype, if there is one. With `accumulate=float32`,
-        matmuls return float32 to bias additions, softmaxes, losses and outputs; other operations cast it down.
+      fun: any function of trees of arrays: also a method, partial, jitted function or callable object. Without it, or
+        with a policy in its place, the result is a decorator. For Flax modules write `autocast(model.apply, ...)` or,
+        for nnx, `autocast(lambda model, x: model(x), ...)`.
+      policy: anything that `get_policy` reads; None is the current default policy. The compute dtype is float32,
+        bfloat16 or float16; by default the dtype of the first floating input. Outputs are cast to the output dtype, if
+        there is one. With `accumulate=float32`, matmuls return float32 to bias additions, softmaxes, losses and
+        outputs; other operations cast it down. These matmuls have no forward-mode derivative.
       rules: changes to the tables of operations and functions, and rules by scope, which win over the map.
       custom_rules: treatment of `jax.custom_jvp` and `jax.custom_vjp` functions of users: `"opaque"` runs them as
         traced, `"inside"` casts inside the function and its forward pass. Their derivative stays the user's.
+
+    Returns:
+      A function of the arguments of `fun`.
 
     Raises:
       TypeError: `fun` is not a function, or it returned something else than a tree of arrays.
@@ -77,8 +82,7 @@ def autocast(
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; torch.autocast's operator lists; JAX issue 5257.
 
-    >>> import jax, jax.numpy as jnp
-    >>> import jmp_policy as jmp
+    >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> predict = jmp.autocast(lambda weight, x: jax.nn.softmax(x @ weight), "mixed_bfloat16")
     >>> report = jmp.numerics.audit(predict)(jnp.ones((2, 2)), jnp.ones((1, 2)))
     >>> {row.operation: row.dtype for row in report.rows if row.operation in ("dot_general", "exp")}

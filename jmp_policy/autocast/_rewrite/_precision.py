@@ -108,8 +108,8 @@ def is_lost(numbers: Numbers, eqn: JaxprEqn, position: int, dtype: np.dtype) -> 
 
 
 def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
-    smallest, largest = _find_range(dtype)
-    is_in_range = smallest <= abs(number) <= largest  # the epsilon 1e-8 is 0 in float16
+    finfo = jnp.finfo(dtype)
+    is_in_range = float(finfo.smallest_normal) <= abs(number) <= float(finfo.max)  # the epsilon 1e-8 is 0 in float16
     if name in _FACTORS:
         return not is_in_range
     if _is_mask(number):
@@ -125,12 +125,6 @@ def _is_lost(number: float, name: str, dtype: np.dtype) -> bool:
 def _is_mask(number: float) -> bool:
     """True if a number masks elements: far below zero, or the maximum of a dtype. Other large numbers may be values."""
     return number < -float(jnp.finfo(jnp.float16).max) or number >= float(jnp.finfo(jnp.bfloat16).max)
-
-
-@functools.cache
-def _find_range(dtype: np.dtype) -> tuple[float, float]:
-    finfo = jnp.finfo(dtype)
-    return float(finfo.smallest_normal), float(finfo.max)
 
 
 def _round(number: float, dtype: np.dtype) -> float:
