@@ -127,14 +127,13 @@ def evaluate(program: ClosedJaxpr, *args: Any) -> list[Any]:
     def read_atom(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
-    last_uses = _find_last_uses(body)
     outer, mesh = source_info_util.current_name_stack(), _read_context_mesh()
-    for i, eqn in enumerate(body.eqns):
+    for eqn, last_used in zip(body.eqns, _find_last_uses(body), strict=True):
         source = eqn.source_info
         with source_info_util.user_context(source.traceback, name_stack=outer + source.name_stack), eqn.ctx.manager:
             results = _bind(eqn, read_atom, mesh)
         environment.update(zip(eqn.outvars, results, strict=True))
-        for var in last_uses.get(i, ()):  # frees their memory when run eagerly
+        for var in last_used:  # frees their memory when run eagerly
             del environment[var]
     return [_make_array(atom) if isinstance(atom, Literal) else environment[atom] for atom in body.outvars]
 
@@ -152,17 +151,13 @@ def _make_array(literal: Literal) -> jax.Array:
     return jnp.asarray(literal.val, aval.dtype) if weak is None or weak.dtype != aval.dtype else weak
 
 
-def _find_last_uses(body: Jaxpr) -> dict[int, list[Var]]:
-    """Lists, by the number of an equation, the variables that no later equation reads."""
-    last: dict[Var, int] = {}
-    for i, eqn in enumerate(body.eqns):
-        last.update((var, i) for var in list_variables([*eqn.outvars, *eqn.invars]))
-    for var in list_variables(body.outvars):
-        last.pop(var, None)
-    done: dict[int, list[Var]] = {}
-    for var, i in last.items():
-        done.setdefault(i, []).append(var)
-    return done
+def _find_last_uses(body: Jaxpr) -> list[set[Var]]:
+    """Finds, for each equation, the variables that nothing reads after it."""
+    used, last_uses = set(list_variables(body.outvars)), []
+    for eqn in reversed(body.eqns):
+        last_uses.append(set(list_variables([*eqn.outvars, *eqn.invars])) - used)
+        used |= last_uses[-1]
+    return last_uses[::-1]
 
 
 def _bind(eqn: JaxprEqn, read_atom: Callable[[Atom], Any], mesh: dict[str, Any]) -> Sequence[Any]:

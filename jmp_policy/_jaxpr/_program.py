@@ -162,7 +162,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[SubJaxpr]:
     if name in _OPAQUE:
         return []
     if name == "scan":
-        consts, carried = scan_parts(eqn, eqn.invars)
+        consts, carried = scan_parts(eqn)
         return [_make_sub_jaxpr(eqn, params["jaxpr"], eqn.invars, range(consts, consts + carried), params["length"])]
     if name == "while":
         return _list_while_jaxprs(eqn)
@@ -182,7 +182,7 @@ PRODUCT_SCOPE = "jmp_product"
 """The scope of the `cond` that chooses between forms of a half-precision matmul; not part of a module path."""
 
 
-def scan_parts(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[int, int]:
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a scan."""
     params = eqn.params
     if "num_consts" in params:

@@ -125,7 +125,7 @@ def _write_scan(
     rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value]:
     program = eqn.params["jaxpr"]
-    consts, carried = scan_parts(eqn, values)
+    consts, carried = scan_parts(eqn)
     kinds = [value.kind for value in values]
     end = consts + carried
     others = [None] * (len(eqn.outvars) - carried)

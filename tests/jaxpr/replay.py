@@ -51,7 +51,7 @@ def _call(eqn, operands, notes, turns):
 
 def _scan(eqn, operands, notes, turns):
     program, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts, carried = scan_parts(eqn, operands)
+    consts, carried = scan_parts(eqn)
     carry, xs = operands[consts : consts + carried], operands[consts + carried :]
     ys: list[Any] = [None] * length
     for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):

@@ -259,7 +259,7 @@ class _EdgeFinder:
         inside = (*around, (eqn, body))
         if name != "scan":
             return self._follow(body.outvars[i], inside, turns)
-        consts, carried = scan_parts(eqn, eqn.invars)
+        consts, carried = scan_parts(eqn)
         order = _list_order(eqn)
         if not order:
             return self._follow(eqn.invars[consts + i], around, turns) if i < carried else []
@@ -280,7 +280,7 @@ class _EdgeFinder:
             return start if i < consts else self._join([self._carry(i - consts, around, turns), start])
         if name != "scan":
             return self._follow(eqn.invars[i], outside, turns)
-        consts, carried = scan_parts(eqn, eqn.invars)
+        consts, carried = scan_parts(eqn)
         is_carry, merged = consts <= i < consts + carried, self.is_merged(eqn)
         if merged:
             start = self._follow(eqn.invars[i], outside, turns)
@@ -299,7 +299,7 @@ class _EdgeFinder:
         made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
         if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
             eqn, i = made
-            if i >= scan_parts(eqn, eqn.invars)[1] and eqn.params["length"] == length:
+            if i >= scan_parts(eqn)[1] and eqn.params["length"] == length:
                 inner = body_of(eqn.params["jaxpr"])
                 return self._follow(inner.outvars[i], (*around, (eqn, inner)), turns)
         return self._follow(atom, around, turns[:-1])

@@ -122,7 +122,7 @@ def _call(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
 
 def _scan(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
     program, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts, carried = scan_parts(eqn, operands)
+    consts, carried = scan_parts(eqn)
     carry, xs = operands[consts : consts + carried], operands[consts + carried :]
     ys: list[Any] = [None] * length
     for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
