@@ -38,7 +38,6 @@ from ..policy import Policy, PolicyMap, PolicySpec
 from ._rewrite import (
     COMPUTE_DTYPES,
     AutocastRules,
-    Casting,
     CastingRule,
     CastState,
     EquationPlace,
@@ -153,7 +152,7 @@ class _Autocast:
         for message in unused:
             warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype))
+        rule = CastingRule(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype)
         if scopes is not None:  # refers to modules, which may be freed with the function
             rule.rewritten = self._rewritten
         return rule

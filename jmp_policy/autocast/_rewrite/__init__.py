@@ -1,6 +1,6 @@
 """Rewrites each operation in its precision, with the tables of operations."""
 
-from ._casting import Casting as Casting, CastingRule as CastingRule
+from ._casting import CastingRule as CastingRule
 from ._place import (
     COMPUTE_DTYPES as COMPUTE_DTYPES,
     EquationPlace as EquationPlace,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,9 @@ _FLOAT32 = np.dtype(np.float32)
 _TRACED, _LOW, _SUM, _FULL = (CastState(level) for level in Level)
 
 
-class Casting(NamedTuple):
-    """The settings that decide how an operation runs."""
+@dataclasses.dataclass(unsafe_hash=True)
+class CastingRule(Rule):
+    """The rule of autocast. Its fields decide how each operation runs."""
 
     compute_dtype: np.dtype
     rules: AutocastRules
@@ -53,25 +55,12 @@ class Casting(NamedTuple):
     scopes: Scopes | None = None
     accumulate_dtype: np.dtype | None = None
 
-
-class CastingRule(Rule):
-    """The rule of autocast."""
-
-    def __init__(self, casting: Casting):
-        self._casting = casting
-        self._compute, scopes = casting.compute_dtype, casting.scopes
-        self._sums = find_sums_dtype(casting.accumulate_dtype, casting.compute_dtype)
-        self._precisions = PrecisionFinder(casting.rules.primitives, casting.compute_dtype)
-        may_have_sums = self._sums is not None or (scopes is not None and scopes.accumulates)
-        self._places = PlaceFinder(find_functions(casting.rules.functions), scopes, may_have_sums)
+    def __post_init__(self) -> None:
+        self._sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
+        self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
+        may_have_sums = self._sums is not None or (self.scopes is not None and self.scopes.accumulates)
+        self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums)
         self._in_scopes: dict[tuple[np.dtype, np.dtype | None], CastingRule] = {}
-        self._largest = float(jnp.finfo(self._compute).max)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CastingRule) and self._casting == other._casting
-
-    def __hash__(self) -> int:
-        return hash(self._casting)
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         return self._places.find(outer, program)
@@ -113,7 +102,7 @@ class CastingRule(Rule):
         return _is_of_jax(eqn)
 
     def rewrites_primal_only(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
-        return self._casting.custom_rules == "inside"
+        return self.custom_rules == "inside"
 
     def cast_operands(
         self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace
@@ -148,7 +137,7 @@ class CastingRule(Rule):
         if eqn.primitive.name in KEEPING and self._is_upcast(eqn, [*map(read, eqn.invars)], place):
             count = measure_run(program, start, contexts)
             write = functools.partial(self.equation, context=place)
-            read_low = lambda atom: round_sum(read(atom), self._compute, eqn, body)
+            read_low = lambda atom: round_sum(read(atom), self.compute_dtype, eqn, body)
             return count, write_again(program.eqns[start : start + count], read_low, body, write)
         is_softmax = eqn.primitive.name == SOFTMAX[0]
         return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
@@ -157,9 +146,9 @@ class CastingRule(Rule):
         """True if an equation upcasts a half-precision operand, and would keep it in float32 for the backward pass."""
         if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
             return False
-        kinds = [as_low(value.kind, self._compute) for value in values]
+        kinds = [as_low(value.kind, self.compute_dtype) for value in values]
         pairs = zip(values, kinds, strict=True)
-        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self._compute != _FLOAT32]
+        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != _FLOAT32]
         if _shape_of(eqn.outvars[0]) not in halves:
             return False
         level = self._follow(eqn, values).state.level
@@ -204,7 +193,7 @@ class CastingRule(Rule):
             for i, value in enumerate(values)
         ]
         if precision in _ROUNDING and not keeps_sums(eqn, values):
-            values = [round_sum(value, self._compute, eqn, body) for value in values]
+            values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
         if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
         elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
@@ -215,19 +204,18 @@ class CastingRule(Rule):
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
         """Returns this rule with the compute and accumulate dtype of a scope."""
-        compute: Any = scope.compute_dtype or self._compute
-        accumulate = scope.accumulate_dtype or self._casting.accumulate_dtype
+        compute: Any = scope.compute_dtype or self.compute_dtype
+        accumulate = scope.accumulate_dtype or self.accumulate_dtype
         key = compute, find_sums_dtype(accumulate, compute)
-        if key == (self._compute, self._sums):
+        if key == (self.compute_dtype, self._sums):
             return self
         if key not in self._in_scopes:
-            casting = self._casting._replace(compute_dtype=compute, accumulate_dtype=accumulate)
-            self._in_scopes[key] = CastingRule(casting)
+            self._in_scopes[key] = dataclasses.replace(self, compute_dtype=compute, accumulate_dtype=accumulate)
             self._in_scopes[key].rewritten = self.rewritten
         return self._in_scopes[key]
 
     def _compute_dtype_in(self, place: EquationPlace) -> np.dtype:
-        return (place.scope and place.scope.compute_dtype) or self._compute
+        return (place.scope and place.scope.compute_dtype) or self.compute_dtype
 
     def _cast_at_boundary(
         self,
@@ -251,7 +239,7 @@ class CastingRule(Rule):
         # Outputs of a narrow function are cast down unless this operation needs float32.
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
         if state.narrow and not stays:
-            return cast_value(value, AbstractValue(self._compute, _LOW), eqn, body)
+            return cast_value(value, AbstractValue(self.compute_dtype, _LOW), eqn, body)
         return value
 
     def _mark_place(self, result: Value, place: EquationPlace) -> Value:
@@ -268,13 +256,13 @@ class CastingRule(Rule):
         is_product = self._sums is not None and eqn.primitive.name in PRODUCTS
         is_half = not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars))
         if is_half:  # as its author wrote it
-            is_as_here = all(float_dtype(atom) == self._compute for atom in (*eqn.invars, *eqn.outvars))
+            is_as_here = all(float_dtype(atom) == self.compute_dtype for atom in (*eqn.invars, *eqn.outvars))
             if not is_product or not is_as_here:
                 return self._write_traced(eqn, values, body)
         if not is_product:
-            return self._write_in(AbstractValue(self._compute, _LOW), eqn, values, body)
-        operands = [v.atom if is_stored(v) else self._cast(v, self._compute, body, eqn) for v in values]
-        return write_product(eqn, operands, AbstractValue(self._sums, _SUM), self._compute, body)
+            return self._write_in(AbstractValue(self.compute_dtype, _LOW), eqn, values, body)
+        operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
+        return write_product(eqn, operands, AbstractValue(self._sums, _SUM), self.compute_dtype, body)
 
     def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         return self._write_in(AbstractValue(_FLOAT32, _FULL), eqn, values, body)
@@ -292,7 +280,7 @@ class CastingRule(Rule):
 
     def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        dtypes = {kind.dtype for kind in floats if not is_exact(kind.state.numbers, self._compute)}
+        dtypes = {kind.dtype for kind in floats if not is_exact(kind.state.numbers, self.compute_dtype)}
         return self._write_in(AbstractValue(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
 
     def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
@@ -301,9 +289,9 @@ class CastingRule(Rule):
         floats = [value.kind for value in values if value.kind.dtype is not None]
         # An output in the author's dtype has the level of that dtype, if an operand has a level.
         has_level = any(kind.state.level is not Level.TRACED for kind in floats)
-        low = _LOW if self._compute != _FLOAT32 else _FULL
+        low = _LOW if self.compute_dtype != _FLOAT32 else _FULL
         dtypes = [float_dtype(var) for var in eqn.outvars]
-        states = [_TRACED if not has_level else low if dtype == self._compute else _FULL for dtype in dtypes]
+        states = [_TRACED if not has_level else low if dtype == self.compute_dtype else _FULL for dtype in dtypes]
         return body.append(eqn, atoms, [*map(AbstractValue, dtypes, states)])
 
     def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
@@ -317,7 +305,7 @@ class CastingRule(Rule):
             return body.append(eqn, [value.atom], [AbstractValue(dtype, _TRACED._replace(numbers=numbers))])
         if target == source:
             return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
-        state = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
+        state = _FULL if target == _FLOAT32 else _LOW if target == self.compute_dtype else _TRACED
         return body.append(eqn, [value.atom], [AbstractValue(target, state)])
 
     def _write_in(self, kind: AbstractValue, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
@@ -348,8 +336,10 @@ class CastingRule(Rule):
         atom, source = value.atom, value.kind.dtype
         if source is None or source == dtype:
             return atom
-        if dtype == self._compute:  # masks that are added are clamped to half the maximum, so that sums stay finite
-            largest = self._largest / 2 if eqn.primitive.name in ("add", "sub") else self._largest
+        if (
+            dtype == self.compute_dtype
+        ):  # masks that are added are clamped to half the maximum, so that sums stay finite
+            largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
             atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
         if at_least_float32(source) == source:  # cast down at each use, so that gradients of a weight sum in float32
             return body.cast(atom, dtype, eqn)
@@ -367,7 +357,7 @@ class CastingRule(Rule):
         return AbstractValue(dtype, state._replace(numbers=numbers))
 
     def _dtype_of(self, level: Level) -> np.dtype:
-        return _FLOAT32 if level in (Level.SUM, Level.FULL) else self._compute
+        return _FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
 
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)

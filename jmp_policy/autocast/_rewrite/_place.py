@@ -324,7 +324,7 @@ class Functions:
         if len(sys.modules) == self._loaded:
             return
         self._loaded = len(sys.modules)
-        targets = [(function, _find_target(function.name)) for function in self._dotted]
+        targets = [(function, find_target(function.name)) for function in self._dotted]
         for function, target in sorted(
             targets, key=lambda row: not inspect.ismodule(row[1])
         ):  # functions win over modules
@@ -357,7 +357,7 @@ def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) ->
     ]
 
 
-def _find_target(name: str) -> Any:
+def find_target(name: str) -> Any:
     """Returns the object of a dotted name, or None if its package is not loaded or does not have it."""
     parts = name.split(".")
     module = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules), None)

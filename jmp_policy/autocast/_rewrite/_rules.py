@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from ..._base import did_you_mean
 from ...policy import Key, Policy, PolicyMap, PolicySpec
 from . import _tables
-from ._place import TREATMENTS, ScopeRow, parse_scope_rule
+from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
 
 
@@ -118,14 +118,10 @@ def _read_scope_rows(rows: Mapping[Any, PolicySpec], field: str) -> list[ScopeRo
 
 def _may_exist(name: str) -> bool:
     """True if a dotted name is a function or module, or cannot be checked because its package is not loaded."""
-    package, *parts = name.split(".")
-    target: Any = sys.modules.get(package)
-    if target is None:
+    package = name.partition(".")[0]
+    if package not in sys.modules:
         return importlib.util.find_spec(package) is not None
-    for i, part in enumerate(parts):
-        target = getattr(target, part, None) or sys.modules.get(".".join([package, *parts[: i + 1]]))
-        if target is None:
-            return False
+    target = find_target(name)
     return callable(target) or inspect.ismodule(target)
 
 

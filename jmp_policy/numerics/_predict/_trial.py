@@ -28,7 +28,6 @@ from ...autocast._rewrite import (
     COMPUTE_DTYPES,
     FUNCTIONS,
     AutocastRules,
-    Casting,
     CastingRule,
     CastState,
     EquationPlace,
@@ -207,7 +206,7 @@ def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) ->
         scopes = Scopes(policy, rules.scopes, rules.backward, modules)
     root = root_policy(policy)
     dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-    rule = CastingRule(Casting(dtype, rules, "opaque", scopes, root.accumulate_dtype))
+    rule = CastingRule(dtype, rules, "opaque", scopes, root.accumulate_dtype)
     rule.rewritten = weakref.WeakKeyDictionary()
     return rule
 
