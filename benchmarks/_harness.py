@@ -1,4 +1,4 @@
-"""Runs benchmarks one after the other, each in a process of its own, and keeps what they measured in a file."""
+"""Runs benchmarks one after the other, each in its own process, and saves their measurements in a file."""
 
 import concurrent.futures
 import json
@@ -22,19 +22,19 @@ Results = dict[str, Any]
 
 
 class HarnessError(Exception):
-    """Results that must not be touched, or cannot be read."""
+    """Error for results that must not be overwritten, or cannot be read."""
 
 
 def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs suites, says on standard error how each went, and hands over what each measured when it is there.
+    """Runs suites, reports the outcome of each on standard error, and yields its measurements.
 
     Args:
-      names: which.
-      quick: whether at small sizes.
-      jobs: how many at a time; more than one moves what is timed.
+      names: the names of the suites.
+      quick: whether to use small sizes.
+      jobs: number of parallel processes; more than one disturbs timings.
 
     Yields:
-      A name, and what it measured: `error` says how it failed, `missing` which library it needs.
+      A name and its measurements: `error` has the reason of a failure, `missing` the library that is not installed.
     """
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     try:
@@ -46,7 +46,7 @@ def run_suites(names: Sequence[str], quick: bool, jobs: int) -> Iterator[tuple[s
 
 
 def run_suite(name: str, quick: bool) -> dict[str, Any]:
-    """Runs a suite in a process of its own."""
+    """Runs a suite in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         path, log = pathlib.Path(folder) / "measured.json", pathlib.Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks._run", name, str(path), *(["--quick"] if quick else [])]
@@ -64,7 +64,7 @@ def run_suite(name: str, quick: bool) -> dict[str, Any]:
 
 
 def _environ(quick: bool) -> dict[str, str]:
-    """The environment of a suite. In a quick run each program runs a few times, and compiling is what takes long."""
+    """Returns the environment of a suite. Programs of a quick run run a few times, so compiling dominates."""
     fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"} if quick else {}
     return {**fast, **os.environ}
 
@@ -76,7 +76,7 @@ def _announce(name: str, measured: dict[str, Any], lines: Sequence[str]) -> None
 
 
 def describe_outcome(measured: dict[str, Any]) -> str:
-    """How a suite went, in a few words.
+    """Describes the outcome of a suite in a few words.
 
     >>> describe_outcome({"tables": [], "missing": "qwix"})
     'not measured: needs qwix'
@@ -90,7 +90,7 @@ def describe_outcome(measured: dict[str, Any]) -> str:
 
 
 def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
-    """Where the results of a device are. `benchmarks.gpu` has `<device>.json` for GPUs.
+    """Returns the path of the results of a device. `benchmarks.gpu` has `<device>.json` for GPUs.
 
     >>> results_path(pathlib.Path("benchmarks"), {"platform": "cpu", "kind": "cpu"}).as_posix()
     'benchmarks/results/cpu.json'
@@ -102,16 +102,16 @@ def results_path(root: pathlib.Path, device: dict[str, Any]) -> pathlib.Path:
 
 
 def find_results(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files of results in a folder: that of the CPU first."""
+    """Lists the files of results in a folder, with the CPU first."""
     folder = root / "results"
     return [path for path in [folder / "cpu.json", *sorted(folder.glob("*-suites.json"))] if path.exists()]
 
 
 def protect_results(root: pathlib.Path, names: Sequence[str]) -> None:
-    """Asks, before a quick run, that its folder has none of its suites at real sizes.
+    """Checks, before a quick run, that the folder has no full-size results of its suites.
 
     Raises:
-      HarnessError: it has, of whichever device: which one a suite will run on is not known yet.
+      HarnessError: it has some, for any device. The device of a suite is not known yet.
     """
     for path in find_results(root):
         suites = read_results(path)["suites"]
@@ -121,7 +121,7 @@ def protect_results(root: pathlib.Path, names: Sequence[str]) -> None:
 
 
 def read_results(path: pathlib.Path) -> Results:
-    """The results of a file, or of none."""
+    """Reads the results of a file, if it exists."""
     if not path.exists():
         return {"layout": LAYOUT, "suites": {}}
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -131,12 +131,12 @@ def read_results(path: pathlib.Path) -> Results:
 
 
 def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: Sequence[str]) -> Results:
-    """The results with what was measured in the place of what the same suites said before.
+    """Replaces the results of the suites that were measured.
 
-    A suite whose library is missing here leaves what it said where it was installed.
+    A suite whose library is not installed keeps its earlier results.
 
     Raises:
-      HarnessError: quick results would replace those at real sizes.
+      HarnessError: quick results would replace full-size ones.
     """
     old = results["suites"]
     replaced = [name for name, new in measured.items() if new["quick"] and name in old and not old[name]["quick"]]
@@ -149,7 +149,7 @@ def merge_results(results: Results, measured: dict[str, dict[str, Any]], order: 
 
 
 def write_results(path: pathlib.Path, results: Results) -> None:
-    """Writes the file whole or not at all."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -157,7 +157,7 @@ def write_results(path: pathlib.Path, results: Results) -> None:
 
 
 def list_differences(mine: Results, theirs: Results) -> list[str]:
-    """The cells of columns that are not timed in which two results differ, a line for each."""
+    """Lists the cells of untimed columns in which two results differ, one line per cell."""
     found = []
     for name in sorted({*mine["suites"], *theirs["suites"]}):
         if name not in mine["suites"] or name not in theirs["suites"]:
@@ -185,6 +185,6 @@ def _compare_suites(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> 
 
 
 def count_cells(results: Results) -> int:
-    """How many cells of results are not timed."""
+    """Counts the untimed cells of results."""
     tables = [made for measured in results["suites"].values() for made in measured["tables"]]
     return sum(len(made["rows"]) * sum(column not in made["timed"] for column in made["header"]) for made in tables)

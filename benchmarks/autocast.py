@@ -1,11 +1,11 @@
-"""What `autocast` makes of models written in float32, against the same models with dtypes written by hand.
+"""Compares `autocast` of models written in float32 with the same models with dtypes written by hand.
 
 Run from the root of the repository:
 
     python -m benchmarks.autocast [--quick]
 
-Three tables: the costs of a train step over the step by hand; the final losses of training, in standard
-deviations of five float32 seeds; and the time to trace with autocast over that without.
+Makes three tables: the costs of a train step over the step by hand; the final losses of training, in standard
+deviations of five float32 seeds; and the time to trace with autocast over the time without.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _MATMUL = re.compile(r"stablehlo\.(?:dot_general|convolution).*-> tensor<(?:\d+x
 
 
 def gpt(config: GPTConfig, batch: int = 8) -> Architecture:
-    """The example's GPT, on random bytes."""
+    """Makes the example's GPT, on random bytes."""
 
     def loss_fn(apply_fn: Callable[..., Any], variables: Any, batch: Any) -> tuple[jax.Array, Any]:
         tokens = batch["tokens"]
@@ -54,13 +54,13 @@ def gpt(config: GPTConfig, batch: int = 8) -> Architecture:
 
 
 def autocasted(architecture: Architecture, policy: jmp.Policy) -> Model:
-    """The model as its author left it, with one decorator on its loss."""
+    """Returns the model as its author wrote it, with one decorator on its loss."""
     model = architecture.without_policy()
     return Model(model.init, jmp.autocast(model.loss, policy))
 
 
 def step(architecture: Architecture, policy: jmp.Policy) -> Program:
-    """A train step of it."""
+    """Makes a train step of the model."""
     model = autocasted(architecture, policy)
     make = functools.partial(make_state, model, architecture.tx, policy.loss_scale())
     state = jax.eval_shape(make, *shapes(model))
@@ -68,13 +68,13 @@ def step(architecture: Architecture, policy: jmp.Policy) -> Program:
 
 
 def matmul_dtypes(program: Program, platform: str) -> collections.Counter[str]:
-    """How many matmuls and convolutions, forward and backward, have results of which dtype, lowered for a platform."""
+    """Counts forward and backward matmuls and convolutions by output dtype, lowered for a platform."""
     lowered = program.step.trace(*program.args).lower(lowering_platforms=(platform,))
     return collections.Counter(_MATMUL.findall(lowered.as_text()))
 
 
 def unrolled(layers: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """A loss of a chain of dense layers in plain JAX, and its arguments."""
+    """Makes the loss of a chain of dense layers in plain JAX, and its arguments."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for weight, bias in params:
@@ -85,7 +85,7 @@ def unrolled(layers: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
 
 
 def tracing(fun: Callable[..., Any], args: tuple, repeats: int, transform: Any = lambda fun: fun) -> list[str]:
-    """The calls and the process time of tracing, with autocast over without, of a function or of its gradients."""
+    """Returns the calls and the process time of tracing, with autocast over without, of a function or its gradients."""
     cast = jmp.autocast(fun, POLICIES["bfloat16"])
     traces = [functools.partial(_trace, transform(f), args) for f in (cast, fun)]
     (calls, plain_calls), (time, plain_time) = map(count_calls, traces), seconds(traces, repeats)
@@ -97,7 +97,7 @@ def _trace(fun: Callable[..., Any], args: tuple) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models, no training, one repeat of what is timed")
     quick = parser.parse_args(argv).quick
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The costs of a train step, and of tracing."""
+    """Yields the tables of the costs of a train step, and of tracing."""
     small = GPTConfig(width=32, depth=1, heads=2, context=16)
     architectures = {"GPT": gpt(small if quick else GPTConfig())} | ({} if quick else ARCHITECTURES)
     halves = HALVES[:1] if quick else HALVES
@@ -122,7 +122,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 
 def training_tables(quick: bool) -> Iterator[ResultTable]:
-    """Where training ends."""
+    """Yields the table of final losses."""
     names, seeds = (("transformer",), 2) if quick else (("transformer", "ResNet-50"), 5)
     rows = [row for name in names for row in loss_rows(name, ARCHITECTURES[name], seeds)]
     title = f"The final loss of training, in standard deviations of {seeds} float32 seeds"
@@ -138,7 +138,7 @@ _TRACING_HEADER = ["traced", "calls", "time"]
 
 
 def cost_row(name: str, architecture: Architecture, half: str) -> list[str]:
-    """What a step costs over the one by hand."""
+    """Makes a row with the cost of a step over the step by hand."""
     program = step(architecture, POLICIES[half])
     dtypes = matmul_dtypes(program, "cuda")
     in_half = dtypes[{"bfloat16": "bf16", "float16": "f16"}[half]]
@@ -147,7 +147,7 @@ def cost_row(name: str, architecture: Architecture, half: str) -> list[str]:
 
 
 def loss_rows(name: str, architecture: Architecture, seeds: int = 5) -> list[list[str]]:
-    """Where training ends."""
+    """Makes the rows of final losses."""
     initial = initialize(architecture, seeds)
     reference = train_model(architecture.without_policy(), architecture, jmp.NoOpLossScale(), initial)
     rows = [[name, "float32, without", *_figures(reference), ""]]
@@ -162,7 +162,7 @@ def _figures(run: Run) -> tuple[str, str]:
 
 
 def tracing_rows(quick: bool) -> list[list[str]]:
-    """How long tracing takes."""
+    """Makes the rows of tracing times."""
     repeats = 1 if quick else 5
     rows = []
     for layers in (5, 10) if quick else (100, 1000, 10000):

@@ -1,12 +1,12 @@
-"""What formats of blocks lose where one scale for a tensor does not fit it, beside float8 and qwix on the same data.
+"""Measures the error of block-scaled formats where one scale per tensor does not fit, beside float8 and qwix.
 
 Run from the root of the repository:
 
     python -m benchmarks.blocks [--quick]
 
-Two tables of a dense layer's errors against float64: with all of its operands at one magnitude, small or large; and
-with some rows far above the others. What the products cost is in `benchmarks.float8`, and their times on a GPU in
-`benchmarks.gpu`.
+Makes two tables of a dense layer's errors against float64: with all of its operands at one magnitude, small or large;
+and with some rows far above the others. The costs of the matmuls are in `benchmarks.float8`, and their times on a GPU
+in `benchmarks.gpu`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LAYOUTS = {"a sequence of 64": np.s_[:1, :], "every 32nd row": np.s_[:, ::32]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one scale and one span")
     quick = parser.parse_args(argv).quick
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The errors of a dense layer: of one magnitude, and with rows of several."""
+    """Yields the errors of a dense layer: with one magnitude, and with rows of several magnitudes."""
     scales, spans = (SCALES[:1], SPANS[-1:]) if quick else (SCALES, SPANS)
     layouts = list(LAYOUTS)[:1] if quick else list(LAYOUTS)
     header = ["magnitude", "error of", *CONTESTANTS]
@@ -70,12 +70,12 @@ _ROW_NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a layer computes.
+    """Outputs of a layer.
 
     Attributes:
-      out: the result, `(batch, length, width)`.
+      out: the output, `(batch, length, width)`.
       kernel_grad: the gradient of the weight.
-      x_grad: that of the input, of the shape of `out`.
+      x_grad: the gradient of the input, of the shape of `out`.
     """
 
     out: np.ndarray
@@ -92,7 +92,7 @@ class Results:
 
 
 def scale_rows(scales: Iterable[float]) -> list[list[str]]:
-    """For each magnitude of input, weight and the gradient of the result: the errors of both passes."""
+    """Makes a row of errors of both passes for each magnitude of input, weight and output gradient."""
     rows = []
     for scale in scales:
         results = {name: Results.of(_scale_case(name, scale, scale)) for name in CONTESTANTS}
@@ -104,10 +104,11 @@ def scale_rows(scales: Iterable[float]) -> list[list[str]]:
 
 
 def span_rows(spans: Iterable[float], layouts: Iterable[str] = tuple(LAYOUTS)) -> list[list[str]]:
-    """For each kind of large rows, and how large they are: the errors of what the small rows make.
+    """Makes a row of errors for each kind and magnitude of large rows.
 
-    Where a row of the input is large, that of the gradient is small by as much: each row contributes the same to the
-    gradient of the weight. The result is compared where the input is small, its gradient where the result's is.
+    Where a row of the input is large, its gradient is small by the same factor, so each row contributes equally to the
+    gradient of the weight. The output is compared where the input is small, and the input gradient where the output
+    gradient is small.
     """
     rows = []
     for layout in layouts:
@@ -129,7 +130,7 @@ _FIELDS = {"out": "result", "x_grad": "gradient of the input", "kernel_grad": "g
 
 
 def _scale_case(name: str, scale: float, weight_scale: float, factors: np.ndarray | float = 1.0) -> Case:
-    """A dense layer whose operands have a magnitude; the gradient of its result has that of the input."""
+    """Makes a dense layer whose operands and output gradient have given magnitudes."""
     made = case(name, Layer, SHAPE)
     dense = made.variables["params"]["dense"]
     # Normal numbers, as the input and the gradient: the loss is a mean.
@@ -140,12 +141,12 @@ def _scale_case(name: str, scale: float, weight_scale: float, factors: np.ndarra
 
 
 def _round(x: jax.Array) -> jax.Array:
-    """Numbers of bfloat16, which all contestants begin with."""
+    """Rounds to bfloat16, the inputs of all contestants."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _expect(layer: Case) -> Results:
-    """What the layer computes in float64."""
+    """Computes the layer in float64."""
     with jax.enable_x64(True):
         return Results.of(in_float64(layer, Layer))
 

@@ -1,14 +1,13 @@
-"""What programs cost on a TPU or an H100, by what their compilers say, on any machine.
+"""Measures the cost of programs on a TPU or an H100 by the analysis of their compilers, on any machine.
 
 Run from the root of the repository:
 
     python -m benchmarks.compiled tpu|gpu|cpu [--only TABLE ...] [--json PATH]
 
-Whole train steps and forward passes are compiled for a TPU v5e or an H100 that need not be there, and are never run.
-What each reads and writes, its temporaries, its peak memory and the products that were chosen are facts of the compiled
-program: the same each time, and no measurement of seconds. `--json` keeps what was compiled after each program, and
-each table when it is complete, with the date, the versions and the target; a run that was cut off goes on from there,
-if nothing has changed since. `read_tables` reads the tables of such a file.
+Compiles whole train steps and forward passes for a TPU v5e or an H100, without running them. The bytes that each reads
+and writes, its temporaries, its peak memory and its matmuls are facts of the compiled program. They repeat exactly, and
+none of them is a time. `--json` saves results after each program, and each complete table, with the date, the versions
+and the target. An interrupted run continues from there if nothing has changed. `read_tables` reads such a file.
 """
 
 import argparse
@@ -34,10 +33,10 @@ class Table:
     """A table of the report.
 
     Attributes:
-      title: what it says.
+      title: its title.
       labels: the headers of the labels of its rows.
       rows: makes its rows.
-      options: of the compiler, by the name of the only target that they are for.
+      options: compiler options, by the name of the only target that they are for.
     """
 
     title: str
@@ -78,11 +77,11 @@ TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a compiled program says of itself.
+    """Measurements of a compiled program.
 
     Attributes:
-      figures: its figures.
-      products: how many products it has, by the dtypes of their operands.
+      figures: XLA's analysis.
+      products: the number of matmuls by the dtypes of their operands.
     """
 
     figures: Figures
@@ -90,11 +89,11 @@ class Measured:
 
 
 class Measurements:
-    """Programs compiled for a target, each once, and kept in a file if there is one.
+    """Programs compiled for a target, each once, and optionally saved in a file.
 
     Args:
-      target: what to compile for.
-      path: the file. What it has of the same sources and versions is not compiled again.
+      target: the target to compile for.
+      path: the file. Its programs with the same sources and versions are not compiled again.
     """
 
     def __init__(self, target: Target, path: pathlib.Path | None = None):
@@ -106,11 +105,11 @@ class Measurements:
             self._read(json.loads(path.read_text(encoding="utf-8")))
 
     def measure(self, entry: Entry, options: dict[str, Any] | None = None) -> Measured | str:
-        """What a program says of itself, or why it says nothing.
+        """Measures a program, or returns the reason why it cannot be measured.
 
         Args:
           entry: the program.
-          options: of the compiler, beside those of the target.
+          options: compiler options, beside those of the target.
         """
         name = f"{entry.name}, {options}" if options else entry.name
         if name not in self._measured:
@@ -120,7 +119,7 @@ class Measurements:
         return self._measured[name]
 
     def keep(self, made: ResultTable) -> None:
-        """Keeps a table that is complete, in the order of `TABLES`."""
+        """Saves a complete table, in the order of `TABLES`."""
         self._tables[made.name] = made
         self._tables = {name: self._tables[name] for name in (*TABLES, made.name) if name in self._tables}
         self._write()
@@ -157,7 +156,7 @@ class Measurements:
 
 
 def read_tables(path: pathlib.Path) -> tuple[ResultTable, ...]:
-    """The tables that a file of `--json` keeps."""
+    """Reads the tables of a `--json` file."""
     return tuple(map(ResultTable.from_dict, json.loads(path.read_text(encoding="utf-8"))["tables"]))
 
 
@@ -166,7 +165,7 @@ def _as_measured(found: dict[str, Any]) -> Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=TARGETS, help="a TPU v5e, an H100, or the CPU of this machine")
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), metavar="TABLE",
@@ -192,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tabulate(name: str, made: Table, measurements: Measurements, options: dict[str, Any] | None = None) -> ResultTable:
-    """A table of results, of which nothing differs from run to run."""
+    """Makes a table of results. All of its columns repeat exactly."""
     rows = list(made.rows())
     multiples = rows[0].unit is not None
     names = ["bytes", "temporaries", "peak", "in place", "bytes more"] if multiples else _RATIOS
@@ -237,7 +236,7 @@ def _list_products(measured: Measured) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that the figures depend on, of those that are installed."""
+    """Returns the installed versions that the measurements depend on."""
     found = {}
     for name in ("jax", "flax", "optax", "libtpu", "jax-cuda12-plugin"):
         try:

@@ -1,10 +1,10 @@
-"""Kills trainings at random moments, resumes them, and asks what was lost.
+"""Kills trainings at random moments, resumes them, and measures the lost steps.
 
     python -m benchmarks.drill
 
 A run in one or two processes is killed by SIGKILL, or told to stop by SIGTERM: while it starts, between steps, or while
-a checkpoint is being written. Then it is resumed, on its mesh or another. Every resume must go on from the newest
-checkpoint, and what a run ends with on its own mesh must be bit for bit what it ends with when nothing happens.
+a checkpoint is being written. Then it is resumed, on its mesh or another. Every resume must continue from the newest
+checkpoint. On its own mesh, the final state of a run must be bit for bit that of an undisturbed run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ How much it is where meshes change, whose sums have other orders, depends on whe
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """A run: in how many processes, and on which meshes in turn."""
+    """A run: its number of processes, and its meshes in turn."""
 
     name: str
     processes: int
@@ -53,7 +53,7 @@ SCENARIOS = (
 
 @dataclasses.dataclass
 class Kill:
-    """What a kill did: which signal, when, and how many steps were done, saved and lost."""
+    """Record of a kill: the signal, the moment, and the numbers of done, saved and lost steps."""
 
     number: signal.Signals
     moment: str
@@ -68,7 +68,7 @@ class Kill:
 
 @dataclasses.dataclass
 class Result:
-    """What came of a scenario."""
+    """Result of a scenario."""
 
     kills: list[Kill]
     resumes: int
@@ -77,7 +77,7 @@ class Result:
 
 
 def drill(scenario: Scenario, kills: int, folder: Path, seed: int) -> Result:
-    """Kills a run so often, and lets it end."""
+    """Kills a run several times, and lets it end."""
     rng, out, done = random.Random(seed), folder / "killed", []
     for turn in range(kills):
         kill = Kill(choose_signal(rng), MOMENTS[turn % len(MOMENTS)])
@@ -85,7 +85,7 @@ def drill(scenario: Scenario, kills: int, folder: Path, seed: int) -> Result:
         before = count_steps(out)
         kill.status = run(scenario, mesh, out, kill=kill, rng=rng)
         after, kill.saved = count_steps(out), find_saved_step(out)
-        kill.done = after if after != before else kill.saved  # what an earlier kill has lost is not lost again
+        kill.done = after if after != before else kill.saved  # steps that an earlier kill lost do not count again
         done.append(kill)
         print(f"{scenario.name}: {kill.number.name} at {kill.moment}, {kill}", file=sys.stderr, flush=True)
         check_kill(kill)
@@ -104,7 +104,7 @@ def choose_signal(rng: random.Random) -> signal.Signals:
 
 
 def check_kill(kill: Kill) -> None:
-    """Raises an AssertionError if more was lost than may be."""
+    """Raises an AssertionError if more steps were lost than allowed."""
     if kill.number == signal.SIGTERM and kill.moment != "start":
         assert kill.status == 0, f"SIGTERM ended with status {kill.status}"
         assert kill.lost == 0, f"SIGTERM lost {kill.lost} steps"
@@ -173,19 +173,19 @@ def strike(scenario: Scenario, kill: Kill, children: Sequence[subprocess.Popen],
 
 
 def find_writes(out: Path) -> set[str]:
-    """The checkpoints that are being written, or were when a process was killed: Orbax renames what is whole."""
+    """Finds checkpoints that are incomplete. Orbax renames a checkpoint when it is complete."""
     return {path.name for path in (out / "checkpoints").glob("*tmp*")}
 
 
 def count_steps(out: Path) -> int:
-    """The last step that the metrics have."""
+    """Returns the last step of the metrics."""
     file = out / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
 
 
 def find_saved_step(out: Path) -> int:
-    """The step of the newest whole checkpoint."""
+    """Returns the step of the newest complete checkpoint."""
     return max((int(path.name) for path in (out / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
 
 
@@ -221,7 +221,7 @@ def draw_results(results: Sequence[tuple[Scenario, Result]]) -> ResultTable:
 
 
 def tables(quick: bool, kills: int = 20, seed: int = 0) -> Iterator[ResultTable]:
-    """Kills so many runs; in a quick run, one of the first scenario."""
+    """Yields the table of all kills; a quick run kills one run of the first scenario."""
     results = []
     for index, scenario in enumerate(SCENARIOS[:1] if quick else SCENARIOS):
         own = 1 if quick else len(range(index, kills, len(SCENARIOS)))
@@ -231,7 +231,7 @@ def tables(quick: bool, kills: int = 20, seed: int = 0) -> Iterator[ResultTable]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description="Kill trainings at random moments, and resume them.")
     parser.add_argument("--kills", type=int, default=20, help="in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")

@@ -1,11 +1,11 @@
-"""What `numerics.collect` costs: the gradient of the example's GPT with statistics, over the same without.
+"""Measures the cost of `numerics.collect`: the gradient of the example's GPT with statistics, over the same without.
 
 Run from the root of the repository:
 
     python -m benchmarks.numerics [cpu|tpu|gpu] [--quick]
 
-One table of what XLA says of the programs, by what is measured, and one of how tracing grows with the number of
-layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100 that need not be there.
+Makes one table of XLA's analysis of the programs, by the measured tensors, and one of tracing time by the number of
+layers. With `tpu` or `gpu` the programs are compiled for a TPU v5e or an H100, and not run.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MATMULS_ONLY = {"of": ("forward", "backward")}
 
 
 class Cost(NamedTuple):
-    """What a program costs."""
+    """Cost of a program."""
 
     operations: float
     bytes: float
@@ -50,12 +50,12 @@ class Cost(NamedTuple):
     trace_seconds: float
 
     def over(self, other: "Cost") -> "Cost":
-        """The ratios to another."""
+        """Returns the ratios to another cost."""
         return Cost(*(mine / its for mine, its in zip(self, other, strict=True)))
 
 
 def gradient(config: GPTConfig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The loss and the gradients of the example's GPT in float32, and the shapes of their arguments."""
+    """Makes the loss and the gradients of the example's GPT in float32, and the shapes of their arguments."""
     architecture = gpt(config)
     model = architecture.without_policy()
 
@@ -66,13 +66,13 @@ def gradient(config: GPTConfig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def observe(fun: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Program:
-    """The function with statistics."""
+    """Adds statistics to a function."""
     observed = jax.jit(jmp.numerics.collect(fun, **MATMULS_ONLY, **options))
     return Program(observed, ((jnp.int32(0), *args) if "every" in options else args))
 
 
 def cost(program: Program, target: Target) -> Cost:
-    """What it costs on a target; seconds are of this process."""
+    """Measures the cost on a target; seconds are of this process."""
     jax.clear_caches()
     start = time.process_time()
     lowered = program.step.lower(*target.put(program.args))
@@ -85,7 +85,7 @@ def cost(program: Program, target: Target) -> Cost:
 
 
 def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """A row for each way to measure."""
+    """Makes a row for each way to measure."""
     fun, args = gradient(config)
     plain = cost(Program(jax.jit(fun), args), target)
     rows = []
@@ -96,7 +96,7 @@ def cost_rows(config: GPTConfig, target: Target, measured: dict[str, dict[str, A
 
 
 def tracing_rows(depths: Sequence[int], repeats: int) -> list[list[str]]:
-    """How long the gradients of a chain of layers take to trace, alone and with a row for each product."""
+    """Measures the time to trace the gradients of a chain of layers, alone and with a row for each matmul."""
     rows = []
     for layers in depths:
         loss, args = unrolled(layers)
@@ -117,7 +117,7 @@ _TRACING_HEADER = ["layers", "trace time per layer", "over without"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", choices=TARGETS, default="cpu", help="what to compile for")
     parser.add_argument("--quick", action="store_true", help="a small model, and few ways to measure it")
@@ -129,12 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool, target: Target | None = None) -> Iterator[ResultTable]:
-    """What the programs cost on a target, this machine's CPU by default, and what tracing takes."""
+    """Yields the tables of costs on a target, this machine's CPU by default, and of tracing times."""
     target = TARGETS["cpu"]() if target is None else target
     config = GPTConfig(width=32, depth=1, heads=2, context=16) if quick else GPTConfig()
     measured = {"matmuls, float16": MEASURED["matmuls, float16"]} if quick else MEASURED
     rows = cost_rows(config, target, measured)
-    title = f"Gradients of the demo's GPT with statistics over those without, for {target.name}"
+    title = f"Gradients of the example's GPT with statistics over those without, for {target.name}"
     notes = ["The program without statistics is cheaper in every row: this is their price."]
     yield ResultTable.of("costs", title, _COST_HEADER, rows, _TIMED, notes)
     rows = tracing_rows((2, 4) if quick else (10, 100, 1000), 1 if quick else 3)

@@ -1,12 +1,12 @@
-"""What an optimizer's step costs in memory traffic, in mixed precision and with half-precision parameters.
+"""Measures the memory traffic of an optimizer's step, in mixed precision and with half-precision parameters.
 
 Run from the root of the repository:
 
     python -m benchmarks.optimizer [--json PATH] [--quick]
 
-Three tables: from given gradients, a whole training step, and half-precision parameters. Bytes accessed, temporaries
-and bytes updated in place are what XLA says of the compiled step, the same on every run and however busy the machine
-is. Programs are compiled for the shapes of 10 and 100 million parameters, and never run: no such array is made.
+Makes three tables: steps from given gradients, whole training steps, and half-precision parameters. Bytes accessed,
+temporaries and bytes updated in place come from XLA's analysis of the compiled step. They are the same on every run and
+however busy the machine is. Programs are compiled for the shapes of 10 and 100 million parameters, and never run.
 """
 
 import argparse
@@ -30,14 +30,14 @@ HALF_POLICY = "params=bfloat16,compute=bfloat16,output=float32"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of a step.
+    """Measurements of a step.
 
     Attributes:
-      name: what to call it.
+      name: its name in the table.
       by_size: its traffic for each size.
       floor: the bytes to access if each array is read once and written once.
-      state: bytes of optimizer state per parameter, where it is reported.
-      missing: the library that it needs, where that is not installed.
+      state: bytes of optimizer state per parameter, if they are reported.
+      missing: the library that it needs, if that is not installed.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Table:
     """A table.
 
     Attributes:
-      title: what it says.
+      title: its title.
       rows: measures its rows.
-      notes: what a reader has to know.
+      notes: remarks for the reader.
     """
 
     title: str
@@ -63,7 +63,7 @@ class Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="PATH", help="also write what was measured to this file")
     parser.add_argument("--quick", action="store_true", help="a million float32 parameters only")
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The four tables; in a quick run, those of float32 parameters."""
+    """Yields the four tables; a quick run has only the two of float32 parameters."""
     for name, made in list(TABLES.items())[:2] if quick else TABLES.items():
         rows = list(_announced(made.rows(QUICK_SIZES if quick else SIZES)))
         yield report(name, made.title, rows, made.notes)
 
 
 def report(name: str, title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> ResultTable:
-    """A table of rows."""
+    """Makes a table of rows."""
     sizes = list(rows[0].by_size)
     measured = [f"{figure}, {size}" for figure in ("accessed", "temporaries", "in place") for size in sizes]
     has_state = rows[0].state is not None
@@ -90,19 +90,19 @@ def report(name: str, title: str, rows: Sequence[Row], notes: Sequence[str] = ()
 
 
 def from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
-    """Steps from given gradients, over float32 parameters, in multiples of the bytes of the parameters."""
+    """Measures steps from given gradients, with float32 parameters, in multiples of the bytes of the parameters."""
     for update in float32_updates():
         yield _update_row(update, sizes, unit=4)
 
 
 def half_from_gradients(sizes: dict[str, int]) -> Iterator[Row]:
-    """Steps from given gradients, over bfloat16 parameters, in bytes per parameter."""
+    """Measures steps from given gradients, with bfloat16 parameters, in bytes per parameter."""
     for update in half_updates():
         yield _update_row(update, sizes, unit=1)
 
 
 def whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
-    """Steps from a batch, over float32 parameters, in multiples of the bytes of the parameters."""
+    """Measures steps from a batch, with float32 parameters, in multiples of the bytes of the parameters."""
     for policy, programs in {"mixed_float16": float16_steps(), "mixed_bfloat16": bfloat16_steps()}.items():
         steps = {name: Steps(size, policy) for name, size in sizes.items()}
         for name, program in programs.items():
@@ -113,7 +113,7 @@ def whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
 
 
 def half_whole_steps(sizes: dict[str, int]) -> Iterator[Row]:
-    """Steps from a batch, over bfloat16 parameters, in bytes per parameter."""
+    """Measures steps from a batch, with bfloat16 parameters, in bytes per parameter."""
     steps = {name: Steps(size, HALF_POLICY) for name, size in sizes.items()}
     for name, tx in half_optimizers().items():
         yield _step_row(name, steps, lambda s, tx=tx: s.minimized(tx), tx, unit=1)
@@ -157,7 +157,7 @@ TABLES = {
 
 
 def _update_row(update: Update, sizes: dict[str, int], unit: int) -> Row:
-    """The figures of an update, in multiples of `unit` bytes per parameter."""
+    """Measures an update, in multiples of `unit` bytes per parameter."""
     by_size = {}
     for name, size in sizes.items():
         by_size[name] = traffic(update.program(size)).per(unit * count_parameters(update.params(size)))
@@ -173,7 +173,7 @@ def _step_row(
     tx: optax.GradientTransformation,
     unit: int,
 ) -> Row:
-    """The figures of a whole step, in multiples of `unit` bytes per parameter; `tx` is for its state."""
+    """Measures a whole step, in multiples of `unit` bytes per parameter; `tx` is for its state."""
     by_size = {size: traffic(program(s)).per(unit * count_parameters(s.params)) for size, s in steps.items()}
     largest = max(steps.values(), key=lambda s: count_bytes(s.params))
     return Row(name, by_size, largest.floor(tx) / (unit * count_parameters(largest.params)))

@@ -1,12 +1,13 @@
-"""All peers in one run: the same models, weights and batches, by hand, with jmp_policy and with each of them.
+"""Compares all peers on the same models, weights and batches: by hand, with jmp_policy, and with each peer library.
 
 Run from the root of the repository:
 
     python -m benchmarks.peers [--quick]
 
-What a compiled float16 and bfloat16 step costs over the step by hand, on this CPU and, where their compilers are
-installed, on a TPU and an H100; what bad steps corrupt; the loss after some steps, over float32; and what quantized
-layers lose. A library that is not installed has a row that says so. PyTorch has no figures of a compiled program.
+Measures the cost of a compiled float16 and bfloat16 step over the step by hand, on this CPU and, if their compilers are
+installed, on a TPU and an H100. Also measures corrupted values after non-finite steps, the loss after training over
+that in float32, and the error of quantized layers. A library that is not installed has a row that says so. PyTorch has
+no measurements of a compiled program.
 """
 
 import argparse
@@ -38,11 +39,10 @@ UNMEASURED = "not measured"
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The tables, in the order in which they are made.
+    """Yields the tables in the order in which they are measured.
 
-    Args:
-      quick: a small MLP for all, few steps, and neither accelerators, nor quantized layers, nor the bad steps of those
-        that `benchmarks.faults` has.
+    With `quick`, all peers train a small MLP for a few steps. There are no accelerators and no quantized layers, and
+    contestants of `benchmarks.faults` take no non-finite steps.
     """
     with jax.numpy_dtype_promotion("standard"):
         trained = _peer_problems.mlp(64, 3, steps=4) if quick else _peer_problems.gpt(SMALL_GPT, steps=40)
@@ -64,13 +64,13 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a compiled step costs: its StableHLO operations, and what XLA says of it."""
+    """Cost of a compiled step: its StableHLO operations, and XLA's analysis."""
 
     operations: float
     figures: Figures
 
     def over(self, other: "Cost") -> list[float]:
-        """Operations, flops, bytes and temporaries, over those of another."""
+        """Returns operations, flops, bytes and temporaries relative to another cost."""
         ratios = self.figures.over(other.figures)
         return [self.operations / other.operations, ratios.flops, ratios.bytes_accessed, ratios.temporaries]
 
@@ -82,7 +82,7 @@ class Stepping:
     Attributes:
       compiled: the step.
       state: the state, which each step replaces.
-      cost: what the step costs.
+      cost: the cost of the step.
     """
 
     compiled: Any
@@ -90,22 +90,22 @@ class Stepping:
     cost: Cost
 
     def take(self, batch: Any) -> None:
-        """Takes a step, and waits for it."""
+        """Runs a step, and waits for it."""
         self.state, loss = self.compiled(self.state, batch)
         jax.block_until_ready((self.state, loss))
 
     @property
     def params(self) -> Any:
-        """The parameters."""
+        """Returns the parameters."""
         return self.state.params if hasattr(self.state, "params") else self.state[0]
 
 
 def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> ResultTable:
-    """What the steps of each model cost over the step by hand, and the bytes that a scale and a check add to a step.
+    """Makes the table of costs over the step by hand, and of the bytes that a scale and a check add to a step.
 
     Args:
-      dtype: of the computations.
-      costs: by model and contestant; `None` for who is not installed.
+      dtype: the dtype of the computations.
+      costs: costs by model and contestant; `None` for a contestant that is not installed.
     """
     rows, notes = [], list(COST_NOTES[dtype])
     for problem, by_name in costs.items():
@@ -130,14 +130,14 @@ def cost_table(dtype: str, costs: dict[Problem, dict[str, Cost | None]]) -> Resu
 
 
 def _without_check(dtype: str, name: str) -> str:
-    """The step of the same forward pass that neither scales nor checks."""
+    """Makes a step with the same forward pass, without a scale or a check."""
     if name.startswith(KERAS):
         return KERAS_UNSCALED if dtype == "float16" else KERAS
     return UNSCALED if dtype == "float16" else BY_HAND
 
 
 def accelerator_table(problem: Problem) -> ResultTable:
-    """Bytes and temporaries of a float16 step, compiled for accelerators that need not be there."""
+    """Makes the table of bytes and temporaries of a float16 step, compiled for accelerators without running it."""
     made = {name: _lowerable(problem, make) for name, make in steps("float16").items()}
     header, columns, notes = ["by"], [], [f"An MLP of {problem.sizes[1]} layers of width {problem.sizes[0]}."]
     for name, label in {"tpu": "TPU v5e", "gpu": "H100"}.items():
@@ -170,11 +170,7 @@ def _bytes_and_temporaries(found: dict[str, Figures | None]) -> dict[str, dict[s
 
 
 def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:
-    """What bad steps leave in the state of a run.
-
-    Args:
-      everyone: the contestants; `None` for who is not installed.
-    """
+    """Makes the table of corrupted values after non-finite steps; contestants that are not installed are `None`."""
     rows = []
     parts = ("parameters", "moments", "schedule counts", "batch statistics", "step counter")
     for name, contestant in everyone.items():
@@ -196,11 +192,11 @@ def fault_table(everyone: dict[str, Contestant | None]) -> ResultTable:
 
 
 def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]) -> ResultTable:
-    """The loss of a model after its steps, and the process time of one.
+    """Makes the table of the loss after training, and of the process time of a step.
 
     Args:
       problem: the model.
-      stepping: the compiled steps, by dtype and contestant; they are taken.
+      stepping: the compiled steps, by dtype and contestant. They are run.
     """
     trainers = {dtype: _torch_trainer(problem, dtype) for dtype in stepping}
     takes: dict[tuple[str, str], Callable[[Any], Any]] = {}
@@ -236,14 +232,14 @@ def loss_table(problem: Problem, stepping: dict[str, dict[str, Stepping | None]]
 
 
 def _take_turns(takes: dict[Any, Callable[[Any], Any]], batches: Sequence[Any]) -> dict[Any, float]:
-    """Takes all steps, and says what one takes of process time."""
+    """Runs all steps, and returns the process time of one."""
     taken: dict[Any, Iterator[Any]] = {key: iter(batches) for key in takes}
     runs = [lambda key=key, take=take: take(next(taken[key])) for key, take in takes.items()]
     return dict(zip(takes, median_seconds(runs, len(batches), time.process_time), strict=True))
 
 
 def quantized_table(config: GPTConfig) -> ResultTable:
-    """The error of quantized layers, against qwix and Flax with the same weights."""
+    """Makes the table of errors of quantized layers, against qwix and Flax with the same weights."""
     rows = []
     for scheme in SCHEMES:
         try:
@@ -311,7 +307,7 @@ def _torch_trainer(problem: Problem, dtype: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small MLP for all, and not all tables")
     print_tables(tables(parser.parse_args(argv).quick))

@@ -1,12 +1,12 @@
-"""What quantized policies cost and lose, against qwix on the same model with the same weights.
+"""Measures the cost and error of quantized policies, against qwix on the same model with the same weights.
 
 Run from the root of the repository:
 
     python -m benchmarks.quant [--quick]
 
-Five tables: the costs of the forward pass, and of loss and gradients of quantization-aware training, ours over qwix's;
-the error of the logits and the bytes of the parameters; the validation loss of the trained model, and how far what it
-predicts is from float32; and, on a GPU, the time of matrix products.
+Makes five tables: the costs of the forward pass and of quantization-aware training, ours over qwix's; the error of the
+logits and the bytes of the parameters; the validation loss of the trained model, and the divergence of its predictions
+from float32; and, on a GPU, the time of matmuls.
 """
 
 import argparse
@@ -41,7 +41,7 @@ QUICK_GPT = GPTConfig(depth=1, context=16)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, no training, one repeat of what is timed")
     quick = parser.parse_args(argv).quick
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The costs, and the errors of what is served."""
+    """Yields the tables of costs, and of errors of served models."""
     config, repeats, schemes = (QUICK_GPT, 1, SCHEMES[:1]) if quick else (GPTConfig(), 10, SCHEMES)
     rows = [row for scheme in schemes for row in cost_rows(scheme, config, repeats)]
     timed = ["lowering time"]
@@ -64,7 +64,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 
 def training_tables(quick: bool) -> Iterator[ResultTable]:
-    """The loss of the trained GPT in float32 and quantized, and how far what it predicts is from float32."""
+    """Yields the losses of the trained GPT in float32 and quantized, and the divergence of its predictions."""
     seeds, steps, config = (range(1), 2, QUICK_GPT) if quick else (range(2), 1500, GPTConfig())
     runs = [train(seed, steps=steps, config=config) for seed in seeds]
     rows = loss_rows(runs, most=2 if quick else None)
@@ -87,7 +87,7 @@ _DIVERGENCE_HEADER = ["format", "divergence from float32, by seed", "qwix's"]
 
 
 def pairs(scheme: Scheme, config: GPTConfig) -> dict[str, tuple[Program, Program]]:
-    """Our program and qwix's, by name."""
+    """Returns our program and qwix's, by name."""
     params, batch = jax.eval_shape(lambda: gpt_params(config)), random_batch(config)
     forward = [served.program(params, batch[0]) for served in both(scheme, config)]
     mine = our_training(params, batch, config, scheme)
@@ -100,12 +100,12 @@ def pairs(scheme: Scheme, config: GPTConfig) -> dict[str, tuple[Program, Program
 
 
 def both(scheme: Scheme, config: GPTConfig) -> tuple[Served, Served]:
-    """Our model and qwix's."""
+    """Returns our model and qwix's."""
     return ours(config, scheme.map), with_qwix(config, scheme.rule)
 
 
 def cost_rows(scheme: Scheme, config: GPTConfig, repeats: int) -> list[list[str]]:
-    """What our programs cost over qwix's."""
+    """Makes the rows of our costs over qwix's."""
     programs = pairs(scheme, config)
     costs = {name: cost(mine).over(cost(theirs)) for name, (mine, theirs) in programs.items()}
     rows = []
@@ -117,7 +117,7 @@ def cost_rows(scheme: Scheme, config: GPTConfig, repeats: int) -> list[list[str]
 
 
 def error_row(scheme: Scheme, config: GPTConfig) -> list[str]:
-    """What the quantized models compute, and what they hold, against the one in float32."""
+    """Measures outputs and memory of the quantized models against the model in float32."""
     params, (tokens, _) = gpt_params(config), random_batch(config)
     reference = in_float32(config)
     expected = reference.logits(params, tokens)
@@ -127,12 +127,12 @@ def error_row(scheme: Scheme, config: GPTConfig) -> list[str]:
 
 
 def relative_error(got: jax.Array, expected: jax.Array) -> float:
-    """The norm of the difference over the norm of what is expected."""
+    """Returns the norm of the difference over the norm of the expected array."""
     return float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected))
 
 
 def loss_rows(runs: Sequence[Trained], most: int | None = None) -> list[list[str]]:
-    """The validation losses of the example's run, in float32 and quantized, of all contestants or of the first ones."""
+    """Makes the rows of validation losses of the example's run, in float32 and with at most `most` quantized models."""
     rows = [["", "float32", ", ".join(f"{run.loss:.4f} bits" for run in runs), ""]]
     for (library, name), served in list(contestants(runs[0].config).items())[:most]:
         rises = ", ".join(f"{100 * run.rise(served):+.2f} %" for run in runs)
@@ -142,13 +142,13 @@ def loss_rows(runs: Sequence[Trained], most: int | None = None) -> list[list[str
 
 
 def divergence_row(scheme: Scheme, runs: Sequence[Trained]) -> list[str]:
-    """How far the predictions of the trained models are from those in float32."""
+    """Measures the divergence of the predictions of the trained models from float32."""
     models = both(scheme, runs[0].config)
     return [scheme.name, *(", ".join(f"{run.divergence(served):.2e}" for run in runs) for served in models)]
 
 
 def products() -> str:
-    """The times of matrix products, where there is a GPU."""
+    """Yields the times of matmuls on a GPU."""
     if jax.default_backend() != "gpu":
         return "Matrix products: not measured: no GPU."
     header = ["size", "bfloat16, ms", *(f"{name} over bfloat16" for name in FORMATS)]

@@ -1,11 +1,11 @@
-"""What `tune` finds, and in how many trials: planted culprits, and real models.
+"""Measures the scopes that `tune` finds and its number of trials, for planted culprits and real models.
 
 Run from the root of the repository:
 
     python -m benchmarks.tune [--plantings N] [--chains N] [--first-chain N] [--only NAME]
 
-Three tables: the search alone, where the culprits are known; chains of layers that run in float16, in which some layers
-were made to break; and models, with the map that was found beside float32, all half, and a map by hand.
+Makes three tables: the search alone, with known culprits; chains of layers in float16 in which some layers overflow or
+cancel; and models, with the map of `tune` beside float32, half precision and a map by hand.
 """
 
 import argparse
@@ -38,14 +38,14 @@ CHAIN_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Planting:
-    """What was searched, and what was found.
+    """Result of one search.
 
     Attributes:
-      scopes: how many there were.
-      culprits: how many of them were needed.
-      extra: how many scopes were kept that were not.
-      missed: how many culprits were not.
-      trials: how many maps were tried.
+      scopes: number of scopes.
+      culprits: number of scopes that must stay in float32.
+      extra: number of other scopes that were kept.
+      missed: number of culprits that were not kept.
+      trials: number of maps that were tried.
     """
 
     scopes: int
@@ -56,7 +56,7 @@ class Planting:
 
     @property
     def bound(self) -> float:
-        """How many trials are a few."""
+        """Returns the largest number of trials that counts as few."""
         return 2 * math.log2(self.scopes) + 2 * self.culprits
 
 
@@ -79,7 +79,7 @@ def _draw_culprits(rng: random.Random, ranking: str, size: int, number: int) -> 
 
 
 def tune_chains(seeds: Iterable[int]) -> Iterator[tuple[str, Planting]]:
-    """Tunes chains of 12 to 96 layers in float16, of which 1 to 4 overflow, or cancel, or some of both."""
+    """Tunes chains of 12 to 96 layers in float16. In each, 1 to 4 layers overflow or cancel."""
     for seed in seeds:
         rng = np.random.default_rng(seed)
         size, number = int(rng.integers(12, 97)), int(rng.integers(1, 5))
@@ -104,7 +104,7 @@ FAULTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 def make_chain(
     size: int, faults: dict[str, str], rng: np.random.Generator
 ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-    """The loss of a residual chain, and its arguments."""
+    """Makes the loss of a residual chain, and its arguments."""
     weights = {f"layer_{i}": jnp.asarray(rng.normal(size=(8, 8)) / 8**0.5, jnp.float32) for i in range(size)}
     x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
 
@@ -124,8 +124,8 @@ class Tuned:
 
     Attributes:
       architecture: the model and its data.
-      tolerance: by policy.
-      by_hand: the patterns of what one would keep in float32.
+      tolerance: the tolerance, by policy.
+      by_hand: the patterns of modules that an expert would keep in float32.
     """
 
     architecture: Architecture
@@ -138,7 +138,7 @@ NORMS = r"(.*/)?(\w*[Nn]orm\w*|bn_init)"
 
 
 def list_models() -> dict[str, Tuned]:
-    """The models."""
+    """Lists the models."""
     small = GPTConfig(width=32, depth=2, heads=2, context=32)
     resnet = ARCHITECTURES["ResNet-50"]
     make = functools.partial(ResNet, stage_sizes=(1, 1, 1, 1), num_classes=4, num_filters=8)
@@ -152,13 +152,13 @@ def list_models() -> dict[str, Tuned]:
 
 
 def _repeat_batch(architecture: Architecture) -> Architecture:
-    """The same batch for fifty steps: random bytes have nothing else to learn."""
+    """Repeats one batch for fifty steps, since random bytes have nothing else to learn."""
     batches = jax.tree.map(lambda batch: np.repeat(batch, 50, axis=0), architecture.batches)
     return dataclasses.replace(architecture, batches=batches)
 
 
 def model_rows(name: str, tuned: Tuned, dtype: str, budget: int | None) -> list[list[str]]:
-    """Float32, all half, by hand and as tuned: the error of a gradient, and the loss after training."""
+    """Makes the rows float32, half precision, by hand and tuned, with the error of a gradient and the final loss."""
     architecture = tuned.architecture
     model = architecture.without_policy()
     params, variables = jax.jit(model.init)(jax.random.key(0))
@@ -186,7 +186,7 @@ def model_rows(name: str, tuned: Tuned, dtype: str, budget: int | None) -> list[
 
 
 def _measure(model: Model, args: tuple[Any, ...], given: Any, scale: float) -> str:
-    """The error of a map by the measure of `tune`."""
+    """Returns the error of a map by the measure of `tune`."""
     from jmp_policy.numerics._tune._subject import Subject
     from jmp_policy.numerics._tune._tuning import measure_error
 
@@ -199,7 +199,7 @@ def _measure(model: Model, args: tuple[Any, ...], given: Any, scale: float) -> s
 
 
 def train_loss(model: Model, architecture: Architecture, given: Any, params: Any, variables: Any) -> float:
-    """The mean loss of the last ten of fifty steps."""
+    """Returns the mean loss of the last ten of fifty steps."""
     loss = model.loss if given is None else jmp.autocast(model.loss, given)
     scale = jmp.DynamicLossScale(2.0**10) if "float16" in str(given) else jmp.NoOpLossScale()
     initial = jax.tree.map(lambda leaf: leaf[None], (params, variables))
@@ -211,7 +211,7 @@ _MODEL_HEADER = ["model", "policy", "map", "in float32", "error", "loss", "trial
 
 
 def summarize(name: str, plantings: Sequence[Planting]) -> list[str]:
-    """A row of figures of several plantings."""
+    """Makes a row that summarizes several plantings."""
     found = sum(planting.missed == 0 for planting in plantings)
     average = statistics.mean(planting.trials for planting in plantings)
     worst = max(planting.trials / planting.bound for planting in plantings)
@@ -221,7 +221,7 @@ def summarize(name: str, plantings: Sequence[Planting]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plantings", type=int, default=100, metavar="N", help="how many searches for each ranking")
     parser.add_argument("--chains", type=int, default=100, metavar="N", help="how many chains in float16")
@@ -242,19 +242,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The search alone."""
+    """Yields the table of the search alone."""
     yield search_table(5 if quick else 100)
 
 
 def model_tables(quick: bool) -> Iterator[ResultTable]:
-    """Chains that run in float16, and models."""
+    """Yields the tables of chains in float16, and of models."""
     yield chains_table(range(1 if quick else 100))
     if not quick:
         yield models_table(list(list_models()), ["float16", "bfloat16"], None)
 
 
 def search_table(plantings: int) -> ResultTable:
-    """What the search finds, for each ranking."""
+    """Makes the table of the search, by ranking."""
     rows = [summarize(ranking, [*search_plantings(ranking, plantings)]) for ranking in RANKINGS]
     notes = [
         "Above 1 in the last column: the ranking was wrong, and a search that asks a few times its logarithm cannot be "
@@ -265,7 +265,7 @@ def search_table(plantings: int) -> ResultTable:
 
 
 def chains_table(seeds: Sequence[int]) -> ResultTable:
-    """What `tune` finds in chains of layers."""
+    """Makes the table of `tune` in chains of layers."""
     chains: dict[str, list[Planting]] = {}
     for kind, planting in tune_chains(seeds):
         print(kind, planting, flush=True)
@@ -277,7 +277,7 @@ def chains_table(seeds: Sequence[int]) -> ResultTable:
 
 
 def models_table(names: Sequence[str], dtypes: Sequence[str], budget: int | None) -> ResultTable:
-    """The maps of models."""
+    """Makes the table of the maps of models."""
     models, rows = list_models(), []
     for name in names:
         for dtype in dtypes:

@@ -1,11 +1,11 @@
-"""What a train step with jmp_policy costs, against the same step by hand, without a check, with jmp and with Flax.
+"""Compares a train step with jmp_policy with the same step by hand, without a check, with jmp and with Flax.
 
 Run from the root of the repository:
 
     python -m benchmarks.zero_cost [--json PATH] [--quick]
 
-One table of ratios, ours over theirs: below one, ours is cheaper. Operations are counted in the StableHLO; flops, bytes
-accessed and temporaries are what XLA says of the compiled step, and the same on every run.
+Makes one table of ratios, ours over theirs: below one, ours is cheaper. Operations are counted in the StableHLO. Flops,
+bytes accessed and temporaries come from XLA's analysis of the compiled step, and are the same on every run.
 """
 
 import argparse
@@ -36,14 +36,14 @@ QUICK_GPT = GPTConfig(width=32, depth=2, heads=2, context=16)
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What was measured of a case.
+    """Measurements of a case.
 
     Attributes:
       case: the case.
       ours: our cost.
       others: the costs of the others, by name.
-      lowering: our time to trace and lower over that by hand.
-      step_times: seconds of a step by name, ours included; empty but on an accelerator.
+      lowering: our time to trace and lower over the time by hand.
+      step_times: seconds of a step by name, with ours; empty except on an accelerator.
     """
 
     case: Case
@@ -69,7 +69,7 @@ def compare(case: Case, repeats: int = 5) -> Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="PATH", help="also write the tables to this file")
     parser.add_argument("--quick", action="store_true", help="an MLP, and one repeat of what is timed")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tables(quick: bool) -> Iterator[ResultTable]:
-    """The ratios of steps, and what a policy adds to a call."""
+    """Yields the table of steps, and the table of overheads per call."""
     every = list(itertools.product(MODELS, APIS, POLICIES))
     comparisons = []
     for names in [("mlp", "nnx", "mixed_float16")] if quick else every:
@@ -90,7 +90,7 @@ def tables(quick: bool) -> Iterator[ResultTable]:
 
 
 def steps_table(comparisons: Sequence[Comparison]) -> ResultTable:
-    """What our steps cost over those of others."""
+    """Makes the table of our costs over the costs of others."""
     timed = any(comparison.step_times for comparison in comparisons)
     header = ["model", "API", "policy", "ours over", "operations", "flops", "bytes", "temporaries", "lowering time"]
     return ResultTable(
@@ -104,7 +104,7 @@ def steps_table(comparisons: Sequence[Comparison]) -> ResultTable:
 
 
 def dispatch_table(microseconds: dict[str, float]) -> ResultTable:
-    """What an argument adds to a call of a jitted function."""
+    """Makes the table of the time that an argument adds to a call of a jitted function."""
     rows = tuple((name, f"{added:.1f}") for name, added in microseconds.items())
     title = "What an argument adds to a call of a jitted function, over a tuple of the same arrays"
     return ResultTable("dispatch", title, ("argument", "added µs"), rows, ("added µs",))
@@ -123,7 +123,7 @@ _CPU_REASONS = {
 
 
 def _explain(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """A note for each reason why a contestant is below us: in which figures, how often, and by how much."""
+    """Makes a note for each reason why a contestant is below us, with its columns, number of cases and ratios."""
     for other in dict.fromkeys(name for comparison in comparisons for name in comparison.others):
         figures_of: dict[str, list[str]] = {}
         for figure, said in _list_above(comparisons, other):
@@ -134,7 +134,7 @@ def _explain(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _list_above(comparisons: Sequence[Comparison], other: str) -> Iterator[tuple[str, str]]:
-    """The figures in which ours is above another, with how often and by how much."""
+    """Lists the columns in which ours is above another, with the number of cases and the ratios."""
     ratios = [
         dataclasses.asdict(comparison.ours.over(comparison.others[other]))
         for comparison in comparisons

@@ -1,36 +1,34 @@
-"""Mixed precision for JAX and Flax: dtype policies, loss scaling, and reports of what ran in which dtype.
+"""Mixed precision for JAX and Flax: dtype policies, loss scaling, and reports of the dtype of each operation.
 
 `import jmp_policy as jmp` replaces DeepMind's `jmp`. Flax and optax are loaded when they are first needed.
 
-Which dtype goes where:
+Dtype policies:
 
-- `with_policy` gives a function or a Flax module a policy, `policy_of` returns it, `explain` says what it does.
-- `autocast` casts each operation of a function, by tables that `AutocastRules` change.
-- `Policy` is three dtypes, `PolicyMap` policies by path; `get_policy` reads both from strings and configs.
-- `default_policy`, `set_default_policy` and `use_policy`: what holds where `with_policy` is given none.
+- `with_policy` gives a function or a Flax module a policy. `policy_of` returns it, and `explain` shows its effects.
+- `autocast` casts each operation of a function, by tables that `AutocastRules` changes.
+- `Policy` has three dtypes, `PolicyMap` has policies by module path; `get_policy` makes both from strings and configs.
+- `default_policy`, `set_default_policy` and `use_policy` read and set the policy of `with_policy` without a policy.
 - `force_full_precision` keeps a function in float32.
 - `cast_floating`, `cast_to_half`, `cast_to_full` and `half_dtype` cast trees.
+- `tune` finds the smallest set of modules that must stay in float32 to keep results within a tolerance. It returns a
+  `Tuning`, and each run is a `Trial`.
 
-Which modules must stay in float32:
-
-- `tune` finds the smallest set that keeps results within a tolerance, and returns a `Tuning`; each run is a `Trial`.
-
-Small gradients, and steps that overflow:
+Loss scaling:
 
 - `value_and_grad` and `grad` scale the loss and return true gradients.
-- `DynamicLossScale`, `StaticLossScale` and `NoOpLossScale` are the scales, `LossScale` what they have in common.
-- `get_loss_scale` finds the scale in a state, `metrics` its figures for a logger.
-- `all_finite` and `select_tree` are for training loops of one's own.
-- `convert_state` makes of a checkpoint the state of a run under another policy.
+- `DynamicLossScale`, `StaticLossScale` and `NoOpLossScale` are the scales; `LossScale` is their base class.
+- `get_loss_scale` finds the scale in a state, and `metrics` returns its values for a logger.
+- `all_finite` and `select_tree` are for custom training loops.
+- `convert_state` converts a checkpoint to the state of a run under another policy.
 
-Packages, each with a list like this one: `help(jmp.optim)`.
+Packages, each with a list like this one (`help(jmp.optim)`):
 
-- `optim`: optimizers that skip what overflowed, and half-precision parameters.
-- `linen`, `nnx`: what each API of Flax needs on top.
-- `explanation`: what `explain` returns.
-- `numerics`: the audit of what ran in which dtype.
+- `optim`: optimizers that skip non-finite steps, and half-precision parameters.
+- `linen`, `nnx`: additions for the two APIs of Flax.
+- `explanation`: the result of `explain`.
+- `numerics`: audit, statistics and debugging of non-finite values.
 - `quant`: weights in 8 and 4 bits, and training in float8.
-- `sharding`: what moves between devices, in which dtype.
+- `sharding`: dtypes of data that moves between devices.
 - `compat`: the names of Keras, and of PyTorch's `GradScaler`.
 """
 
@@ -41,9 +39,9 @@ from ._base import (
     cast_to_full as cast_to_full,
     cast_to_half as cast_to_half,
     half_dtype as half_dtype,
-    load_lazily as _load_lazily,  # and its contexts, which are made before anything is compiled
+    load_lazily as _load_lazily,  # importing `_base` also makes its JAX contexts, before anything is compiled
 )
-from .autocast import autocast as autocast  # the function, which has the name of its package
+from .autocast import autocast as autocast  # the function has the name of its package
 from .gradients import grad as grad, value_and_grad as value_and_grad
 from .loss_scale import (
     DynamicLossScale as DynamicLossScale,
@@ -102,9 +100,9 @@ _ELSEWHERE = {
     "LossScaleOptimizer": "compat.keras.LossScaleOptimizer, or optim.loss_scaled",
     "TrainState": "linen.TrainState",
 }
-"""Names that are looked for here and stand elsewhere."""
+"""The places of names that users look for here."""
 
-if not _typing.TYPE_CHECKING:  # a checker would take each misspelt name for one that is loaded later
+if not _typing.TYPE_CHECKING:  # a type checker would accept any misspelled name
     _load, __dir__ = _load_lazily(__name__, _SOURCES, globals())
 
     def __getattr__(name: str) -> object:

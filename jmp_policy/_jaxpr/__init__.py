@@ -35,11 +35,10 @@ from ._primitives import (
 from ._program import (
     PRODUCT_SCOPE as PRODUCT_SCOPE,
     Atom as Atom,
-    Inside as Inside,
     Program as Program,
     Step as Step,
+    SubJaxpr as SubJaxpr,
     array_dtype as array_dtype,
-    bodies_of as bodies_of,
     body_of as body_of,
     find_direction as find_direction,
     float_dtype as float_dtype,
@@ -48,15 +47,23 @@ from ._program import (
     list_variables as list_variables,
     multiplies_only as multiplies_only,
     name_stack as name_stack,
+    remember_by_jaxpr as remember_by_jaxpr,
     replace_variables as replace_variables,
     scan_parts as scan_parts,
+    sub_jaxprs as sub_jaxprs,
     walk as walk,
     without_mesh as without_mesh,
 )
-from ._recorder import Line as Line, Order as Order, Recorder as Recorder, is_recorded as is_recorded
+from ._recorder import Order as Order, RecordedOp as RecordedOp, Recorder as Recorder, is_recorded as is_recorded
 from ._records import Recorded as Recorded, record_program as record_program
 from ._rewriter import Rewriter as Rewriter
-from ._rule import Body as Body, Context as Context, Kind as Kind, Rule as Rule, Value as Value
+from ._rule import (
+    AbstractValue as AbstractValue,
+    Context as Context,
+    JaxprBuilder as JaxprBuilder,
+    Rule as Rule,
+    Value as Value,
+)
 from ._source import (
     AUTOCAST as AUTOCAST,
     RECORD as RECORD,

@@ -12,18 +12,16 @@ from ._primitives import Fact, having
 from ._program import Atom, Step, float_dtype, is_float, walk
 
 MOVING = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS) | {"select_n", "link", "carry"}
-"""Steps that only move or choose elements, those between a body and what is around it included."""
+"""Steps that only move or choose elements."""
 
 _OVER_OPERANDS = ("reduce", "cum", "scatter", "argm", "sort")
-"""Operations whose work depends on what they read. Windows overlap, so that their work depends on what they make."""
+"""Prefixes of operations whose cost depends on their operands. Windows overlap, so theirs depends on the output."""
 
 
 def count_flops(eqn: JaxprEqn) -> int:
-    """Counts the floating-point operations of an equation: a multiplication and an addition are two, any other is one.
+    """Counts floating-point operations as XLA does: a multiply-add is two, and products with padding do not count.
 
-    XLA counts like this, too. A product with the padding of a convolution does not count.
-
-    >>> import jax, jax.numpy as jnp
+    >>> import jax
     >>> eqn = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns[0]
     >>> count_flops(eqn)
     60
@@ -47,7 +45,7 @@ def count_bytes(eqn: JaxprEqn) -> int:
 
 
 def count_products(eqn: JaxprEqn) -> int:
-    """Counts the products that a matmul sums for each number of its result: 1 for an outer product."""
+    """Counts the products per output element of a matmul or convolution: 1 for an outer product."""
     if eqn.primitive.name == "conv_general_dilated":
         return math.prod(_read_kernel(eqn))
     return math.prod(_shape(eqn.invars[0])[axis] for axis in _read_dimensions(eqn)[0][0])
@@ -58,7 +56,7 @@ def _count_dot(eqn: JaxprEqn) -> int:
 
 
 def _count_ragged_dot(eqn: JaxprEqn) -> int:
-    """Each row of the left side meets the matrix of its own group alone."""
+    """Each row of the left operand is multiplied by the matrix of its group only."""
     left, right = (_shape(atom) for atom in eqn.invars[:2])
     (_, right_contracting), (_, right_batch) = _read_dimensions(eqn)
     groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
@@ -75,13 +73,13 @@ def _count_convolution(eqn: JaxprEqn) -> int:
 
 
 def _read_kernel(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The input channels of each group of a convolution, and the sizes of its kernel."""
+    """Returns the input channels per group of a convolution, then the sizes of its kernel."""
     shape = _shape(eqn.invars[1])
     return tuple(shape[axis] for axis in eqn.params["dimension_numbers"].rhs_spec[1:])
 
 
 def _count_valid_positions(eqn: JaxprEqn, axis: int) -> int:
-    """How many pairs of an output and a kernel position along an axis meet a number that is not padding."""
+    """Counts the pairs of an output and a kernel position along an axis that read an element, not padding."""
     params = eqn.params
     numbers = params["dimension_numbers"]
     size = _shape(eqn.invars[0])[numbers.lhs_spec[2 + axis]]
@@ -93,7 +91,7 @@ def _count_valid_positions(eqn: JaxprEqn, axis: int) -> int:
 
 
 def _count_windows(eqn: JaxprEqn) -> int:
-    """A window of n numbers, padding included, takes n - 1 steps; one that scatters adds its result in another."""
+    """A window of n elements, with padding, combines n - 1 times; one that scatters also adds its result."""
     name, window = eqn.primitive.name, math.prod(eqn.params["window_dimensions"])
     if name.startswith("select_and_scatter"):
         return _size(eqn.invars[1 if name == "select_and_scatter" else 0]) * window
@@ -101,8 +99,8 @@ def _count_windows(eqn: JaxprEqn) -> int:
 
 
 def _count_combining(eqn: JaxprEqn) -> int:
-    """Counts the operations that make one number of two; a reduction may hold a program that does."""
-    if eqn.primitive.name == "select_and_gather_add":  # a comparison chooses among pairs of numbers
+    """Counts the operations that combine two elements; a reduction may have a jaxpr for it."""
+    if eqn.primitive.name == "select_and_gather_add":  # compares pairs of elements
         return 3
     if eqn.primitive.name not in ("reduce", "reduce_window"):
         return 1
@@ -144,17 +142,11 @@ REMEDY = (
     "sum in float32: cast first, as jnp.sum does, or wrap the call, "
     "as in jmp.force_full_precision(nn.avg_pool)(x, (2, 2))"
 )
-"""What mends it. Flax pools in a function, which reads neither the dtype of a layer nor a policy."""
+"""Suggestion for half-precision sums. Flax pools in a function, which ignores the dtype of a layer and a policy."""
 
 
 class HalfSum(NamedTuple):
-    """A sum or product in half precision.
-
-    Attributes:
-      name: the name of the primitive.
-      numbers: how many become one.
-      dtype: the dtype of the numbers and of the result.
-    """
+    """A half-precision sum or product of `numbers` elements by the primitive `name`."""
 
     name: str
     numbers: int
@@ -165,10 +157,7 @@ class HalfSum(NamedTuple):
 
 
 def find_half_sum(step: Step) -> HalfSum | None:
-    """Finds the sum or product of several numbers that a step takes in half precision, if it takes one.
-
-    Maxima lose nothing. The gradient of max pooling adds only where windows overlap.
-    """
+    """Returns the half-precision sum or product of several elements that a step computes, or None."""
     count = _COUNTS.get(step.name)
     dtype = next((dtype for dtype in map(float_dtype, step.results) if dtype in HALF), None)
     if count is None or dtype is None or not _is_rounding(step):
@@ -178,7 +167,7 @@ def find_half_sum(step: Step) -> HalfSum | None:
 
 
 def _is_rounding(step: Step) -> bool:
-    """Whether a reduction rounds; one with a function of its own may only choose among its numbers."""
+    """True unless a reduction with a function of the user only chooses among its elements."""
     if step.name not in ("reduce", "reduce_window"):
         return True
     inside = walk(step.eqn.params["jaxpr"])
@@ -186,6 +175,25 @@ def _is_rounding(step: Step) -> bool:
 
 
 _CHOOSING = ("max", "min", "clamp", "select_n", "abs", "neg", "link", "constant")
+
+
+def _count_in_window(step: Step) -> int:
+    """Counts the elements of a window, without the zeros that dilation inserts."""
+    params, shape = step.eqn.params, step.operands[0].aval.shape
+    names = ("window_dimensions", "base_dilation", "window_dilation")
+    axes = zip(shape, *(params[name] for name in names), strict=True)
+    return math.prod(min(size, _divide_up(window * math.gcd(gap, stride), gap)) for size, window, gap, stride in axes)
+
+
+def _count_overlapping_windows(step: Step) -> int:
+    """Counts the windows that contain one element."""
+    params = step.eqn.params
+    pairs = zip(params["window_dimensions"], params["window_strides"], strict=True)
+    return math.prod(_divide_up(window, stride) for window, stride in pairs)
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _count_reduced(step: Step) -> int:
@@ -200,40 +208,13 @@ def _count_along_axis(step: Step) -> int:
     return step.operands[0].aval.shape[step.eqn.params["axis"]]
 
 
-def _count_in_window(step: Step) -> int:
-    """The numbers in a window, without those that dilation puts between them."""
-    params, shape = step.eqn.params, step.operands[0].aval.shape
-    names = ("window_dimensions", "base_dilation", "window_dilation")
-    axes = zip(shape, *(params[name] for name in names), strict=True)
-    return math.prod(min(size, _divide_up(window * math.gcd(gap, stride), gap)) for size, window, gap, stride in axes)
-
-
-def _count_overlapping_windows(step: Step) -> int:
-    """In how many windows a number is."""
-    params = step.eqn.params
-    pairs = zip(params["window_dimensions"], params["window_strides"], strict=True)
-    return math.prod(_divide_up(window, stride) for window, stride in pairs)
-
-
-def _divide_up(number: int, divisor: int) -> int:
-    return -(-number // divisor)
-
-
 _COUNTS = {
-    "reduce_sum": _count_reduced,
-    "reduce_prod": _count_reduced,
-    "reduce": _count_reduced,
-    "reduce_window_sum": _count_in_window,
-    "reduce_window": _count_in_window,
-    "select_and_scatter_add": _count_overlapping_windows,
-    "scatter-add": _count_scattered,
-    "scatter_add": _count_scattered,
-    "scatter_mul": _count_scattered,
-    "cumsum": _count_along_axis,
-    "cumprod": _count_along_axis,
-    "cumlogsumexp": _count_along_axis,
+    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce"), _count_reduced),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window"), _count_in_window),
+    "select_and_scatter_add": _count_overlapping_windows,  # max pooling's gradient adds where windows overlap
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter_mul"), _count_scattered),
+    **dict.fromkeys(("cumsum", "cumprod", "cumlogsumexp"), _count_along_axis),
 }
-"""By primitive: counts the numbers that become one."""
+"""Counts, by primitive, the elements that are combined into one."""
 
 HALF_SUMS = frozenset(_COUNTS)
-"""The primitives that may take such a sum."""

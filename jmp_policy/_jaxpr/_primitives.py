@@ -1,7 +1,7 @@
-"""The table of JAX's primitives: for each one, the facts that any part of the package needs to know of it.
+"""The facts that the package knows about JAX's primitives, in one table.
 
-A part that asks for a kind of primitive writes an expression over this table, as in `having(Fact.MOVES) - {"gather"}`.
-Tables that hold decisions of one part, such as the precisions of autocast, stay with that part.
+Other tables are expressions over it, such as `having(Fact.MOVES) - {"gather"}`. Decisions of one package, such as the
+precisions of autocast, stay in that package.
 """
 
 import enum
@@ -22,7 +22,7 @@ class Fact(enum.Enum):
     DEVICE_CHOOSES = "a collective that takes a maximum or minimum over devices"
     CONTRACTS = "a matmul or convolution"
     SUMS = "sums over axes of one array"
-    COMBINES = "holds a program that combines two elements, and is one operation"
+    COMBINES = "has a jaxpr that combines two elements, but counts as one operation"
     OVERFLOWS = "may return infinity for finite operands, however small: a sum may have many terms"
     COMPARES = "returns booleans"
     INTEGERS = "computes with integers or booleans"
@@ -30,9 +30,9 @@ class Fact(enum.Enum):
     COMPLEX = "works on complex numbers"
     RANDOM = "makes random keys or bits"
     SPECIAL = "a special function, computed as a sum of many terms"
-    DECOMPOSES = "linear algebra, which XLA has not in half precision"
+    DECOMPOSES = "linear algebra, which XLA does not have in half precision"
     CALLS = "runs a sub-jaxpr that the package looks into"
-    OUTSIDE = "runs something that the package does not look into"
+    OUTSIDE = "runs something else than a sub-jaxpr that the package looks into"
     KERNEL = "a kernel with fixed dtypes"
     MEMORY = "reads or writes a reference"
     ASYNC = "starts or ends an asynchronous transfer"
@@ -102,11 +102,11 @@ _ROWS = {
 }  # fmt: skip
 
 PRIMITIVES = {name: frozenset(facts) for facts, names in _ROWS.items() for name in names.split()}
-"""By the name of a primitive: its facts."""
+"""The facts of each primitive, by name."""
 
 
 def having(*facts: Fact) -> frozenset[str]:
-    """Finds the primitives that have any of some facts.
+    """Finds the primitives that have at least one of these facts.
 
     >>> sorted(having(Fact.SUMS))
     ['cumsum', 'reduce_sum', 'reduce_window_sum']
@@ -121,7 +121,7 @@ CALLED = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
 }
-"""By primitives that run a program once, with their operands: the parameter that holds it."""
+"""The parameter with the jaxpr, for primitives that run one jaxpr once."""
 
 MATMULS = having(Fact.CONTRACTS)
 DEVICE_SUMS = having(Fact.DEVICE_SUMS)

@@ -1,4 +1,4 @@
-"""What a recorder measures of a program, and the equations that call it."""
+"""The interface of a recorder, and the equations that call it."""
 
 import abc
 import functools
@@ -15,117 +15,82 @@ from ._program import Atom, Step, name_stack
 from ._source import RECORD
 
 
-class Line(NamedTuple):
-    """What one row of a record is of.
+class RecordedOp(NamedTuple):
+    """The operation of one row of a record.
 
     Attributes:
-      step: the equation, and what is around it.
-      result: which of its results was measured.
-      turns: the turns of the loops around it, outermost first, without the loops whose turns are one row together.
+      step: the equation, and the equations around it.
+      result: the position of the measured output.
+      turns: the iterations of the enclosing loops, outermost first, without loops whose iterations share a row.
     """
 
     step: Step
     result: int
     turns: tuple[int, ...] = ()
 
-    def move_out(self, eqn: JaxprEqn, body: Jaxpr, turn: int | None = None) -> "Line":
-        """The same line, seen from the program in which an equation runs the body that it is in.
-
-        Args:
-          eqn: the equation.
-          body: its body.
-          turn: the turn of the loop, if each has rows of its own.
-        """
+    def move_out(self, eqn: JaxprEqn, body: Jaxpr, iteration: int | None = None) -> "RecordedOp":
+        """Returns the same operation as seen outside `eqn`, which runs it in `body`."""
         step = self.step
         scope = "/".join(filter(None, (name_stack(eqn), step.scope)))
         moved = step._replace(scope=scope, around=((eqn, body), *step.around))
-        return Line(moved, self.result, self.turns if turn is None else (turn, *self.turns))
+        return RecordedOp(moved, self.result, self.turns if iteration is None else (iteration, *self.turns))
 
 
 Order = Literal["forward", "backward", "devices"]
-"""What a leading axis of a record is: the turns of a loop that runs from first to last or from last to first, or
-devices, which run together."""
+"""The leading axis of a record: the iterations of a loop, first to last or last to first, or devices."""
 
 
 class Recorder(abc.ABC):
-    """Says which values of a program are measured, and what of them.
+    """Chooses values of a jaxpr and measures them.
 
-    A record is a tree of arrays, whose first axis has a row for each value. Records form a monoid: `merge` is
-    associative, and `empty` changes nothing. Recorders are hashable, and equal ones share the programs that they are
-    in.
-
-    >>> import jax.numpy as jnp
-    >>> class Maxima(Recorder):  # the largest number of each result of a matmul
-    ...     def enter(self, outer, eqn): return None
-    ...     def choose(self, eqn, context): return [0] if eqn.primitive.name == "dot_general" else []
-    ...     def splits(self, turns): return False
-    ...     def measure(self, value): return jnp.max(value)
-    ...     def gather(self, measured): return jnp.stack(measured)
-    ...     def join(self, records): return jnp.concatenate(records)
-    ...     def merge(self, one, other): return jnp.maximum(one, other)
-    ...     def fold(self, record, order): return jnp.max(record, axis=0)
-    ...     def empty(self, rows): return jnp.full(rows, -jnp.inf)
-    >>> Maxima().join([Maxima().gather([Maxima().measure(jnp.ones(2))]), Maxima().empty(1)]).tolist()
-    [1.0, -inf]
+    A record is a tree of arrays whose first axis has a row per value. Records form a monoid: `merge` is associative,
+    and `empty` is its identity. Recorders are hashable, and equal ones share jaxprs.
     """
 
     @abc.abstractmethod
     def enter(self, outer: Any, eqn: JaxprEqn) -> Hashable:
-        """The context of an equation in a body whose equation has the context `outer`."""
+        """Returns the context of an equation in a sub-jaxpr whose equation has the context `outer`."""
 
     @abc.abstractmethod
     def choose(self, eqn: JaxprEqn, context: Any) -> Sequence[int]:
-        """Which results of an equation are measured. Of one that runs programs that are entered, none ever is."""
+        """Returns the positions of the outputs to measure. It is not called for equations that are entered."""
 
     @abc.abstractmethod
     def splits(self, turns: int) -> bool:
-        """Whether each turn of a loop of so many has rows of its own."""
+        """True if each iteration of a loop of length `turns` has rows of its own."""
 
     @abc.abstractmethod
     def measure(self, value: Any) -> PyTree:
-        """What is measured of one value where it is made: a tree of arrays of the same shapes for all values."""
+        """Measures one value where it is computed. All values give arrays of the same shapes."""
 
     @abc.abstractmethod
     def gather(self, measured: Sequence[PyTree]) -> PyTree:
-        """The record of what was measured of several values, a row for each.
-
-        This is done once for all values of a body, so that what it does is compiled once.
-        """
+        """Makes one record of the measurements of several values; called once per jaxpr, so compiled once."""
 
     @abc.abstractmethod
     def join(self, records: Sequence[PyTree]) -> PyTree:
-        """The rows of several records, one after the other."""
+        """Concatenates the rows of several records."""
 
     @abc.abstractmethod
     def merge(self, one: PyTree, other: PyTree) -> PyTree:
-        """What two records of the same values are together, row by row: that of some turns of a `while`, and of the
-        next turn."""
+        """Merges two records of the same values, row by row, such as two iterations of a `while`."""
 
     @abc.abstractmethod
     def fold(self, record: PyTree, order: Order) -> PyTree:
-        """Merges over a leading axis: the turns of a loop, or devices."""
+        """Merges over a leading axis of iterations or devices."""
 
     @abc.abstractmethod
     def empty(self, rows: int) -> PyTree:
-        """The record of values that were never made."""
+        """Returns the record of values that were never computed."""
 
 
 def is_recorded(eqn: JaxprEqn) -> bool:
-    """Whether an equation is part of what a recorder measures, and not of the user's program."""
+    """True if an equation belongs to a recorder's measurements."""
     return RECORD in name_stack(eqn)
 
 
 class Devices(NamedTuple):
-    """The mesh axes that a `shard_map` maps over.
-
-    Attributes:
-      mesh: its mesh.
-      axes: the axes that it makes manual.
-      checks: its `check_vma`: whether types say along which axes a value varies.
-
-    >>> Devices(jax.make_mesh((1,), ("data",)), ("data",), True).map(jnp.sin)(jnp.zeros(2)).shape
-    (1, 2)
-    """
+    """The manual mesh axes of a `shard_map`, and its `check_vma`."""
 
     mesh: Any
     axes: tuple[str, ...]
@@ -142,25 +107,25 @@ class Devices(NamedTuple):
 
 
 class RecorderCalls:
-    """Makes equations that call a recorder through a jitted function, which calls with equal types share.
+    """Makes equations that call a recorder inside the shard_maps `within`, outermost first.
 
-    Inlined, each call would be a hundred equations, and shard_map would check along which axes each of their constants
-    varies.
-
-    Attributes:
-      recorder: the recorder.
-      within: the shard_maps around the equations, outermost first.
+    Each equation is a jitted function, and equations with equal types share it. Inlined, a call would be a hundred
+    equations, and shard_map would check how each of their constants varies.
     """
 
-    def __init__(self, recorder: Recorder):
-        self.recorder, self.within = recorder, tuple[Devices, ...]()
-        self._templates: dict[Any, JaxprEqn] = {}
+    def __init__(self, recorder: Recorder, within: tuple[Devices, ...] = (), templates: Any = None):
+        self.recorder, self.within = recorder, within
+        self._templates: dict[Any, JaxprEqn] = {} if templates is None else templates
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecorderCalls) and (self.recorder, self.within) == (other.recorder, other.within)
+
+    def __hash__(self) -> int:
+        return hash((self.recorder, self.within))
 
     def enter(self, devices: Devices) -> "RecorderCalls":
         """Returns the same for equations inside one more shard_map."""
-        inner = RecorderCalls(self.recorder)
-        inner.within, inner._templates = (*self.within, devices), self._templates
-        return inner
+        return RecorderCalls(self.recorder, (*self.within, devices), self._templates)
 
     def call(self, name: str, operands: Sequence[Sequence[Atom]], *statics: Any) -> JaxprEqn:
         """Makes an equation that calls a method of the recorder, or `"split"` or `"add_axis"`."""
@@ -174,57 +139,47 @@ class RecorderCalls:
         return template.replace(invars=[atom for atoms in operands for atom in atoms], outvars=outvars)
 
     def join_devices(self, atoms: Sequence[Atom], devices: Devices) -> list[Atom]:
-        """Makes the variables outside a shard_map for values inside it whose leading axis is that of the devices."""
-        kinds = [_read_type(atom) for atom in atoms]
-        # Around another shard_map, the values vary along its axes too.
-        make = devices.map(lambda: [vary(jnp.zeros(kind.shape[1:], kind.dtype), kind.varying) for kind in kinds])
+        """Makes variables outside a shard_map for values inside it, with a leading axis for the devices."""
+        types = [_read_type(atom) for atom in atoms]
+        # Inside another shard_map, the values vary along its axes too.
+        make = devices.map(lambda: [vary(jnp.zeros(shape[1:], dtype), varying) for shape, dtype, varying in types])
         mapped = next(eqn for eqn in self._trace(make) if eqn.primitive.name == "shard_map")
         return [Var(var.aval) for var in mapped.outvars]
 
     def _trace_call(self, function: Callable[..., list[Any]], types: Any) -> JaxprEqn:
         def call(*groups: list[Any]) -> list[Any]:
             pairs = [zip(group, kinds, strict=True) for group, kinds in zip(groups, types, strict=True)]
-            return function(*[[vary(value, kind.varying) for value, kind in pair] for pair in pairs])
+            return function(*[[vary(value, varying) for value, (_, _, varying) in pair] for pair in pairs])
 
-        shapes = [[jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in kinds] for kinds in types]
+        shapes = [[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in kinds] for kinds in types]
         equations = self._trace(call, *shapes)
         [found] = [eqn for eqn in equations if eqn.params.get("name") == function.__name__]
         return found
 
     def _trace(self, fun: Callable[..., Any], *shapes: Any) -> list[JaxprEqn]:
-        """Returns the equations of a function that is traced inside the shard_maps."""
+        """Traces a function inside the shard_maps, and returns its equations."""
         for devices in reversed(self.within):
             fun = devices.map(fun)
-        with jax.disable_jit(False):  # which a user may have set, to look for a bug
+        with jax.disable_jit(False):  # which a user may have set while debugging
             program = jax.make_jaxpr(fun)(*shapes).jaxpr
         for _ in self.within:
             program = next(eqn.params["jaxpr"] for eqn in program.eqns if eqn.primitive.name == "shard_map")
         return program.eqns
 
 
-class _Type(NamedTuple):
-    """Part of the type of an array. It varies along the manual axes `varying`."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    varying: tuple[str, ...]
-
-
-def _read_type(atom: Atom) -> _Type:
+def _read_type(atom: Atom) -> tuple[tuple[int, ...], Any, tuple[str, ...]]:
+    """Returns the shape, the dtype and the manual mesh axes over which an array varies."""
     aval: Any = atom.aval
-    return _Type(aval.shape, aval.dtype, tuple(sorted(aval.manual_axis_type.varying)))
+    return aval.shape, aval.dtype, tuple(sorted(aval.manual_axis_type.varying))
 
 
 @functools.lru_cache(maxsize=1024)
 def _make_function(recorder: Recorder, name: str, statics: tuple[Any, ...]) -> Callable[..., list[Any]]:
-    """Makes a jitted function of the leaves of values or records that calls a recorder.
-
-    JAX caches its jaxprs by shape and by the context they depend on, such as a mesh.
-    """
+    """Makes a jitted function of leaves that calls a recorder. JAX caches its jaxprs by shape and mesh."""
 
     def record(*operands: list[Any]) -> list[Any]:
         with jax.named_scope(RECORD):
-            # Branches and loops need records of one type.
+            # Branches and iterations must return records of one type.
             return vary_everywhere(_run(recorder, name, operands, statics))
 
     record.__name__ = f"{RECORD}_{name}"

@@ -1,125 +1,285 @@
 """Rewrites a jaxpr by a rule, equation by equation, through control flow and custom derivatives."""
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ._program import Atom, Program, body_of, float_dtype, list_variables, replace_body, scan_parts, without_mesh
-from ._rule import Body, Context, Kind, RewritesBodies, Rewritten, Rule, Value, Writer
+from ._primitives import CALLED
+from ._program import Atom, Program, body_of, float_dtype, list_variables, replace_variables, scan_parts, without_mesh
+from ._rule import AbstractValue, Context, JaxprBuilder, Rule, Value
 
 
-def write_custom_jvp(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+class Rewritten(NamedTuple):
+    """A rewritten jaxpr.
+
+    Attributes:
+      program: the new jaxpr, of the class of the old one.
+      kinds: the kinds of its outputs.
+      made: the kinds of its outputs before the casts to the requested dtypes.
+    """
+
+    program: Any
+    kinds: tuple[AbstractValue, ...]
+    made: tuple[AbstractValue, ...]
+
+
+class Rewriter:
+    """Rewrites jaxprs by a rule."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+
+    def rewrite(
+        self,
+        program: Program,
+        kinds: Sequence[AbstractValue],
+        context: Context,
+        out_dtypes: Sequence[np.dtype | None] | None = None,
+    ) -> Rewritten:
+        """Rewrites a jaxpr for arguments of the given kinds; `out_dtypes` requests dtypes of outputs.
+
+        Returns the same object for the same arguments, so that JAX traces and compiles a shared sub-jaxpr once.
+        """
+        wanted = None if out_dtypes is None else tuple(out_dtypes)
+        key = (self.rule, tuple(kinds), context, wanted)
+        found = self.rule.rewritten.setdefault(program, {})
+        if key not in found:
+            found[key] = self._rewrite(program, kinds, context, wanted)
+        return found[key]
+
+    def _rewrite(
+        self,
+        program: Program,
+        kinds: Sequence[AbstractValue],
+        context: Context,
+        out_dtypes: tuple[np.dtype | None, ...] | None,
+    ) -> Rewritten:
+        old, rule, body = body_of(program), self.rule, JaxprBuilder()
+        arguments = [_make_argument(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
+        environment: dict[Atom, Value] = dict(zip(old.invars, arguments, strict=True))
+        for var in old.constvars:
+            environment[var] = Value(var, rule.argument(float_dtype(var)))
+
+        def read_atom(atom: Atom) -> Value:
+            return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
+
+        done, contexts = 0, rule.contexts(context, old)
+        for i, eqn in enumerate(old.eqns):
+            if i < done:
+                continue
+            fused = rule.fuse(old, i, read_atom, body, contexts)
+            count, results = fused or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
+            done = i + count
+            environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
+
+        results = made = [read_atom(atom) for atom in old.outvars]
+        if out_dtypes is not None:
+            end = old.eqns[-1] if old.eqns else _NOWHERE
+            results = [_cast_result(value, to, body, end) for value, to in zip(results, out_dtypes, strict=True)]
+        invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
+        new = replace_variables(program, invars, body.equations, outvars, old.debug_info)
+        return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
+
+    def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        write = WRITERS.get(eqn.primitive.name)
+        results = None
+        if write is not None:
+            results = write(self, eqn, self.rule.cast_operands(eqn, values, body, context), body, context)
+        return self.rule.equation(eqn, values, body, context) if results is None else results
+
+
+with without_mesh():  # a user may import this file inside a mesh
+    _NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
+"""Gives casts of outputs their source line in a jaxpr without equations."""
+
+
+def _make_argument(var: Var, kind: AbstractValue) -> Value:
+    aval: Any = var.aval
+    if kind.dtype is None or aval.dtype == kind.dtype:
+        return Value(var, kind)
+    return Value(type(var)(aval.update(dtype=kind.dtype)), kind)
+
+
+def _cast_result(value: Value, dtype: np.dtype | None, body: JaxprBuilder, eqn: JaxprEqn) -> Value:
+    if dtype is None or value.kind.dtype is None or value.kind.dtype == dtype:
+        return value
+    return Value(body.cast(value.atom, dtype, eqn), value.kind._replace(dtype=dtype))
+
+
+def _write_call(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+) -> list[Value]:
+    parameter = CALLED[eqn.primitive.name]
+    inner = rewriter.rewrite(eqn.params[parameter], [value.kind for value in values], context)
+    return body.append(eqn, [value.atom for value in values], inner.kinds, {**eqn.params, parameter: inner.program})
+
+
+def _write_scan(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+) -> list[Value]:
+    program = eqn.params["jaxpr"]
+    consts, carried = scan_parts(eqn)
+    kinds = [value.kind for value in values]
+    end = consts + carried
+    others = [None] * (len(eqn.outvars) - carried)
+
+    def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
+        arguments = [*kinds[:consts], *carry, *kinds[end:]]
+        return rewriter.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
+
+    kinds[consts:end] = _settle_carry(rewriter, program, kinds[consts:end], consts, iterate)
+    inner = rewriter.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
+    stacked = tuple(rewriter.rule.stacked(eqn, inner.kinds[carried:], context))
+    if stacked != inner.kinds[carried:]:
+        inner = rewriter.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
+    results = (*kinds[consts:end], *stacked)
+    return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
+
+
+def _write_while(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+) -> list[Value]:
+    params, program = eqn.params, eqn.params["body_jaxpr"]
+    first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    kinds = [value.kind for value in values]
+
+    def iterate(carry: Sequence[AbstractValue]) -> Sequence[AbstractValue]:
+        return rewriter.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
+
+    kinds[start:] = _settle_carry(rewriter, program, kinds[start:], start - first, iterate)
+    inner = rewriter.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
+    test = rewriter.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
+    changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
+    return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
+
+
+def _settle_carry(
+    rewriter: Rewriter,
+    program: Program,
+    kinds: Sequence[AbstractValue],
+    consts: int,
+    iterate: Callable[[Sequence[AbstractValue]], Sequence[AbstractValue]],
+) -> list[AbstractValue]:
+    """Finds kinds of the carry that one iteration returns unchanged. The carry follows `consts` arguments."""
+    accumulators = rewriter.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
+    carry = [rewriter.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
+    while True:
+        joined = [rewriter.rule.join(pair) for pair in zip(carry, iterate(carry)[: len(carry)], strict=True)]
+        if joined == carry:
+            return carry
+        carry = joined
+
+
+def _write_cond(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
+) -> list[Value]:
+    branches, kinds = eqn.params["branches"], [value.kind for value in values[1:]]
+    # Each branch on its own shows the kinds of its outputs. Then all of them return the joined kinds.
+    taken = [rewriter.rewrite(branch, kinds, context).kinds for branch in branches]
+    joined = [rewriter.rule.join(kinds) for kinds in zip(*taken, strict=True)]
+    inner = [rewriter.rewrite(branch, kinds, context, _list_dtypes(joined)).program for branch in branches]
+    return body.append(eqn, [value.atom for value in values], joined, {**eqn.params, "branches": tuple(inner)})
+
+
+def _list_dtypes(kinds: Sequence[AbstractValue]) -> list[np.dtype | None]:
+    return [kind.dtype for kind in kinds]
+
+
+class _Derivative:
+    """Stands in for a traced derivative, the object that JAX keeps in the parameters of a custom rule."""
+
+    def __init__(self, traced: Any, call_wrapped: Callable[..., Any]):
+        self.debug_info, self.call_wrapped = traced.debug_info, call_wrapped
+
+
+def _write_custom_jvp(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value] | None:
-    """Rewrites a `jax.custom_jvp` function with its derivative, or all but that; `None` if the rule wants neither."""
-    params = eqn.params
-    if rewriter.rule.opens(eqn, context):
+    params, traced = eqn.params, eqn.params["jvp_jaxpr_fun"]
+    if rewriter.rule.rewrites_custom_rule(eqn, context):
         kinds = tuple(value.kind for value in values)
         inner = rewriter.rewrite(params["call_jaxpr"], kinds, context)
-        derivative = _WholeJvp(rewriter, params["jvp_jaxpr_fun"], kinds[params["num_consts"] :], inner.kinds, context)
-        changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": derivative}
+        primals = kinds[params["num_consts"] :]
+        call = functools.partial(_rewrite_jvp, rewriter, context, traced, primals, inner.kinds)
+        changed = {**params, "call_jaxpr": inner.program, "jvp_jaxpr_fun": _Derivative(traced, call)}
         return body.append(eqn, [value.atom for value in values], inner.kinds, changed)
-    return _write_inside(rewriter, eqn, values, body, context, {"jvp_jaxpr_fun": _JvpInside(rewriter, eqn, context)})
+    call = functools.partial(_rewrite_primal_of_jvp, rewriter, context, traced)
+    return _write_primal(rewriter, eqn, values, body, context, {"jvp_jaxpr_fun": _Derivative(traced, call)})
 
 
-def write_custom_vjp(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
+def _write_custom_vjp(
+    rewriter: Rewriter, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context
 ) -> list[Value] | None:
-    """Rewrites what is inside of a `jax.custom_vjp` function, and its forward pass; `None` if the rule does not."""
-    changed = {"fwd_jaxpr_thunk": _ForwardInside(rewriter, eqn, context)}
-    return _write_inside(rewriter, eqn, values, body, context, changed)
+    traced = eqn.params["fwd_jaxpr_thunk"]
+
+    def call_forward(*nonzeros: bool) -> tuple[Any, Any]:
+        program, consts = traced.call_wrapped(*nonzeros)
+        return _rewrite_as_traced(rewriter, program, context), consts
+
+    changed = {"fwd_jaxpr_thunk": _Derivative(traced, call_forward)}
+    return _write_primal(rewriter, eqn, values, body, context, changed)
 
 
-def _write_inside(
-    rewriter: RewritesBodies,
+def _write_primal(
+    rewriter: Rewriter,
     eqn: JaxprEqn,
     values: list[Value],
-    body: Body,
+    body: JaxprBuilder,
     context: Context,
     changed: dict[str, Any],
 ) -> list[Value] | None:
-    """The arguments and results keep their traced dtypes: the user's derivative was written for those."""
-    if not rewriter.rule.opens_inside(eqn, context):
+    """Rewrites a custom-derivative function. Inputs and outputs keep the dtypes that its derivative was traced for."""
+    if not rewriter.rule.rewrites_primal_only(eqn, context):
         return None
-    kinds = [_pin(value.kind, atom) for value, atom in zip(values, eqn.invars, strict=True)]
+    kinds = [value.kind._replace(dtype=float_dtype(atom)) for value, atom in zip(values, eqn.invars, strict=True)]
     atoms = body.cast_values(values, kinds, eqn)
     inner = rewriter.rewrite(eqn.params["call_jaxpr"], kinds, context, [float_dtype(var) for var in eqn.outvars])
     return body.append(eqn, atoms, inner.kinds, {**eqn.params, "call_jaxpr": inner.program, **changed})
 
 
-def _pin(kind: Kind, atom: Atom) -> Kind:
-    """The kind of a value in the dtype that it was traced in."""
-    return kind._replace(dtype=float_dtype(atom))
+def _rewrite_jvp(
+    rewriter: Rewriter,
+    context: Context,
+    traced: Any,
+    kinds: Sequence[AbstractValue],
+    results: Sequence[AbstractValue],
+    *zeros: bool,
+) -> tuple[Any, Any, Any]:
+    """Rewrites a JVP rule for inputs and outputs of other kinds. A nonzero tangent has the kind of its primal."""
+    program, consts, out_zeros = traced.call_wrapped(*zeros)
+    tangents = [kind for kind, zero in zip(kinds, zeros, strict=True) if not zero]
+    wanted = [kind.dtype for kind in results]
+    wanted += [kind.dtype for kind, zero in zip(results, out_zeros, strict=True) if not zero]
+    # From JAX 0.11 on, constants are leading arguments.
+    detached = program.invars[: len(consts)] if not program.constvars else []
+    detached_kinds = [rewriter.rule.argument(float_dtype(var)) for var in detached]
+    return rewriter.rewrite(program, [*detached_kinds, *kinds, *tangents], context, wanted).program, consts, out_zeros
 
 
-class _WholeJvp:
-    """Stands for the JVP rule of an equation: the traced one, rewritten for other dtypes."""
-
-    def __init__(
-        self,
-        rewriter: RewritesBodies,
-        traced: Any,
-        kinds: Sequence[Kind],
-        results: Sequence[Kind],
-        context: Context,
-    ):
-        self.debug_info = traced.debug_info
-        self._rewriter, self._traced, self._context = rewriter, traced, context
-        self._kinds, self._results = kinds, results
-
-    def call_wrapped(self, *zeros: bool) -> tuple[Any, Any, Any]:
-        program, consts, out_zeros = self._traced.call_wrapped(*zeros)
-        # A tangent has the kind of its primal, and enters only where it is not zero.
-        tangents = [kind for kind, zero in zip(self._kinds, zeros, strict=True) if not zero]
-        wanted = [kind.dtype for kind in self._results]
-        wanted += [kind.dtype for kind, zero in zip(self._results, out_zeros, strict=True) if not zero]
-        kinds = [*_find_const_kinds(self._rewriter.rule, program, consts), *self._kinds, *tangents]
-        return self._rewriter.rewrite(program, kinds, self._context, wanted).program, consts, out_zeros
+def _rewrite_primal_of_jvp(rewriter: Rewriter, context: Context, traced: Any, *zeros: bool) -> tuple[Any, Any, Any]:
+    """Rewrites the equations of a JVP rule that do not depend on a tangent."""
+    program, consts, out_zeros = traced.call_wrapped(*zeros)
+    tangents = program.invars[len(program.invars) - zeros.count(False) :]
+    primals, linear = _split_dependent(program, tangents)
+    new = _rewrite_as_traced(rewriter, primals, context)
+    return _append_equations(new, primals.outvars, linear, program), consts, out_zeros
 
 
-class _ForwardInside:
-    """Stands for the forward pass of an equation: the traced one, rewritten inside."""
-
-    def __init__(self, rewriter: RewritesBodies, eqn: JaxprEqn, context: Context):
-        self._rewriter, self._traced, self._context = rewriter, eqn.params["fwd_jaxpr_thunk"], context
-        self.debug_info = self._traced.debug_info
-
-    def call_wrapped(self, *nonzeros: bool) -> tuple[Any, Any]:
-        program, consts = self._traced.call_wrapped(*nonzeros)
-        return _rewrite_inside(self._rewriter, program, self._context), consts
-
-
-class _JvpInside:
-    """Stands for the JVP rule of an equation: the traced one, with what no tangent enters rewritten inside."""
-
-    def __init__(self, rewriter: RewritesBodies, eqn: JaxprEqn, context: Context):
-        self._rewriter, self._traced, self._context = rewriter, eqn.params["jvp_jaxpr_fun"], context
-        self.debug_info = self._traced.debug_info
-
-    def call_wrapped(self, *zeros: bool) -> tuple[Any, Any, Any]:
-        program, consts, out_zeros = self._traced.call_wrapped(*zeros)
-        tangents = program.invars[len(program.invars) - zeros.count(False) :]
-        primals, linear = _split_dependent(program, tangents)
-        new = _rewrite_inside(self._rewriter, primals, self._context)
-        return _append_equations(new, primals.outvars, linear, program), consts, out_zeros
-
-
-def _rewrite_inside(rewriter: RewritesBodies, program: Jaxpr, context: Context) -> Any:
-    """Rewrites a program whose arguments and results keep their dtypes."""
+def _rewrite_as_traced(rewriter: Rewriter, program: Jaxpr, context: Context) -> Any:
+    """Rewrites a jaxpr whose inputs and outputs keep their dtypes."""
     kinds = [rewriter.rule.argument(float_dtype(var)) for var in program.invars]
     return rewriter.rewrite(program, kinds, context, [float_dtype(atom) for atom in program.outvars]).program
 
 
 def _split_dependent(program: Jaxpr, variables: Sequence[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """Splits off the equations that depend on certain variables.
-
-    Returns:
-      A program of the other equations, which makes what these need, and the equations that depend on the variables.
-    """
+    """Splits off the equations that depend on `variables`. The remaining jaxpr returns the values they read."""
     reached, apart, others, made = set(variables), [], [], set()
     for eqn in program.eqns:
         if reached.isdisjoint(list_variables(eqn.invars)):
@@ -135,7 +295,7 @@ def _split_dependent(program: Jaxpr, variables: Sequence[Var]) -> tuple[Jaxpr, l
 
 
 def _append_equations(first: Jaxpr, outvars: Sequence[Atom], equations: Sequence[JaxprEqn], whole: Jaxpr) -> Jaxpr:
-    """A program and then equations that read its results as `outvars`; arguments and results are as in `whole`."""
+    """Appends equations that read the outputs of `first` as `outvars`, with the inputs and outputs of `whole`."""
     made = dict(zip(outvars, first.outvars, strict=True))
 
     def rename(atoms: Sequence[Atom]) -> list[Atom]:
@@ -145,244 +305,14 @@ def _append_equations(first: Jaxpr, outvars: Sequence[Atom], equations: Sequence
     return whole.replace(eqns=[*first.eqns, *rest], outvars=rename(whole.outvars), debug_info=whole.debug_info)
 
 
-def _find_const_kinds(rule: Rule, program: Jaxpr, consts: Sequence[Any]) -> list[Kind]:
-    """The kinds of constants that are passed as leading arguments, as from JAX 0.11 on."""
-    detached = program.invars[: len(consts)] if not program.constvars else []
-    return [rule.argument(float_dtype(var)) for var in detached]
+Writer = Callable[[Rewriter, JaxprEqn, list[Value], JaxprBuilder, Context], list[Value] | None]
 
-
-def _make_call_writer(parameter: str) -> Writer:
-    """Writes an equation that runs the body in a parameter once, with the equation's values as arguments."""
-
-    def write_call(
-        rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
-    ) -> list[Value]:
-        inner = rewriter.rewrite(eqn.params[parameter], _list_kinds(values), context)
-        return body.append(eqn, _list_atoms(values), inner.kinds, {**eqn.params, parameter: inner.program})
-
-    return write_call
-
-
-def _write_scan(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
-) -> list[Value]:
-    program = eqn.params["jaxpr"]
-    consts, carried = scan_parts(eqn, values)
-    kinds = _list_kinds(values)
-    end = consts + carried
-    others = [None] * (len(eqn.outvars) - carried)
-
-    # The carry first: one turn for a guess of its kinds tells what comes back, until that is what went in.
-    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
-        arguments = [*kinds[:consts], *carry, *kinds[end:]]
-        return rewriter.rewrite(program, arguments, context, [*_list_dtypes(carry), *others]).made
-
-    kinds[consts:end] = _settle_carry(rewriter, program, kinds[consts:end], consts, turn)
-    # Then the body once more, with a carry that comes back in the dtypes that it goes in.
-    inner = rewriter.rewrite(program, kinds, context, [*_list_dtypes(kinds[consts:end]), *others])
-    stacked = tuple(rewriter.rule.stacked(eqn, inner.kinds[carried:], context))
-    if stacked != inner.kinds[carried:]:
-        inner = rewriter.rewrite(program, kinds, context, _list_dtypes([*kinds[consts:end], *stacked]))
-    results = (*kinds[consts:end], *stacked)
-    return body.append(eqn, body.cast_values(values, kinds, eqn), results, {**eqn.params, "jaxpr": inner.program})
-
-
-def _write_while(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
-) -> list[Value]:
-    params, program = eqn.params, eqn.params["body_jaxpr"]
-    first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    kinds = _list_kinds(values)
-
-    def turn(carry: Sequence[Kind]) -> Sequence[Kind]:
-        return rewriter.rewrite(program, [*kinds[first:start], *carry], context, _list_dtypes(carry)).made
-
-    kinds[start:] = _settle_carry(rewriter, program, kinds[start:], start - first, turn)
-    inner = rewriter.rewrite(program, kinds[first:], context, _list_dtypes(kinds[start:]))
-    test = rewriter.rewrite(params["cond_jaxpr"], [*kinds[:first], *kinds[start:]], context)
-    changed = {**params, "body_jaxpr": inner.program, "cond_jaxpr": test.program}
-    return body.append(eqn, body.cast_values(values, kinds, eqn), kinds[start:], changed)
-
-
-def _write_cond(
-    rewriter: RewritesBodies, eqn: JaxprEqn, values: list[Value], body: Body, context: Context
-) -> list[Value]:
-    branches, kinds = eqn.params["branches"], _list_kinds(values)[1:]
-    # Each branch by itself tells what it makes; then all of them make what that is together.
-    taken = [rewriter.rewrite(branch, kinds, context).kinds for branch in branches]
-    joined = [rewriter.rule.join(kinds) for kinds in zip(*taken, strict=True)]
-    inner = [rewriter.rewrite(branch, kinds, context, _list_dtypes(joined)).program for branch in branches]
-    return body.append(eqn, _list_atoms(values), joined, {**eqn.params, "branches": tuple(inner)})
-
-
-def _settle_carry(
-    rewriter: RewritesBodies,
-    program: Program,
-    kinds: Sequence[Kind],
-    consts: int,
-    turn: Callable[[Sequence[Kind]], Sequence[Kind]],
-) -> list[Kind]:
-    """Finds the kinds of a carry that come back as they went in.
-
-    Args:
-      rewriter: it has the rule.
-      program: the body of the loop.
-      kinds: the kinds of what the loop starts with.
-      consts: how many arguments of the body stand before the carry.
-      turn: gives the kinds after one turn of the loop, for those before it.
-    """
-    accumulators = rewriter.rule.accumulators(body_of(program), range(consts, consts + len(kinds)))
-    carry = [rewriter.rule.accumulated(kind) if i in accumulators else kind for i, kind in enumerate(kinds)]
-    while True:
-        after = turn(carry)[: len(carry)]
-        joined = [rewriter.rule.join(pair) for pair in zip(carry, after, strict=True)]
-        if joined == carry:
-            return carry
-        carry = joined
-
-
-def _list_kinds(values: Sequence[Value]) -> list[Kind]:
-    return [value.kind for value in values]
-
-
-def _list_atoms(values: Sequence[Value]) -> list[Atom]:
-    return [value.atom for value in values]
-
-
-def _list_dtypes(kinds: Sequence[Kind]) -> list[np.dtype | None]:
-    return [kind.dtype for kind in kinds]
-
-
-CONTROL_FLOW: Mapping[str, Writer] = {
-    "jit": _make_call_writer("jaxpr"),
-    "closed_call": _make_call_writer("call_jaxpr"),
-    "eval_jaxpr": _make_call_writer("call_jaxpr"),  # as `closed_call` is named from JAX 0.12 on
-    "remat2": _make_call_writer("jaxpr"),
-    "shard_map": _make_call_writer("jaxpr"),
+WRITERS: Mapping[str, Writer] = {
+    **dict.fromkeys(CALLED, _write_call),
     "scan": _write_scan,
     "while": _write_while,
     "cond": _write_cond,
+    "custom_jvp_call": _write_custom_jvp,
+    "custom_vjp_call": _write_custom_vjp,
 }
-"""How each equation with programs of its own is written."""
-
-
-WRITERS = {**CONTROL_FLOW, "custom_jvp_call": write_custom_jvp, "custom_vjp_call": write_custom_vjp}
-"""How the equations are written that run programs: what the rule says of these is asked for inside."""
-
-
-class Rewriter:
-    """Rewrites programs by a rule.
-
-    Args:
-      rule: says what becomes of each equation. `Rule` names what one must have.
-
-    >>> import jax.numpy as jnp
-    >>> class Cosine(Rule):  # puts a cosine where a sine was, and copies all else
-    ...     cosine = jax.make_jaxpr(jnp.cos)(1.0).eqns[0]
-    ...     def contexts(self, outer, program):
-    ...         return [outer] * len(program.eqns)
-    ...     def equation(self, eqn, values, body, context):
-    ...         if eqn.primitive.name == "sin":
-    ...             eqn = eqn.replace(primitive=self.cosine.primitive, params=self.cosine.params)
-    ...         return body.append(eqn, [v.atom for v in values], [Kind(float_dtype(var)) for var in eqn.outvars])
-    ...     def argument(self, dtype): return Kind(dtype)
-    ...     def literal(self, literal): return Kind(float_dtype(literal))
-    ...     def join(self, kinds): return kinds[0]
-    ...     def accumulated(self, kind): return kind
-    ...     def opens(self, eqn, context): return True
-    ...     def opens_inside(self, eqn, context): return True
-    >>> program = jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2))(1.0)
-    >>> rewritten = Rewriter(Cosine()).rewrite(program, [Kind(np.dtype("float32"))], None)
-    >>> [eqn.primitive.name for eqn in rewritten.program.eqns[0].params["jaxpr"].eqns]
-    ['cos', 'mul']
-    """
-
-    def __init__(self, rule: Rule):
-        self.rule = rule
-
-    def rewrite(
-        self,
-        program: Program,
-        kinds: Sequence[Kind],
-        context: Context,
-        out_dtypes: Sequence[np.dtype | None] | None = None,
-    ) -> Rewritten:
-        """Rewrites a program for arguments of the given kinds.
-
-        Args:
-          program: a `Jaxpr` or `ClosedJaxpr`.
-          kinds: one for each of its arguments.
-          context: the context of the equation that runs it.
-          out_dtypes: the dtypes that its results must have; `None` where they may be what they become.
-
-        Returns:
-          The program and the kinds of its results. The same object for the same arguments, so that JAX, too, traces
-          and compiles one body once.
-        """
-        wanted = None if out_dtypes is None else tuple(out_dtypes)
-        key = (self.rule, tuple(kinds), context, wanted)
-        found = self.rule.rewritten.setdefault(program, {})
-        if key not in found:
-            found[key] = self._rewrite(program, kinds, context, wanted)
-        return found[key]
-
-    def _rewrite(
-        self, program: Program, kinds: Sequence[Kind], context: Context, out_dtypes: tuple[np.dtype | None, ...] | None
-    ) -> Rewritten:
-        old = body_of(program)
-        rule, body = self.rule, Body()
-
-        # What stands for each variable of the old program, first its arguments and the constants.
-        arguments = [_make_argument(var, kind) for var, kind in zip(old.invars, kinds, strict=True)]
-        environment: dict[Atom, Value] = dict(zip(old.invars, arguments, strict=True))
-        for var in old.constvars:
-            environment[var] = Value(var, rule.argument(float_dtype(var)))
-
-        def read_atom(atom: Atom) -> Value:
-            return Value(atom, rule.literal(atom)) if isinstance(atom, Literal) else environment[atom]
-
-        # Then each equation in order, or several at once where the rule knows what they are together.
-        done, contexts = 0, rule.contexts(context, old)
-        for i, eqn in enumerate(old.eqns):
-            if i < done:
-                continue
-            several = rule.together(old, i, read_atom, body, contexts)
-            count, results = several or (1, self._write(eqn, [*map(read_atom, eqn.invars)], body, contexts[i]))
-            done = i + count
-            environment.update(zip(old.eqns[done - 1].outvars, results, strict=True))
-
-        # Results leave in the dtypes that were asked for: a loop needs its carry back as it was.
-        results = made = [read_atom(atom) for atom in old.outvars]
-        if out_dtypes is not None:
-            end = old.eqns[-1] if old.eqns else _NOWHERE
-            results = [
-                _cast_result(result, dtype, body, end) for result, dtype in zip(results, out_dtypes, strict=True)
-            ]
-        invars, outvars = [argument.atom for argument in arguments], [result.atom for result in results]
-        new = replace_body(program, invars, body.equations, outvars)
-        return Rewritten(new, tuple(result.kind for result in results), tuple(result.kind for result in made))
-
-    def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-        write = WRITERS.get(eqn.primitive.name)
-        results = None
-        if write is not None:
-            results = write(self, eqn, self.rule.entering(eqn, values, body, context), body, context)
-        return self.rule.equation(eqn, values, body, context) if results is None else results
-
-
-with without_mesh():  # a user may import this file in one
-    _NOWHERE = jax.make_jaxpr(lambda x: x + x)(1.0).eqns[0].replace(source_info=source_info_util.new_source_info())
-"""An equation in whose place casts of results are written where a program has none."""
-
-
-def _make_argument(var: Var, kind: Kind) -> Value:
-    aval: Any = var.aval
-    if kind.dtype is None or aval.dtype == kind.dtype:
-        return Value(var, kind)
-    return Value(type(var)(aval.update(dtype=kind.dtype)), kind)
-
-
-def _cast_result(value: Value, dtype: np.dtype | None, body: Body, eqn: JaxprEqn) -> Value:
-    if dtype is None or value.kind.dtype is None or value.kind.dtype == dtype:
-        return value
-    return Value(body.cast(value.atom, dtype, eqn), value.kind._replace(dtype=dtype))
+"""How each equation with sub-jaxprs is written. A writer that returns None leaves the equation to the rule."""

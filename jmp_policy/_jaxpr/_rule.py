@@ -1,75 +1,52 @@
-"""What a rule says about a program, what it knows of values, and what it writes to."""
+"""The interface of a rewriting rule, the values that it sees, and the builder that collects its equations."""
 
 import abc
 import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 
-from ._program import Atom, Program
+from ._program import Atom
 
 Context = Any
-"""What a rule knows of the place of an equation; hashable."""
+"""A rule's description of the place of an equation; hashable."""
 
 
-class Kind(NamedTuple):
-    """What the rewriting of a body may depend on: each body is rewritten once for each combination of kinds.
+class AbstractValue(NamedTuple):
+    """A rule's knowledge of a value. A jaxpr is rewritten once per combination of these.
 
     Attributes:
-      dtype: the dtype that the value has in the new program; `None` if that is not a real floating one.
-      mark: whatever the rule remembers of it.
-
-    >>> Kind(np.dtype("float16"), "rounded").mark
-    'rounded'
+      dtype: the dtype of the value in the new jaxpr; None unless it is a real floating dtype.
+      state: any hashable object of the rule.
     """
 
     dtype: Any
-    mark: Any = None
+    state: Any = None
 
 
 class Value(NamedTuple):
-    """A value of the new program.
-
-    Attributes:
-      atom: its variable, or the literal.
-      kind: its kind.
-
-    >>> variable = jax.make_jaxpr(lambda x: x)(1.0).jaxpr.invars[0]
-    >>> Value(variable, Kind(variable.aval.dtype)).kind.dtype
-    dtype('float32')
-    """
+    """A variable or literal of the new jaxpr, and the rule's knowledge of it."""
 
     atom: Atom
-    kind: Kind
+    kind: AbstractValue
 
 
-class Body:
-    """The equations of a new program, in order.
-
-    Attributes:
-      equations: those written so far.
-    """
+class JaxprBuilder:
+    """Collects the equations of a new jaxpr, in order."""
 
     def __init__(self) -> None:
         self.equations: list[JaxprEqn] = []
         self._casts: dict[tuple[Atom, np.dtype], Atom] = {}
 
     def append(
-        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[Kind], params: dict[str, Any] | None = None
+        self, eqn: JaxprEqn, atoms: Sequence[Atom], kinds: Sequence[AbstractValue], params: dict[str, Any] | None = None
     ) -> list[Value]:
-        """Writes an equation, and returns its results.
-
-        Args:
-          eqn: the equation as it was traced; what the other arguments do not say stays.
-          atoms: what the new one reads.
-          kinds: the kinds of its results.
-          params: its parameters, if they are others.
-        """
+        """Appends `eqn` with other operands, output dtypes and, optionally, parameters. Returns its outputs."""
         outvars = [_change_dtype(var, kind.dtype) for var, kind in zip(eqn.outvars, kinds, strict=True)]
         if params is None and _are_same(atoms, eqn.invars) and _are_same(outvars, eqn.outvars):
             self.equations.append(eqn)
@@ -79,7 +56,7 @@ class Body:
         return [Value(var, kind) for var, kind in zip(outvars, kinds, strict=True)]
 
     def cast(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
-        """Casts a floating value for use in `eqn`; the cast takes the source line of that equation."""
+        """Casts a floating value for use in `eqn`. The cast has the source line of `eqn`."""
         aval: Any = atom.aval
         if aval.dtype == dtype:
             return atom
@@ -87,14 +64,14 @@ class Body:
             return Literal(np.asarray(atom.val).astype(dtype), _change_aval(aval, dtype))
         template = _trace_conversion(dtype)
         out = Var(_change_aval(aval, dtype))
-        params = {**template.params, "weak_type": aval.weak_type}  # as traced: Python's numbers promote nothing
+        params = {**template.params, "weak_type": aval.weak_type}  # so that a Python scalar stays weak
         self.equations.append(
             new_jaxpr_eqn([atom], [out], template.primitive, params, template.effects, eqn.source_info, eqn.ctx)
         )
         return out
 
     def cast_once(self, atom: Atom, dtype: np.dtype, eqn: JaxprEqn) -> Atom:
-        """As `cast`, but a second call for the same value finds the first cast."""
+        """Like `cast`, but returns the first cast again for the same value and dtype."""
         if isinstance(atom, Literal):
             return self.cast(atom, dtype, eqn)
         key = atom, dtype
@@ -102,8 +79,8 @@ class Body:
             self._casts[key] = self.cast(atom, dtype, eqn)
         return self._casts[key]
 
-    def cast_values(self, values: Sequence[Value], kinds: Sequence[Kind], eqn: JaxprEqn) -> list[Atom]:
-        """Casts each value to the dtype of a kind, if that has one, for use in `eqn`."""
+    def cast_values(self, values: Sequence[Value], kinds: Sequence[AbstractValue], eqn: JaxprEqn) -> list[Atom]:
+        """Casts each value to the dtype of its new kind, if that has one."""
         return [
             value.atom if kind.dtype is None else self.cast(value.atom, kind.dtype, eqn)
             for value, kind in zip(values, kinds, strict=True)
@@ -114,141 +91,75 @@ _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDict
 
 
 class Rule(abc.ABC):
-    """Says what becomes of each equation. Rules are hashable, and equal ones share the bodies they have rewritten.
+    """Decides how each equation is rewritten. Rules are hashable, and equal rules share rewritten jaxprs.
 
     Attributes:
-      rewritten: rewritten programs, by old program and then by rule, kinds, context and wanted dtypes. A rule that
-        refers to objects which must not live as long as the programs needs a mapping of its own.
-
-    >>> import jax.numpy as jnp
-    >>> class Narrow(Rule):  # runs all operations in float16; `Rewriter` has what becomes of a program
-    ...     half = Kind(np.dtype("float16"))
-    ...     def contexts(self, outer, program):
-    ...         return [outer] * len(program.eqns)
-    ...     def equation(self, eqn, values, body, context):
-    ...         atoms = [body.cast(value.atom, self.half.dtype, eqn) for value in values]
-    ...         return body.append(eqn, atoms, [self.half] * len(eqn.outvars))
-    ...     def argument(self, dtype): return Kind(dtype)
-    ...     def literal(self, literal): return Kind(literal.aval.dtype)
-    ...     def join(self, kinds): return kinds[0]
-    ...     def accumulated(self, kind): return kind
-    ...     def opens(self, eqn, context): return True
-    ...     def opens_inside(self, eqn, context): return True
-    >>> eqn = jax.make_jaxpr(jnp.sin)(1.0).eqns[0]
-    >>> values = [Value(eqn.invars[0], Narrow().argument(np.dtype("float32")))]
-    >>> [result.kind.dtype for result in Narrow().equation(eqn, values, Body(), None)]
-    [dtype('float16')]
+      rewritten: the rewritten jaxprs by original jaxpr. A rule that refers to objects that must be freed before the
+        jaxprs needs a mapping of its own.
     """
 
     rewritten: MutableMapping[Any, dict[Any, Any]] = _REWRITTEN
 
     @abc.abstractmethod
     def contexts(self, outer: Context, program: Jaxpr) -> Sequence[Context]:
-        """What is known of the place of each equation of a body that was entered with the context `outer`."""
+        """Returns the context of each equation of a jaxpr that is run by an equation with the context `outer`."""
 
     @abc.abstractmethod
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-        """Writes what becomes of an equation without a body of its own, and returns its results."""
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        """Writes an equation that has no sub-jaxpr, and returns its outputs."""
 
-    def together(
-        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[Context]
+    def fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[Context]
     ) -> tuple[int, list[Value]] | None:
-        """Writes several equations as one, if the rule knows what they are together.
+        """Writes the equations from number `start` on as one equation, if the rule has one for them.
 
-        Args:
-          program: the program that is rewritten.
-          start: the number of the first of the equations.
-          read: what stands for a variable or literal of the program, before the first of the equations.
-          body: where the one equation goes.
-          contexts: the contexts of all equations of the program.
-
-        Returns:
-          How many equations they were, and the results of the last: no later equation may use another result.
+        `read` returns the new value of an atom of `program`. Returns the number of equations and the outputs of the
+        last one. No later equation may use another output of them.
         """
         del program, start, read, body, contexts
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Context) -> list[Value]:
-        """What the bodies of an equation are given: the values that it reads, or casts of them."""
+    def cast_operands(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Context) -> list[Value]:
+        """Returns the operands of an equation with sub-jaxprs, or casts of them."""
         del eqn, body, context
         return values
 
     @abc.abstractmethod
-    def argument(self, dtype: np.dtype | None) -> Kind:
-        """The kind of an argument or constant that is as it was traced."""
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
+        """Returns the kind of an argument or constant in the dtype that it was traced in."""
 
     @abc.abstractmethod
-    def literal(self, literal: Literal) -> Kind:
-        """The kind of a literal."""
+    def literal(self, literal: Literal) -> AbstractValue:
+        """Returns the kind of a literal."""
 
     @abc.abstractmethod
-    def join(self, kinds: Sequence[Kind]) -> Kind:
-        """The kind of a value that is now one and now another: of branches, or around a loop."""
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
+        """Returns the kind of a value that may have any of some kinds: of several branches, or around a loop."""
 
     def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
-        """Which values of the carry of a loop accumulate, by their positions in it.
-
-        Args:
-          program: the body of the loop.
-          carry: which of its arguments are the carry.
-        """
+        """Returns the positions in the carry of the values that a loop accumulates; `carry` numbers its arguments."""
         del program, carry
         return frozenset()
 
     @abc.abstractmethod
-    def accumulated(self, kind: Kind) -> Kind:
-        """The kind of a value of the carry of a loop that accumulates, where it starts with `kind`."""
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
+        """Returns the kind in which to carry an accumulator whose initial value has the kind `kind`."""
 
-    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: Context) -> Sequence[Kind]:
-        """The kinds in which a loop stacks what each of its turns makes, where its body makes it as `kinds`."""
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: Context) -> Sequence[AbstractValue]:
+        """Returns the kinds in which a scan stacks its outputs, given those that its sub-jaxpr computes."""
         del eqn, context
         return kinds
 
     @abc.abstractmethod
-    def opens(self, eqn: JaxprEqn, context: Context) -> bool:
-        """Whether a function with custom derivatives is rewritten inside, its derivative too."""
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Context) -> bool:
+        """True if a custom-derivative function and its derivative are both rewritten."""
 
     @abc.abstractmethod
-    def opens_inside(self, eqn: JaxprEqn, context: Context) -> bool:
-        """Whether a function with custom derivatives is rewritten inside, where its derivative stays."""
-
-
-class Rewritten(NamedTuple):
-    """A program that was rewritten.
-
-    Attributes:
-      program: the new program, of the class of the old one.
-      kinds: the kinds of its results.
-      made: the same before its results were cast to the dtypes that were asked for.
-    """
-
-    program: Any
-    kinds: tuple[Kind, ...]
-    made: tuple[Kind, ...]
-
-
-class RewritesBodies(Protocol):
-    """What equations with programs of their own are written with: `Rewriter` is one."""
-
-    rule: Rule
-
-    def rewrite(
-        self,
-        program: Program,
-        kinds: Sequence[Kind],
-        context: Context,
-        out_dtypes: Sequence[np.dtype | None] | None = None,
-    ) -> Rewritten:
-        """Rewrites a program for arguments of the given kinds, as `Rewriter.rewrite` does."""
-        ...
-
-
-Writer = Callable[[RewritesBodies, JaxprEqn, list[Value], Body, Context], list[Value] | None]
-"""Writes an equation that runs programs, given what it reads, and returns its results; `None` leaves it to the rule."""
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: Context) -> bool:
+        """True if a custom-derivative function is rewritten, but not its derivative."""
 
 
 @functools.cache
 def _trace_conversion(dtype: np.dtype) -> JaxprEqn:
-    """An equation that converts to `dtype`, as JAX would trace it."""
     source = np.float32 if dtype != np.float32 else np.float16
     return jax.make_jaxpr(lambda x: lax.convert_element_type(x, dtype))(source(0)).eqns[0]
 
@@ -258,10 +169,9 @@ def _change_dtype(var: Var, dtype: np.dtype | None) -> Var:
     return var if dtype is None or aval.dtype == dtype else type(var)(_change_aval(aval, dtype))
 
 
-# Making an abstract value takes ten times as long as finding it; a program has few that differ.
+# A jaxpr has few distinct avals, and `update` takes ten times as long as this look-up.
 @functools.lru_cache
 def _change_aval(aval: Any, dtype: np.dtype) -> Any:
-    """The abstract value of an array in another dtype."""
     return aval.update(dtype=dtype)
 
 

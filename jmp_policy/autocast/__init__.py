@@ -1,4 +1,4 @@
-"""Mixed precision for any JAX function, operation by operation."""
+"""Mixed precision for any JAX function, per operation."""
 
 import typing as _typing
 
@@ -7,5 +7,5 @@ from ._autocast import autocast as autocast
 
 if _typing.TYPE_CHECKING:
     from ._rewrite import AutocastRules as AutocastRules
-else:  # loads the tables of operations only when they are used
+else:  # loads the tables when they are first used
     __getattr__, __dir__ = _load_lazily(__name__, {"_rewrite": "AutocastRules"}, globals())

@@ -1,4 +1,4 @@
-"""What `autocast` makes of a function."""
+"""Wraps a function for `autocast`: traces it, rewrites its jaxpr and runs it."""
 
 import functools
 import weakref
@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from .._base import TRACING, Args, Kwargs, PyTree, describe, did_you_mean, meet_reduce_dtype, warn_user
 from .._jaxpr import (
     AUTOCAST,
-    Kind,
+    AbstractValue,
     Register,
     Rewriter,
     explain_tracing,
@@ -25,7 +25,6 @@ from .._jaxpr import (
 )
 from ..modules import (
     NO_TARGET,
-    Adapter,
     NoContext,
     cast_result,
     find_adapter,
@@ -39,11 +38,10 @@ from ..policy import Policy, PolicyMap, PolicySpec
 from ._rewrite import (
     COMPUTE_DTYPES,
     AutocastRules,
-    Casting,
     CastingRule,
-    Colour,
+    CastState,
     EquationPlace,
-    Mark,
+    Level,
     Scopes,
     check_policy,
     explain_unused_functions,
@@ -55,38 +53,39 @@ CUSTOM_RULES = ("opaque", "inside")
 
 
 def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rules: str) -> Any:
-    """Makes the function that stands for `fun`, or a decorator, as `autocast` says."""
+    """Returns the wrapped `fun`, or a decorator."""
     if custom_rules not in CUSTOM_RULES:
         raise ValueError(
             f"Unknown custom_rules {custom_rules!r}. {did_you_mean(custom_rules, CUSTOM_RULES)} "
             "For example: custom_rules='inside'."
         )
-    moved = AutocastRules() if rules is None else rules
-    if not isinstance(moved, AutocastRules):
+    rules = AutocastRules() if rules is None else rules
+    if not isinstance(rules, AutocastRules):
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
     refuse_device("autocast", fun)
     target, captured = parse_target(fun, policy, "autocast")
     check_policy(captured)
-    if target is NO_TARGET:
-        attached: Any = NoContext(lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast")
-    else:
-        attached = _wrap_function(target, captured, moved, custom_rules)
-    if policy is None and target is fun and rules is None:
+    wrap = functools.partial(_wrap_function, policy=captured, rules=rules, custom_rules=custom_rules)
+    attached: Any = NoContext(wrap, "autocast") if target is NO_TARGET else wrap(target)
+    if policy is None and target is fun and rules == AutocastRules():
         _warn_of_float32(captured)
     return attached
 
 
 def _warn_of_float32(default: Policy | PolicyMap) -> None:
-    """Warns where no policy was given and the default one, which is float32 until somebody sets it, casts nothing."""
-    policies = [root_policy(default), *(rule.policy for rule in getattr(default, "rules", ()))]
-    if all(policy.compute_dtype == np.float32 for policy in policies):
+    """Warns if no policy was given and the default policy computes in float32 only."""
+    if all(policy.compute_dtype == np.float32 for policy in _list_policies(default)):
         warn_user(
-            "autocast was given no policy, and computes in float32 as the default one says: nothing runs in half. "
-            "For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
-            "autocast(loss_fn, 'float32') if that is meant."
+            "autocast was given no policy, and computes in float32 as the default policy says: nothing runs in half "
+            "precision. For example: autocast(loss_fn, 'params=float32,compute=bfloat16,output=none'), or "
+            "autocast(loss_fn, 'float32') to keep float32."
         )
+
+
+def _list_policies(policy: Policy | PolicyMap) -> list[Policy]:
+    return [root_policy(policy), *(rule.policy for rule in getattr(policy, "rules", ()))]
 
 
 def _wrap_function(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str) -> Any:
@@ -94,35 +93,26 @@ def _wrap_function(fun: Any, policy: Policy | PolicyMap, rules: AutocastRules, c
         return type(fun)(_wrap_function(fun.__func__, policy, rules, custom_rules))
     adapter = find_adapter(fun)
     if adapter is not None or isinstance(fun, type) or not callable(fun):
-        raise TypeError(f"autocast takes a function, got {describe(fun)}. {_show_example(adapter)}")
+        example = "autocast(loss_fn, 'mixed_bfloat16')" if adapter is None else adapter.autocast_example
+        hint = "" if adapter is None else "Pass a function that calls the module. "
+        raise TypeError(f"autocast takes a function, got {describe(fun)}. {hint}For example: {example}.")
     return _Autocast(fun, policy, rules, custom_rules).wrap()
 
 
-def _show_example(adapter: Adapter | None) -> str:
-    if adapter is None:
-        return "For example: autocast(loss_fn, 'mixed_bfloat16')."
-    return f"Give it one that calls the module. For example: {adapter.autocast_example}."
-
-
 class _Autocast:
-    """A function, and all that is the same in each of its calls."""
+    """A function with its policy and rules."""
 
     def __init__(self, fun: Callable[..., Any], policy: Policy | PolicyMap, rules: AutocastRules, custom_rules: str):
-        self._fun = fun
-        self._policy = policy
-        self._rules = rules
-        self._custom_rules = custom_rules
+        self._fun, self._policy, self._rules, self._custom_rules = fun, policy, rules, custom_rules
         self._register = Register() if has_scopes(policy, rules) else None
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
     def wrap(self) -> Callable[..., Any]:
-        """Makes the function that stands for the one that was given."""
-
         @functools.wraps(self._fun)
         def call_autocast(*args: Any, **kwargs: Any) -> Any:
-            for met in (root_policy(self._policy), *(rule.policy for rule in getattr(self._policy, "rules", ()))):
-                meet_reduce_dtype(met.reduce_dtype)
-            # What the function may write to has to be among its arguments.
+            for each in _list_policies(self._policy):
+                meet_reduce_dtype(each.reduce_dtype)
+            # A partial or bound method may hold an nnx object, which the function can update only as an argument.
             fun, args, kwargs = open_partials(self._fun, args, kwargs)
             policy = resolve_policy(root_policy(self._policy), (args, kwargs))
             trace_and_run = functools.partial(self._trace_and_run, policy)
@@ -131,7 +121,7 @@ class _Autocast:
         return call_autocast
 
     def _make_traceable(self, fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-        """Makes the function that is traced: its result is checked and cast, and its modules are entered."""
+        """Checks and casts the output, and registers the modules that are called."""
 
         def call_and_check(*args: Any, **kwargs: Any) -> Any:
             with matmul_precision(policy), explain_tracing(), note_casting():
@@ -142,13 +132,12 @@ class _Autocast:
         return call_and_check if self._register is None else self._register.watch(call_and_check)
 
     def _trace_and_run(self, policy: Policy, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Traces, rewrites and runs."""
-        # The modules are entered while their methods are traced, so the rules by scope come after that.
+        # The trace registers the modules that the rules by scope need.
         with TRACING(self._register and self._register.token):
             traced = trace(fun, args, kwargs)
         old = traced.program
-        # What enters and what leaves keeps the dtypes that the function was traced with.
-        kinds = [Kind(float_dtype(var), Mark(Colour.TRACED)) for var in old.jaxpr.invars]
+        # Inputs and outputs keep the dtypes that the function was traced with.
+        kinds = [AbstractValue(float_dtype(var), CastState(Level.TRACED)) for var in old.jaxpr.invars]
         wanted = [float_dtype(var) for var in old.jaxpr.outvars]
         new = Rewriter(self._make_rule(policy, old)).rewrite(old, kinds, EquationPlace(), wanted).program
         with jax.named_scope(AUTOCAST):
@@ -163,12 +152,12 @@ class _Autocast:
         for message in unused:
             warn_user(message)
         compute_dtype: Any = policy.compute_dtype if policy.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-        rule = CastingRule(Casting(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype))
-        if scopes is not None:  # it knows the modules that the function called, which may be freed with that
+        rule = CastingRule(compute_dtype, self._rules, self._custom_rules, scopes, policy.accumulate_dtype)
+        if scopes is not None:  # refers to modules, which may be freed with the function
             rule.rewritten = self._rewritten
         return rule
 
-    def __reduce__(self) -> tuple:  # what it remembers is of this process
+    def __reduce__(self) -> tuple:  # without the caches
         return _Autocast, (self._fun, self._policy, self._rules, self._custom_rules)
 
 
@@ -178,6 +167,6 @@ def _check_result(fun: Callable[..., Any], out: PyTree) -> None:
             where = jax.tree_util.keystr(path)
             raise TypeError(
                 f"{getattr(fun, '__qualname__', fun)} returned {leaf!r}, a {type(leaf).__name__}"
-                f"{where and f', at {where} of its result'}; what autocast runs returns trees of arrays. "
+                f"{where and f', at {where} of its result'}; autocast needs a tree of arrays. "
                 "For example: return loss, {'accuracy': accuracy}."
             )

@@ -29,7 +29,9 @@ def test_a_linen_module_is_told_of_apply(target):
 
 @pytest.mark.slow
 def test_an_nnx_module_is_told_of_functions_that_take_it():
-    with pytest.raises(TypeError, match=r"Linear\)\. Give it one .*: autocast\(lambda model, x: model\(x\), 'mixed_"):
+    with pytest.raises(
+        TypeError, match=r"Linear\)\. Pass a function .*: autocast\(lambda model, x: model\(x\), 'mixed_"
+    ):
         autocast(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
 
 
@@ -45,7 +47,7 @@ def test_an_impossible_compute_dtype_is_refused(policy):
 
 def test_a_quantized_policy_is_refused():
     message = (
-        r"^autocast quantizes no weights, as the policy 'int8_from_mixed_bfloat16'{} says\. Give that one to a Flax "
+        r"^autocast does not quantize weights, as the policy 'int8_from_mixed_bfloat16'{} says\. Use it for a Flax "
         r"module, with_policy\(model, 'int8_from_mixed_bfloat16'\), or write 'mixed_bfloat16'\.$"
     )
     with pytest.raises(ValueError, match=message.format("")):
@@ -58,7 +60,7 @@ def test_a_quantized_policy_is_refused():
 
 def test_a_policy_of_float8_is_refused():
     message = (
-        "autocast multiplies nothing in 8 bits, as the policy 'float8_from_mixed_bfloat16' says. Give that one to a "
+        "autocast does not run matmuls in 8 bits, as the policy 'float8_from_mixed_bfloat16' says. Use it for a "
         "Flax module, with_policy(model, 'float8_from_mixed_bfloat16'), or write 'mixed_bfloat16'."
     )
     with raises(ValueError, message):
@@ -83,7 +85,7 @@ def test_rules_of_another_type_are_refused():
 @pytest.mark.parametrize(
     ("fun", "text"),
     [
-        (lambda x: "text", "<lambda> returned 'text', a str; what autocast runs returns trees of arrays."),
+        (lambda x: "text", "<lambda> returned 'text', a str; autocast needs a tree of arrays."),
         (lambda x: {"a": [x, abs]}, "returned <built-in function abs>, a builtin_function_or_method, at ['a'][1]"),
         (lambda x: (y for y in x), "returned a generator, and would run when its policy holds no more."),
     ],
@@ -98,7 +100,7 @@ def test_a_result_that_is_no_array_is_named(fun, text):
     ("name", "nearest"), [("ex", "Did you mean 'exp'?"), ("zzz", "None is like it."), (3, "None is like it.")]
 )
 def test_an_unknown_primitive_is_named_with_the_nearest(name, nearest):
-    text = f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. {nearest}"
+    text = f"{name!r}, in primitives of AutocastRules, is not a primitive of the tables. {nearest}"
     with raises(ValueError, text):
         AutocastRules(primitives={name: "low"})
 
@@ -110,7 +112,7 @@ def test_an_unknown_class_of_a_primitive_is_refused():
 
 @pytest.mark.parametrize("name", [3, "my softmax", "jax..nn", ""])
 def test_what_cannot_be_the_name_of_a_function_is_refused(name):
-    with raises(ValueError, f"{name!r}, in functions of AutocastRules, is no name of a function. For example: "):
+    with raises(ValueError, f"{name!r}, in functions of AutocastRules, is not the name of a function. For example: "):
         AutocastRules(functions={name: "full"})
 
 
@@ -131,9 +133,11 @@ def test_an_unknown_treatment_is_refused():
 
 
 def test_what_holds_for_a_scope_is_a_policy_or_a_treatment():
-    with pytest.raises(ValueError, match=r"It stands for 'a' in scopes of AutocastRules, as may 'full', 'narrow'"):
+    with pytest.raises(
+        ValueError, match=r"It is the value for 'a' in scopes of AutocastRules, which may also be 'full', 'narrow'"
+    ):
         AutocastRules(scopes={"a": "narow"})
-    with pytest.raises(ValueError, match=r"^PolicyMap.* for 'a' in backward of AutocastRules is no policy"):
+    with pytest.raises(ValueError, match=r"^PolicyMap.* for 'a' in backward of AutocastRules is not a policy"):
         AutocastRules(backward={"a": PolicyMap({"b": "float32"}, "float32")})
 
 

@@ -93,7 +93,7 @@ def test_a_primitive_of_the_users_own_can_be_named():
 
 
 def test_a_function_that_is_never_called_is_warned_of():
-    with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing: no operation is of a function"):
+    with pytest.warns(UserWarning, match=r"^function rule 'my_sotfmax' decides nothing: no operation is in a function"):
         dtypes(jax.jit(lambda x: my_softmax(x @ x)), AutocastRules(functions={"my_sotfmax": "full"}))
 
 

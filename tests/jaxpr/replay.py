@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jmp_policy._jaxpr import bodies_of, float_dtype
+from jmp_policy._jaxpr import float_dtype, sub_jaxprs
 from jmp_policy._jaxpr._program import body_of, list_live, scan_parts
 
 
@@ -51,7 +51,7 @@ def _call(eqn, operands, notes, turns):
 
 def _scan(eqn, operands, notes, turns):
     program, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts, carried = scan_parts(eqn, operands)
+    consts, carried = scan_parts(eqn)
     carry, xs = operands[consts : consts + carried], operands[consts + carried :]
     ys: list[Any] = [None] * length
     for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -79,7 +79,7 @@ def _while(eqn, operands, notes, turns):
 def _cond(eqn, operands, notes, turns):
     branches = eqn.params["branches"]
     if eqn.params.get("branches_platforms") is not None:
-        chosen = next(i for i, body in enumerate(bodies_of(eqn)) if body.trips)
+        chosen = next(i for i, body in enumerate(sub_jaxprs(eqn)) if body.trips)
     else:
         chosen = int(np.clip(int(operands[0]), 0, len(branches) - 1))
     return _run(branches[chosen], operands[1:], notes, turns)

@@ -18,7 +18,7 @@ from test_rewriter import Copying
 from test_transparency import BFLOAT16, assert_near
 from zoo import ZOO
 
-from jmp_policy._jaxpr import Kind, Rewriter, float_dtype, run, trace
+from jmp_policy._jaxpr import AbstractValue, Rewriter, float_dtype, run, trace
 from jmp_policy.autocast import autocast
 
 X, W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4), jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
@@ -59,7 +59,7 @@ def copied(fun):
 
     def run_copy(*args):
         traced = trace(fun, args, {})
-        kinds = [Kind(float_dtype(var)) for var in traced.program.jaxpr.invars]
+        kinds = [AbstractValue(float_dtype(var)) for var in traced.program.jaxpr.invars]
         return run(traced, Rewriter(Copying()).rewrite(traced.program, kinds, None).program)
 
     return run_copy
@@ -141,7 +141,7 @@ def test_programs_are_forgotten_with_what_was_made_of_them():
     program = jax.make_jaxpr(lambda x: layer(x, W))(X)
     kept = weakref.ref(program)
     autocast(jaxpr_as_fun(program), BFLOAT16)(X)
-    Rewriter(Copying()).rewrite(program, [Kind(X.dtype)], None)
+    Rewriter(Copying()).rewrite(program, [AbstractValue(X.dtype)], None)
     del program
     jax.clear_caches()
     gc.collect()

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from programs import program_text
 from zoo import ZOO
 
-from jmp_policy._jaxpr import Kind, Rewriter, Rule, float_dtype, is_float, trace
+from jmp_policy._jaxpr import AbstractValue, Rewriter, Rule, float_dtype, is_float, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +23,15 @@ class Copying(Rule):
         return [outer] * len(program.eqns)
 
     def equation(self, eqn, values, body, context):
-        return body.append(eqn, [value.atom for value in values], [Kind(float_dtype(var)) for var in eqn.outvars])
+        return body.append(
+            eqn, [value.atom for value in values], [AbstractValue(float_dtype(var)) for var in eqn.outvars]
+        )
 
     def argument(self, dtype):
-        return Kind(dtype)
+        return AbstractValue(dtype)
 
     def literal(self, literal):
-        return Kind(float_dtype(literal))
+        return AbstractValue(float_dtype(literal))
 
     def join(self, kinds):
         return kinds[0]
@@ -37,10 +39,10 @@ class Copying(Rule):
     def accumulated(self, kind):
         return kind
 
-    def opens(self, eqn, context):
+    def rewrites_custom_rule(self, eqn, context):
         return True
 
-    def opens_inside(self, eqn, context):
+    def rewrites_primal_only(self, eqn, context):
         return True
 
 
@@ -77,9 +79,9 @@ class Narrowing(Copying):
 
     def equation(self, eqn, values, body, context):
         narrow = eqn.primitive.name == "sin" or any(value.kind.dtype == np.float16 for value in values)
-        kind = Kind(np.dtype(np.float16 if narrow else np.float32))
+        kind = AbstractValue(np.dtype(np.float16 if narrow else np.float32))
         atoms = [body.cast(v.atom, kind.dtype, eqn) if v.kind.dtype is not None else v.atom for v in values]
-        return body.append(eqn, atoms, [kind if is_float(var) else Kind(None) for var in eqn.outvars])
+        return body.append(eqn, atoms, [kind if is_float(var) else AbstractValue(None) for var in eqn.outvars])
 
     def join(self, kinds):
         return max(kinds, key=lambda kind: 0 if kind.dtype is None else kind.dtype.itemsize)
@@ -104,7 +106,7 @@ def test_a_rule_that_copies_gives_the_same_program(name):
     animal = ZOO[name]
     with animal.context():
         program = trace(animal.fun, animal.args, {}).program
-        kinds = [Kind(float_dtype(var)) for var in program.jaxpr.invars]
+        kinds = [AbstractValue(float_dtype(var)) for var in program.jaxpr.invars]
         copy = Rewriter(Copying()).rewrite(program, kinds, None)
         assert str(copy.program) == str(program)
         assert [kind.dtype for kind in copy.kinds] == [float_dtype(atom) for atom in program.jaxpr.outvars]
@@ -112,7 +114,7 @@ def test_a_rule_that_copies_gives_the_same_program(name):
 
 def test_equations_that_do_not_change_are_the_same_objects():
     program = trace(lambda x: jnp.exp(x) + 1, (X,), {}).program
-    copy = Rewriter(Copying()).rewrite(program, [Kind(np.dtype(np.float32))], None).program
+    copy = Rewriter(Copying()).rewrite(program, [AbstractValue(np.dtype(np.float32))], None).program
     assert all(a is b for a, b in zip(copy.eqns, program.eqns, strict=True))
 
 
@@ -183,7 +185,7 @@ def test_branches_give_what_they_have_in_common():
 
 def test_equal_rules_share_what_they_rewrote():
     program = trace(jnp.sin, (X,), {}).program
-    kinds = [Kind(np.dtype(np.float32))]
+    kinds = [AbstractValue(np.dtype(np.float32))]
     one, other = (Rewriter(Turning()).rewrite(program, kinds, None).program for _ in range(2))
     assert one is other
     assert Rewriter(Copying()).rewrite(program, kinds, None).program is not one
@@ -192,7 +194,7 @@ def test_equal_rules_share_what_they_rewrote():
 def test_results_are_cast_to_the_dtypes_that_are_wanted():
     program = trace(lambda x: (jnp.sin(x), 1.0, x), (X,), {}).program
     half = np.dtype(np.float16)
-    new = Rewriter(Copying()).rewrite(program, [Kind(np.dtype(np.float32))], None, [half, half, None])
+    new = Rewriter(Copying()).rewrite(program, [AbstractValue(np.dtype(np.float32))], None, [half, half, None])
     assert [float_dtype(atom) for atom in new.program.jaxpr.outvars] == [half, half, np.float32]
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from meshes import make_mesh
 
-from jmp_policy._jaxpr import bodies_of, walk
+from jmp_policy._jaxpr import sub_jaxprs, walk
 
 X = jnp.ones((4, 4))
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -89,6 +89,6 @@ def test_dead_code_is_passed_over_if_asked():
 
 def test_kernel_and_reduction_have_no_bodies_to_look_into():
     scatter = jax.make_jaxpr(lambda x: x.at[0].add(1.0))(X)
-    assert all(bodies_of(eqn) == [] for eqn in scatter.eqns if eqn.primitive.name.startswith("scatter"))
+    assert all(sub_jaxprs(eqn) == [] for eqn in scatter.eqns if eqn.primitive.name.startswith("scatter"))
     [reduce] = steps(lambda x: lax.reduce(x, 0.0, lambda x, y: x * y + 1, (0,)), X)
     assert reduce.name == "reduce"

@@ -1,6 +1,6 @@
 """Rewrites each operation in its precision, with the tables of operations."""
 
-from ._casting import Casting as Casting, CastingRule as CastingRule
+from ._casting import CastingRule as CastingRule
 from ._place import (
     COMPUTE_DTYPES as COMPUTE_DTYPES,
     EquationPlace as EquationPlace,
@@ -10,7 +10,7 @@ from ._place import (
     explain_unused_functions as explain_unused_functions,
     root_policy as root_policy,
 )
-from ._precision import Colour as Colour, Mark as Mark
+from ._precision import CastState as CastState, Level as Level
 from ._rules import AutocastRules as AutocastRules, has_scopes as has_scopes
 from ._tables import (
     CLEAR as CLEAR,

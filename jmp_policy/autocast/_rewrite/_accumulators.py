@@ -1,50 +1,40 @@
-"""Which values a loop accumulates: each new value is the old one plus, times or blended with something.
+"""Finds the carried values that a loop accumulates: the new value is the old one plus, times or blended with something.
 
 Rounded to half precision in each iteration, such a value stalls (512 + 1 is 512 in bfloat16), drifts, or never
-converges. So a loop carries it in float32, whatever else reads it.
+converges. So a loop carries it in float32.
 
-What is only moved, as in a cache or a shift register, does not accumulate, and neither does a carry that reaches its
-next value through a matmul or an activation that saturates alone, as that of a simple recurrent cell.
+A value that is only moved, as in a cache or shift register, does not accumulate. Neither does one that reaches its next
+value only through a matmul or a saturating activation, as in a simple recurrent cell.
 """
 
 import collections
-import weakref
 from collections.abc import Mapping
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ..._jaxpr import Atom, Inside, bodies_of, float_dtype, list_variables, multiplies_only
+from ..._jaxpr import Atom, SubJaxpr, float_dtype, list_variables, multiplies_only, remember_by_jaxpr, sub_jaxprs
 from ._dataflow import PASSING
 from ._precision import is_applied_to_each
 from ._tables import INFER
 
 Sources = frozenset[tuple[int, bool]]
-"""The carried values that a value is made of, each with whether arithmetic, and not only moves, made it of them."""
+"""The carried values that a value depends on, each with True if it does through arithmetic, not only moves."""
 
 _NONE: Sources = frozenset()
 
 _PASSING = PASSING - {"sign", "one_minus_square"} | {"scatter-add", "scatter-sub", "scatter-mul"}
 _ARITHMETIC = (PASSING & set(INFER)) | {"scatter-add", "scatter-sub", "scatter-mul", "dot_general"}
 
-_FOUND: weakref.WeakKeyDictionary[Jaxpr, dict[range, frozenset[int]]] = weakref.WeakKeyDictionary()
 
-
+@remember_by_jaxpr
 def find_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Finds the values of a carry that accumulate, by their positions in it.
-
-    Args:
-      program: the body of the loop, whose first results are the next carry.
-      carry: which of its arguments are the carry.
-    """
-    found = _FOUND.setdefault(program, {})
-    if carry not in found:
-        found[carry] = _find_float32_accumulators(program, carry) | _find_plain_sums(program, carry)
-    return found[carry]
+    """Finds the positions in the carry of accumulated values; `carry` numbers the carried arguments of `program`."""
+    return _find_float32_accumulators(program, carry) | _find_plain_sums(program, carry)
 
 
 def _find_float32_accumulators(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Those that the author made float32: they lie on a cycle, from iteration to iteration, with arithmetic on it."""
+    """Finds float32 values that depend on themselves, over one or more iterations, through arithmetic."""
     variables = [program.invars[i] for i in carry]
     sources: dict[Atom, Sources] = {var: frozenset([(i, False)]) for i, var in enumerate(variables) if _is_float32(var)}
     made = _spread_sources(program, sources)
@@ -69,12 +59,12 @@ def _find_reached(start: int, links: Mapping[int, set[int]]) -> set[int]:
 
 
 def _spread_sources(program: Jaxpr, sources: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
-    """The sources of all values of a program, where those of some arguments are given."""
+    """Finds the sources of all values of a jaxpr, given the sources of some arguments."""
     found: dict[Atom, Sources] = dict(sources)
     for eqn in program.eqns:
         if found.keys().isdisjoint(list_variables(eqn.invars)):
             continue
-        for inside in bodies_of(eqn):
+        for inside in sub_jaxprs(eqn):
             for var, leaving in _spread_inside(inside, found).items():
                 found[var] = found.get(var, _NONE) | leaving
         if eqn.primitive.name in _PASSING or multiplies_only(eqn):
@@ -83,7 +73,7 @@ def _spread_sources(program: Jaxpr, sources: Mapping[Atom, Sources]) -> dict[Ato
 
 
 def _pass_sources(eqn: JaxprEqn, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
-    """The sources of the results of an equation that moves numbers or calculates with them."""
+    """Finds the sources of the outputs of an equation that moves elements or computes with them."""
     read = [_find_sources(atom, found) for atom in eqn.invars]
     joined = _NONE.union(*read)
     if eqn.primitive.name in _ARITHMETIC:
@@ -92,18 +82,18 @@ def _pass_sources(eqn: JaxprEqn, found: Mapping[Atom, Sources]) -> dict[Atom, So
     return {var: own for var, own in zip(eqn.outvars, each, strict=True) if own and _is_float32(var)}
 
 
-def _spread_inside(inside: Inside, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
-    """The sources of what leaves a program that an equation runs; what goes around a loop is one value."""
-    entering = {inner: _find_sources(outer, found) for outer, inner in inside.entering if _is_float32(inner)}
+def _spread_inside(inside: SubJaxpr, found: Mapping[Atom, Sources]) -> dict[Atom, Sources]:
+    """Finds the sources of the outputs of a sub-jaxpr, over all iterations of a loop."""
+    entering = {inner: _find_sources(outer, found) for outer, inner in inside.inputs if _is_float32(inner)}
     while True:
         made = _spread_sources(inside.program, {var: own for var, own in entering.items() if own})
         again = dict(entering)
-        for i in inside.carry if inside.leaving else ():
+        for i in inside.carry if inside.outputs else ():
             inner, result = inside.program.invars[i], inside.program.outvars[i - inside.carry.start]
             if inner in entering:
                 again[inner] |= _find_sources(result, made)
         if again == entering:
-            return {outer: own for inner, outer in inside.leaving if (own := _find_sources(inner, made))}
+            return {outer: own for inner, outer in inside.outputs if (own := _find_sources(inner, made))}
         entering = again
 
 
@@ -116,7 +106,7 @@ def _is_float32(atom: Atom) -> bool:
 
 
 def _find_plain_sums(program: Jaxpr, carry: range) -> frozenset[int]:
-    """Those that are only added to, once in each iteration: sums, whatever their dtype, are sums in float32."""
+    """Finds values of any dtype that one addition per iteration updates, and nothing else reads."""
     carried = {program.invars[number]: i for i, number in enumerate(carry)}
     read = [*(atom for eqn in program.eqns for atom in eqn.invars), *program.outvars]
     uses = collections.Counter(list_variables(read))

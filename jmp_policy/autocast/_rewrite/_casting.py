@@ -1,11 +1,12 @@
-"""The casting rule: how each operation is written in its precision, by the colours of the values that reach it."""
+"""Rewrites each equation in its precision, given the levels of its operands."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..._base import at_least_float32
-from ..._jaxpr import Atom, Body, Kind, Program, Rewriter, Rule, Value, body_of, float_dtype, is_float
+from ..._jaxpr import AbstractValue, Atom, JaxprBuilder, Rewriter, Rule, Value, body_of, float_dtype, is_float
 from ._accumulators import find_accumulators
 from ._dataflow import is_gradient_sum, is_steep_in
 from ._place import COMPUTE_DTYPES, EquationPlace, PlaceFinder, Scope, Scopes, find_functions, find_sums_dtype
 from ._precision import (
     PRODUCTS,
-    Colour,
-    Mark,
+    CastState,
+    Level,
     PrecisionFinder,
     as_low,
+    cast_value,
     clamp_masks,
     find_numbers,
     is_applied_to_each,
@@ -30,7 +32,7 @@ from ._precision import (
     is_exact,
     is_stored,
     is_sum,
-    join_marks,
+    join_states,
     keeps_sums,
     round_sum,
     write_product,
@@ -40,11 +42,12 @@ from ._rules import AutocastRules
 from ._tables import Precision
 
 _FLOAT32 = np.dtype(np.float32)
-_TRACED, _LOW, _SUM, _FULL = (Mark(colour) for colour in Colour)
+_TRACED, _LOW, _SUM, _FULL = (CastState(level) for level in Level)
 
 
-class Casting(NamedTuple):
-    """All that decides about an operation."""
+@dataclasses.dataclass(unsafe_hash=True)
+class CastingRule(Rule):
+    """The rule of autocast. Its fields decide how each operation runs."""
 
     compute_dtype: np.dtype
     rules: AutocastRules
@@ -52,341 +55,315 @@ class Casting(NamedTuple):
     scopes: Scopes | None = None
     accumulate_dtype: np.dtype | None = None
 
-
-class CastingRule(Rule):
-    """Autocast as a rule of the interpreter."""
-
-    def __init__(self, casting: Casting):
-        self._casting = casting
-        self._compute = casting.compute_dtype
-        self._sums = find_sums_dtype(casting.accumulate_dtype, casting.compute_dtype)
-        self._precisions = PrecisionFinder(casting.rules.primitives, casting.compute_dtype)
-        self._places = PlaceFinder(find_functions(casting.rules.functions), casting.scopes, self._may_have_sums())
+    def __post_init__(self) -> None:
+        self._sums = find_sums_dtype(self.accumulate_dtype, self.compute_dtype)
+        self._precisions = PrecisionFinder(self.rules.primitives, self.compute_dtype)
+        may_have_sums = self._sums is not None or (self.scopes is not None and self.scopes.accumulates)
+        self._places = PlaceFinder(find_functions(self.rules.functions), self.scopes, may_have_sums)
         self._in_scopes: dict[tuple[np.dtype, np.dtype | None], CastingRule] = {}
-        self._largest = float(jnp.finfo(self._compute).max)
-
-    def _may_have_sums(self) -> bool:
-        return self._sums is not None or (self._casting.scopes is not None and self._casting.scopes.accumulates)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CastingRule) and self._casting == other._casting
-
-    def __hash__(self) -> int:
-        return hash(self._casting)
 
     def contexts(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
         return self._places.find(outer, program)
 
-    def argument(self, dtype: np.dtype | None) -> Kind:
-        return Kind(dtype, _TRACED)
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
+        return AbstractValue(dtype, _TRACED)
 
-    def literal(self, literal: Literal) -> Kind:
+    def literal(self, literal: Literal) -> AbstractValue:
         is_number = np.ndim(literal.val) == 0 and (is_float(literal) or isinstance(literal.val, int | np.integer))
-        return Kind(float_dtype(literal), _TRACED._replace(numbers=(float(literal.val),)) if is_number else _TRACED)
+        numbers = (float(literal.val),) if is_number else ()
+        return AbstractValue(float_dtype(literal), _TRACED._replace(numbers=numbers))
 
-    def join(self, kinds: Sequence[Kind]) -> Kind:
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         first = kinds[0]
         if all(kind == first for kind in kinds):
             return first
         if first.dtype not in COMPUTE_DTYPES:
-            return Kind(first.dtype, _TRACED)
-        mark = join_marks(kinds)
-        if mark.colour is Colour.SUM and any(kind.dtype != _FLOAT32 for kind in kinds):
-            mark = mark._replace(colour=Colour.LOW)
-        low_dtypes = {kind.dtype for kind in kinds if kind.mark.colour is Colour.LOW}
-        if mark.colour is Colour.LOW and len(low_dtypes) == 1:  # of a scope, maybe, with another compute dtype
-            return Kind(low_dtypes.pop(), mark)
-        return Kind(first.dtype if mark.colour is Colour.TRACED else self._dtype_of(mark.colour), mark)
+            return AbstractValue(first.dtype, _TRACED)
+        state = join_states(kinds)
+        if state.level is Level.SUM and any(kind.dtype != _FLOAT32 for kind in kinds):
+            state = state._replace(level=Level.LOW)
+        low_dtypes = {kind.dtype for kind in kinds if kind.state.level is Level.LOW}
+        if state.level is Level.LOW and len(low_dtypes) == 1:  # may be another scope's compute dtype
+            return AbstractValue(low_dtypes.pop(), state)
+        return AbstractValue(first.dtype if state.level is Level.TRACED else self._dtype_of(state.level), state)
 
     def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
         return find_accumulators(program, carry)
 
-    def accumulated(self, kind: Kind) -> Kind:
-        return Kind(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
+        return AbstractValue(_FLOAT32, _FULL) if kind.dtype in COMPUTE_DTYPES else kind
 
-    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: EquationPlace) -> list[Kind]:
-        # What a loop keeps for its backward pass is as small as without an accumulate dtype.
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: EquationPlace) -> list[AbstractValue]:
+        # Residuals for the backward pass of a loop stay as small as without an accumulate dtype.
         numbered, dtype = enumerate(kinds, len(eqn.outvars) - len(kinds)), self._compute_dtype_in(context)
         return [as_low(kind, dtype) if i in context.saved else kind for i, kind in numbered]
 
-    def opens(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
         return _is_of_jax(eqn)
 
-    def opens_inside(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
-        return self._casting.custom_rules == "inside"
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: EquationPlace) -> bool:
+        return self.custom_rules == "inside"
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
-        if eqn.primitive.name == "remat2":  # which keeps what it is given
+    def cast_operands(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace
+    ) -> list[Value]:
+        if eqn.primitive.name == "remat2":  # whose inputs are kept for the backward pass
             values = [round_sum(value, self._compute_dtype_in(context), eqn, body) for value in values]
         if context.treatment not in ("full", "narrow"):
             return values
-        # Once, around the jitted parts of a loss or norm: cast inside of each, its gradients would be summed in half.
-        return [self._widen(value, eqn, body) if value.kind.dtype in COMPUTE_DTYPES else value for value in values]
+        # Cast once, outside the jitted parts of a loss or norm. Casts inside would sum the gradients in half precision.
+        return [self._upcast(value, eqn, body) for value in values]
 
-    def _widen(self, value: Value, eqn: JaxprEqn, body: Body) -> Value:
-        dtype, mark = value.kind
-        if dtype == _FLOAT32:
+    def _upcast(self, value: Value, eqn: JaxprEqn, body: JaxprBuilder) -> Value:
+        dtype, state = value.kind
+        if dtype == _FLOAT32 or dtype not in COMPUTE_DTYPES:
             return value
-        return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, mark._replace(colour=Colour.FULL)))
+        return cast_value(value, AbstractValue(_FLOAT32, state._replace(level=Level.FULL)), eqn, body)
 
-    def together(
+    def fuse(
         self,
         program: Jaxpr,
         start: int,
         read: Callable[[Atom], Value],
-        body: Body,
+        body: JaxprBuilder,
         contexts: Sequence[EquationPlace],
     ) -> tuple[int, list[Value]] | None:
         eqn, place = program.eqns[start], contexts[start]
-        # A gradient that leaves the backward pass is summed in float32, which only the equations behind it tell.
+        # A gradient that leaves the backward pass is summed in float32. Later equations show whether it leaves.
         if is_gradient_sum(program, start) and is_castable(eqn):
             results = self._write_full(eqn, [*map(read, eqn.invars)], body)
-            return 1, [self._remember_place(result, place) for result in results]
-        # Arithmetic that float32 reaches, on arrays in half, is computed again in the backward pass.
-        if eqn.primitive.name in KEEPING and self._is_widened(eqn, [*map(read, eqn.invars)], place):
+            return 1, [self._mark_place(result, place) for result in results]
+        # Float32 arithmetic on half-precision arrays is computed again in the backward pass.
+        if eqn.primitive.name in KEEPING and self._is_upcast(eqn, [*map(read, eqn.invars)], place):
             count = measure_run(program, start, contexts)
             write = functools.partial(self.equation, context=place)
-            read_low = lambda atom: round_sum(read(atom), self._compute, eqn, body)
+            read_low = lambda atom: round_sum(read(atom), self.compute_dtype, eqn, body)
             return count, write_again(program.eqns[start : start + count], read_low, body, write)
         is_softmax = eqn.primitive.name == SOFTMAX[0]
         return self._write_softmax(program, start, read(eqn.invars[0]), body, contexts) if is_softmax else None
 
-    def _is_widened(self, eqn: JaxprEqn, values: list[Value], place: EquationPlace) -> bool:
-        """Whether an equation by itself runs in float32 on an array in half, and keeps it for the backward pass."""
+    def _is_upcast(self, eqn: JaxprEqn, values: list[Value], place: EquationPlace) -> bool:
+        """True if an equation upcasts a half-precision operand, and would keep it in float32 for the backward pass."""
         if place.backward or place.scope is not None or place.treatment is not None or not is_castable(eqn):
             return False
-        kinds = [as_low(value.kind, self._compute) for value in values]
-        halves = [
-            _shape_of(value.atom)
-            for value, kind in zip(values, kinds, strict=True)
-            if kind.dtype == self._compute != _FLOAT32
-        ]
+        kinds = [as_low(value.kind, self.compute_dtype) for value in values]
+        pairs = zip(values, kinds, strict=True)
+        halves = [_shape_of(value.atom) for value, kind in pairs if kind.dtype == self.compute_dtype != _FLOAT32]
         if _shape_of(eqn.outvars[0]) not in halves:
             return False
-        colour = self._follow(eqn, values).mark.colour
+        level = self._follow(eqn, values).state.level
         precision = self._precisions.find(eqn, values, place)
-        if precision is Precision.FULL:  # which reads sums as they are
+        if precision is Precision.FULL:  # reads sums uncast
             return not any(is_sum(value.kind) for value in values)
-        return precision is Precision.INFER and colour is Colour.FULL
+        return precision is Precision.INFER and level is Level.FULL
 
     def _write_softmax(
-        self, program: Jaxpr, start: int, logits: Value, body: Body, contexts: Sequence[EquationPlace]
+        self, program: Jaxpr, start: int, logits: Value, body: JaxprBuilder, contexts: Sequence[EquationPlace]
     ) -> tuple[int, list[Value]] | None:
-        """Writes the softmax that begins at an equation as one operation, if one does and its result is to be half."""
+        """Writes the softmax that starts at an equation as one operation, if its output is in half precision."""
         place = contexts[start]
         if is_sum(logits.kind):
-            logits = self._arrive(logits, Precision.FULL, program.eqns[start], body, place, False)
+            logits = self._cast_at_boundary(logits, Precision.FULL, program.eqns[start], body, place, False)
         kind = as_low(logits.kind, self._compute_dtype_in(place))
         if kind.dtype == _FLOAT32 or not is_castable(program.eqns[start]):
             return None
         if place.function is None or place.function.name != "jax.nn.softmax" or place.treatment != "narrow":
             return None
         eqns = find_softmax(program, start)
-        if eqns is not None and contexts[start + len(eqns) - 1].steep:
+        if eqns is None or contexts[start + len(eqns) - 1].steep:
             return None
-        softmax = None if eqns is None else make_softmax(logits.kind.dtype, kind.dtype, eqns)
-        if eqns is None or softmax is None:
+        softmax = make_softmax(logits.kind.dtype, kind.dtype, eqns)
+        if softmax is None:
             return None
-        here = softmax.replace(
-            outvars=[Var(softmax.outvars[0].aval)], source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
-        )
+        last, outvars = eqns[-1], [Var(softmax.outvars[0].aval)]
+        here = softmax.replace(outvars=outvars, source_info=last.source_info, ctx=last.ctx)
         results = body.append(here, [logits.atom], [kind])
-        return len(eqns), [self._remember_place(result, place) for result in results]
+        return len(eqns), [self._mark_place(result, place) for result in results]
 
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: EquationPlace) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: EquationPlace) -> list[Value]:
         # A scope may have other dtypes, and another matmul precision.
         scope = context.scope
         rule = self if scope is None else self._find_rule_of(scope)
         if rule is not self:
             return rule.equation(eqn, values, body, context)
         eqn = eqn if scope is None else scope.set_precision(eqn)
-        # What the operation runs in, and what reaches it: a value may come from another place than this one.
         precision = self._precisions.find(eqn, values, context)
         values = [
-            self._arrive(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
+            self._cast_at_boundary(value, precision, eqn, body, context, bool(context.steep) or is_steep_in(eqn, i))
             for i, value in enumerate(values)
         ]
         if precision in _ROUNDING and not keeps_sums(eqn, values):
-            values = [round_sum(value, self._compute, eqn, body) for value in values]
-        # Then it is written: a cast as its author meant it, what treats each of several arrays alone as they are.
+            values = [round_sum(value, self.compute_dtype, eqn, body) for value in values]
         if eqn.primitive.name == "convert_element_type" and is_castable(eqn):
             results = self._write_conversion(eqn, values, body)
         elif precision in (Precision.INFER, Precision.CLEAR) and is_applied_to_each(eqn):
             results = body.append(eqn, [value.atom for value in values], [value.kind for value in values])
         else:
             results = _WRITERS[precision](self, eqn, values, body)
-        return [self._remember_place(result, context) for result in results]
+        return [self._mark_place(result, context) for result in results]
 
     def _find_rule_of(self, scope: Scope) -> CastingRule:
-        """This rule in a scope that computes, or accumulates, in another dtype."""
-        compute: Any = scope.compute_dtype or self._compute
-        accumulate = scope.accumulate_dtype or self._casting.accumulate_dtype
+        """Returns this rule with the compute and accumulate dtype of a scope."""
+        compute: Any = scope.compute_dtype or self.compute_dtype
+        accumulate = scope.accumulate_dtype or self.accumulate_dtype
         key = compute, find_sums_dtype(accumulate, compute)
-        if key == (self._compute, self._sums):
+        if key == (self.compute_dtype, self._sums):
             return self
         if key not in self._in_scopes:
-            self._in_scopes[key] = CastingRule(
-                self._casting._replace(compute_dtype=compute, accumulate_dtype=accumulate)
-            )
+            self._in_scopes[key] = dataclasses.replace(self, compute_dtype=compute, accumulate_dtype=accumulate)
             self._in_scopes[key].rewritten = self.rewritten
         return self._in_scopes[key]
 
     def _compute_dtype_in(self, place: EquationPlace) -> np.dtype:
-        return (place.scope and place.scope.compute_dtype) or self._compute
+        return (place.scope and place.scope.compute_dtype) or self.compute_dtype
 
-    def _arrive(
+    def _cast_at_boundary(
         self,
         value: Value,
         precision: Precision,
         eqn: JaxprEqn,
-        body: Body,
+        body: JaxprBuilder,
         place: EquationPlace,
         is_steep: bool,
     ) -> Value:
-        """A value as it is used in `place`, which may be another one than the place where it was made."""
-        dtype, mark = value.kind
+        """Casts a value that crosses a boundary: of the backward pass, a scope or a narrow function."""
+        dtype, state = value.kind
         if dtype not in COMPUTE_DTYPES:
             return value
-        if mark.backward and not place.backward:  # a gradient: what averages, clips and applies it does so in float32
-            return Value(body.cast_once(value.atom, _FLOAT32, eqn), Kind(_FLOAT32, _FULL))
-        # Out of a scope, in the output dtype of its rule.
-        output_dtype = None if mark.scope is None or place.is_inside(mark.scope) else mark.scope.output_dtype
+        if state.backward and not place.backward:  # a gradient, which is averaged, clipped and applied in float32
+            return cast_value(value, AbstractValue(_FLOAT32, _FULL), eqn, body)
+        output_dtype = None if state.scope is None or place.is_inside(state.scope) else state.scope.output_dtype
         if output_dtype in COMPUTE_DTYPES:
-            left_as = Kind(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
-            return Value(body.cast_once(value.atom, left_as.dtype, eqn), left_as)
-        # Out of a narrow function, in the compute dtype, unless what uses it needs float32.
+            kind = AbstractValue(output_dtype, _FULL if output_dtype == _FLOAT32 else _LOW)
+            return cast_value(value, kind, eqn, body)
+        # Outputs of a narrow function are cast down unless this operation needs float32.
         stays = is_steep or place.treatment == "narrow" or precision in (Precision.FULL, Precision.TRACED)
-        if mark.narrow and not stays:
-            return Value(body.cast_once(value.atom, self._compute, eqn), Kind(self._compute, _LOW))
+        if state.narrow and not stays:
+            return cast_value(value, AbstractValue(self.compute_dtype, _LOW), eqn, body)
         return value
 
-    def _remember_place(self, result: Value, place: EquationPlace) -> Value:
-        """A result whose mark says where it was made."""
-        dtype, mark = result.kind
+    def _mark_place(self, result: Value, place: EquationPlace) -> Value:
+        """Adds the place of an output to its state."""
+        dtype, state = result.kind
         if dtype is None:
             return result
-        narrow = mark.colour is Colour.FULL and place.treatment == "narrow"
+        narrow = state.level is Level.FULL and place.treatment == "narrow"
         scope = None if place.backward else place.scope
-        return result._replace(kind=Kind(dtype, mark._replace(narrow=narrow, backward=place.backward, scope=scope)))
+        kind = AbstractValue(dtype, state._replace(narrow=narrow, backward=place.backward, scope=scope))
+        return result._replace(kind=kind)
 
-    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_low(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         is_product = self._sums is not None and eqn.primitive.name in PRODUCTS
-        if not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars)):  # its author wrote it in half
-            is_as_here = all(float_dtype(atom) == self._compute for atom in (*eqn.invars, *eqn.outvars))
+        is_half = not any(dtype == _FLOAT32 for dtype in map(float_dtype, eqn.invars))
+        if is_half:  # as its author wrote it
+            is_as_here = all(float_dtype(atom) == self.compute_dtype for atom in (*eqn.invars, *eqn.outvars))
             if not is_product or not is_as_here:
                 return self._write_traced(eqn, values, body)
         if not is_product:
-            return self._write_in(Kind(self._compute, _LOW), eqn, values, body)
-        operands = [v.atom if is_stored(v) else self._cast(v, self._compute, body, eqn) for v in values]
-        return write_product(eqn, operands, Kind(self._sums, _SUM), self._compute, body)
+            return self._write_in(AbstractValue(self.compute_dtype, _LOW), eqn, values, body)
+        operands = [v.atom if is_stored(v) else self._cast(v, self.compute_dtype, body, eqn) for v in values]
+        return write_product(eqn, operands, AbstractValue(self._sums, _SUM), self.compute_dtype, body)
 
-    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        return self._write_in(Kind(_FLOAT32, _FULL), eqn, values, body)
+    def _write_full(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        return self._write_in(AbstractValue(_FLOAT32, _FULL), eqn, values, body)
 
-    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_wide(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         kind = self._follow(eqn, values)
-        results = self._write_in(Kind(_FLOAT32, kind.mark), eqn, values, body)
+        results = self._write_in(AbstractValue(_FLOAT32, kind.state), eqn, values, body)
         return [
             Value(body.cast(result.atom, kind.dtype, eqn), kind) if result.kind.dtype is not None else result
             for result in results
         ]
 
-    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_following(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         return self._write_in(self._follow(eqn, values), eqn, values, body)
 
-    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
+    def _write_comparison(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        dtypes = {kind.dtype for kind in floats if not is_exact(kind.mark.numbers, self._compute)}
-        return self._write_in(Kind(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
+        dtypes = {kind.dtype for kind in floats if not is_exact(kind.state.numbers, self.compute_dtype)}
+        return self._write_in(AbstractValue(dtypes.pop() if len(dtypes) == 1 else _FLOAT32, _TRACED), eqn, values, body)
 
-    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        atoms = [
-            value.atom if value.kind.dtype is None else self._cast(value, float_dtype(atom), body, eqn)
-            for value, atom in zip(values, eqn.invars, strict=True)
-        ]
+    def _write_traced(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        pairs = zip(values, eqn.invars, strict=True)
+        atoms = [self._cast(value, float_dtype(atom), body, eqn) for value, atom in pairs]
         floats = [value.kind for value in values if value.kind.dtype is not None]
-        # A result in its author's dtype has the colour of that dtype, if a value with a colour went in.
-        is_coloured = any(kind.mark.colour is not Colour.TRACED for kind in floats)
-        kinds = [
-            Kind(dtype, self._mark_of(dtype) if is_coloured else _TRACED) for dtype in map(float_dtype, eqn.outvars)
-        ]
-        return body.append(eqn, atoms, kinds)
+        # An output in the author's dtype has the level of that dtype, if an operand has a level.
+        has_level = any(kind.state.level is not Level.TRACED for kind in floats)
+        low = _LOW if self.compute_dtype != _FLOAT32 else _FULL
+        dtypes = [float_dtype(var) for var in eqn.outvars]
+        states = [_TRACED if not has_level else low if dtype == self.compute_dtype else _FULL for dtype in dtypes]
+        return body.append(eqn, atoms, [*map(AbstractValue, dtypes, states)])
 
-    def _mark_of(self, dtype: np.dtype | None) -> Mark:
-        return _LOW if dtype == self._compute != _FLOAT32 else _FULL
-
-    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        """A cast that the author wrote is respected; one that only makes a weak type strong is none."""
+    def _write_conversion(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        """Keeps a cast of the author, unless it only makes a weak type strong."""
         [value], target = values, eqn.params["new_dtype"]
         source, dtype = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
         if source is None or dtype is None:
             aval: Any = eqn.invars[0].aval
-            known = value.kind.mark.numbers if source is None and value.kind.mark is not None else ()
+            known = value.kind.state.numbers if source is None and value.kind.state is not None else ()
             numbers = (0.0, 1.0) if aval.dtype == bool else known
-            return body.append(eqn, [value.atom], [Kind(dtype, _TRACED._replace(numbers=numbers))])
+            return body.append(eqn, [value.atom], [AbstractValue(dtype, _TRACED._replace(numbers=numbers))])
         if target == source:
             return body.append(eqn, [value.atom], [value.kind]) if value.kind.dtype == target else [value]
-        mark = _FULL if target == _FLOAT32 else _LOW if target == self._compute else _TRACED
-        return body.append(eqn, [value.atom], [Kind(target, mark)])
+        state = _FULL if target == _FLOAT32 else _LOW if target == self.compute_dtype else _TRACED
+        return body.append(eqn, [value.atom], [AbstractValue(target, state)])
 
-    def _write_in(self, kind: Kind, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Value]:
-        """Writes an equation that runs in the dtype of `kind`; its floating results are of that kind."""
-        atoms = [
-            value.atom if value.kind.dtype is None else self._cast(value, kind.dtype, body, eqn) for value in values
-        ]
-        kinds = [kind if is_float(var) else Kind(None) for var in eqn.outvars]
+    def _write_in(self, kind: AbstractValue, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Value]:
+        """Writes an equation in the dtype of `kind`, which its floating outputs have."""
+        atoms = [self._cast(value, kind.dtype, body, eqn) for value in values]
+        kinds = [kind if is_float(var) else AbstractValue(None) for var in eqn.outvars]
         params = self._rewrite_operators(eqn.params, kind)
         preferred = eqn.params.get("preferred_element_type")
         if preferred is not None and preferred != kind.dtype:
             params = {**eqn.params, "preferred_element_type": kind.dtype}
         return body.append(eqn, atoms, kinds, params)
 
-    def _rewrite_operators(self, params: dict[str, Any], kind: Kind) -> dict[str, Any] | None:
-        """Rewrites the little programs that reductions, windows and scatters apply to pairs of numbers.
-
-        Returns:
-          The parameters of an equation that runs as `kind`; `None` if they are good as they are.
-        """
+    def _rewrite_operators(self, params: dict[str, Any], kind: AbstractValue) -> dict[str, Any] | None:
+        """Rewrites the jaxprs with which reductions, windows and scatters combine two elements."""
         programs = {name: value for name, value in params.items() if isinstance(value, (Jaxpr, ClosedJaxpr))}
-        if not any(_has_other_dtype(program, kind) for program in programs.values()):
+        arguments = [var for program in programs.values() for var in body_of(program).invars]
+        if not any(is_float(var) and float_dtype(var) != kind.dtype for var in arguments):
             return None
         changed = {}
         for name, program in programs.items():
             body = body_of(program)
-            kinds = [kind if is_float(var) else Kind(None) for var in body.invars]
+            kinds = [kind if is_float(var) else AbstractValue(None) for var in body.invars]
             wanted = [kind.dtype if is_float(atom) else None for atom in body.outvars]
             changed[name] = Rewriter(self).rewrite(program, kinds, EquationPlace(), wanted).program
         return params | changed
 
-    def _cast(self, value: Value, dtype: np.dtype, body: Body, eqn: JaxprEqn) -> Atom:
+    def _cast(self, value: Value, dtype: np.dtype, body: JaxprBuilder, eqn: JaxprEqn) -> Atom:
         atom, source = value.atom, value.kind.dtype
-        if source == dtype:
+        if source is None or source == dtype:
             return atom
-        if dtype == self._compute:  # of a mask that is added, half of it: with what it is added to, it overflows
-            largest = self._largest / 2 if eqn.primitive.name in ("add", "sub") else self._largest
-            atom = clamp_masks(atom, value.kind.mark.numbers, largest, eqn, body)
-        if at_least_float32(source) == source:  # narrowing, at each use: the gradients of a weight are summed wide
+        if (
+            dtype == self.compute_dtype
+        ):  # masks that are added are clamped to half the maximum, so that sums stay finite
+            largest = float(jnp.finfo(dtype).max) / (2 if eqn.primitive.name in ("add", "sub") else 1)
+            atom = clamp_masks(atom, value.kind.state.numbers, largest, eqn, body)
+        if at_least_float32(source) == source:  # cast down at each use, so that gradients of a weight sum in float32
             return body.cast(atom, dtype, eqn)
         return body.cast_once(atom, dtype, eqn)
 
-    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> Kind:
-        """The kind that follows of several: the greatest colour, and its dtype."""
+    def _follow(self, eqn: JaxprEqn, values: Sequence[Value]) -> AbstractValue:
+        """Returns the kind with the highest level of the operands, and its dtype."""
         kinds = [value.kind for value in values if value.kind.dtype is not None]
-        mark = join_marks(kinds)
-        if mark.colour is not Colour.TRACED:
-            return Kind(self._dtype_of(mark.colour), mark)
+        state = join_states(kinds)
+        if state.level is not Level.TRACED:
+            return AbstractValue(self._dtype_of(state.level), state)
         traced = (float_dtype(atom) for atom in (*eqn.outvars, *eqn.invars))
-        numbers = find_numbers(eqn, [kind.mark.numbers for kind in kinds])
-        return Kind(next((dtype for dtype in traced if dtype is not None), None), mark._replace(numbers=numbers))
+        numbers = find_numbers(eqn, [kind.state.numbers for kind in kinds])
+        dtype = next((dtype for dtype in traced if dtype is not None), None)
+        return AbstractValue(dtype, state._replace(numbers=numbers))
 
-    def _dtype_of(self, colour: Colour) -> np.dtype:
-        return _FLOAT32 if colour in (Colour.SUM, Colour.FULL) else self._compute
+    def _dtype_of(self, level: Level) -> np.dtype:
+        return _FLOAT32 if level in (Level.SUM, Level.FULL) else self.compute_dtype
 
 
 _ROUNDING = (Precision.LOW, Precision.INFER, Precision.CLEAR)
-"""What takes the sums of products in the compute dtype, unless it keeps them."""
+"""Precisions of operations that take matmul outputs in the compute dtype, unless `keeps_sums`."""
 
-_WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], Body], list[Value]]] = {
+_WRITERS: dict[Precision, Callable[[CastingRule, JaxprEqn, list[Value], JaxprBuilder], list[Value]]] = {
     Precision.LOW: CastingRule._write_low,
     Precision.FULL: CastingRule._write_full,
     Precision.WIDE: CastingRule._write_wide,
@@ -400,12 +377,8 @@ _JAX = os.path.dirname(jax.__file__)
 
 
 def _is_of_jax(eqn: JaxprEqn) -> bool:
-    """Whether JAX wrote the custom derivative: those rules are good for any dtype."""
+    """True if the custom derivative is part of JAX, and so works for any dtype."""
     return f" at {_JAX}{os.sep}" in eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info
-
-
-def _has_other_dtype(program: Program, kind: Kind) -> bool:
-    return any(is_float(var) and float_dtype(var) != kind.dtype for var in body_of(program).invars)
 
 
 def _shape_of(atom: Atom) -> tuple[int, ...]:

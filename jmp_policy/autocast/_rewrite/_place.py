@@ -1,4 +1,4 @@
-"""The scope and the place of each equation, which decide about it beside its inputs."""
+"""The scope of each equation and its place: function, module, forward or backward pass."""
 
 import contextlib
 import functools
@@ -22,27 +22,26 @@ from ._dataflow import NONE, find_logarithmic_results, find_saved_results, find_
 from ._tables import FUNCTIONS
 
 COMPUTE_DTYPES = frozenset(map(np.dtype, ("float32", "float16", jnp.bfloat16)))
-"""What autocast casts from and to; values of other dtypes stay as they were traced."""
+"""The dtypes that autocast casts from and to. Values of other dtypes stay as they were traced."""
 
 _SUMS = {None, np.dtype(np.float32)}
 
 TREATMENTS = ("full", "narrow", "infer", "low")
-"""How the operations of a function or scope may be treated together."""
 
 ScopeRow = tuple[Key, Policy | str]
-"""The key of a rule, and the policy or treatment that it gives to what the key covers."""
+"""The key of a rule, and its policy or treatment."""
 
 
 class Scope(NamedTuple):
-    """What holds for the operations of a scope.
+    """The settings for the operations of a scope. None means as in the rest of the function.
 
     Attributes:
-      compute_dtype: the dtype of its low operations; `None` as in the rest of the function.
-      treatment: how its operations are treated together; `None` for each by itself.
-      output_dtype: what its results are cast to where they are used outside; `None` leaves them.
-      accumulate_dtype: what its products hand over their sums in; `None` as in the rest.
-      precision: the matmul precision of its products, and what it stands instead of; `None` as in the rest.
-      path: where it begins, for an operation in it.
+      compute_dtype: the dtype of low operations.
+      treatment: one of `TREATMENTS`, for all operations together.
+      output_dtype: the dtype of outputs where they are used outside.
+      accumulate_dtype: the output dtype of matmuls.
+      precision: the matmul precision, and the default one that it replaces.
+      path: the outermost path that the rule covers.
     """
 
     compute_dtype: np.dtype | None = None
@@ -53,7 +52,7 @@ class Scope(NamedTuple):
     path: str = ""
 
     def set_precision(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation with the precision of the scope, unless its author wrote one."""
+        """Sets the matmul precision of an equation, unless its author wrote one."""
         if self.precision is None or "precision" not in eqn.params:
             return eqn
         new, instead_of = map(_trace_precision, self.precision)
@@ -61,16 +60,9 @@ class Scope(NamedTuple):
 
 
 class Scopes:
-    """All rules by scope, and the modules of the program they are for; equal ones share rewritten programs.
+    """All rules by scope, and the modules of the program. Equal objects share rewritten jaxprs.
 
-    Args:
-      policy: what the function was given.
-      rows: the user's rules by scope; a map's rules come after them.
-      backward_rows: the user's rules for backward passes.
-      modules: the modules of the program.
-
-    Attributes:
-      paths: the paths of equations.
+    The user's `rows` and `backward_rows` win over the rules of a map.
     """
 
     def __init__(
@@ -81,9 +73,9 @@ class Scopes:
         modules: Modules,
     ):
         self._key = policy, rows, backward_rows, modules
-        self._types = dict(modules.types)
-        root = root_policy(policy)
-        self._everywhere = _ScopeRules([*rows, *_list_rows(policy)], root)
+        self._types, root = dict(modules.types), root_policy(policy)
+        map_rows = [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
+        self._everywhere = _ScopeRules([*rows, *map_rows], root)
         self._backward = _ScopeRules(backward_rows, root)
         self.paths = ModulePaths(modules)
         self._found: dict[tuple[str, bool], Scope | None] = {}
@@ -96,12 +88,12 @@ class Scopes:
 
     @property
     def accumulates(self) -> bool:
-        """Whether products of a scope may hand over their sums in another dtype than they compute in."""
+        """True if matmuls of a scope may return another dtype than the compute dtype."""
         scopes = [scope for _, scope in (*self._everywhere.rows, *self._backward.rows)]
         return any(find_sums_dtype(scope.accumulate_dtype, scope.compute_dtype) is not None for scope in scopes)
 
     def find(self, path: str, backward: bool) -> Scope | None:
-        """What holds at a path, in the backward pass or not; `None` for what holds everywhere."""
+        """Finds the scope of a path, in the backward pass or not."""
         key = path, backward
         if key not in self._found:
             scope = self._backward.find(path, self._types) if backward else None
@@ -109,98 +101,76 @@ class Scopes:
         return self._found[key]
 
     def explain_unused(self, program: Jaxpr) -> list[str]:
-        """A sentence for each rule that decides for no equation of a program."""
+        """Returns a message for each rule that applies to no equation of a jaxpr."""
         stacks = {step.scope for step in walk(program)}
         paths = {self.paths.read_stack(stack) for stack in stacks}
         backward = {self.paths.read_stack(stack) for stack in stacks if is_backward(stack)}
-        found = self._everywhere.explain_unused({path: self._types.get(path) for path in sorted(paths)} | self._types)
+        types: Any = {path: self._types.get(path) for path in sorted(paths)} | self._types
+        found = self._everywhere.map.explain_unused(types)
         if self._backward.rows and not backward:
             return [*found, "the backward rules decide nothing: the function has no backward pass inside. " + _HINT]
-        return found + self._backward.explain_unused({path: self._types.get(path) for path in sorted(backward)})
+        types = {path: self._types.get(path) for path in sorted(backward)}
+        return found + self._backward.map.explain_unused(types)
 
 
 _HINT = "To reach the backward pass of a gradient taken outside, write autocast(grad(f)) instead of grad(autocast(f))."
 
 
 class _ScopeRules:
-    """Rules that say what holds in which scope: the first whose key covers a path, as in a `PolicyMap`.
-
-    Args:
-      rows: keys and what they stand for.
-      root: the policy of what none covers.
-
-    Attributes:
-      rows: the keys, and what they mean.
-    """
+    """Rules by scope. The first rule whose key covers a path applies, as in a `PolicyMap`."""
 
     def __init__(self, rows: Iterable[ScopeRow], root: Policy):
         self.rows = [(key, _make_scope(rule, root)) for key, rule in rows]
-        self._map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # the policies stand for nothing
+        self.map = PolicyMap([(key, "float32") for key, _ in self.rows], "float32")  # for its keys only
 
     def find(self, path: str, types: Mapping[str, type]) -> Scope | None:
-        """What the first rule that covers the path says; `None` if there is none."""
-        rule = self._map.match(path, types).rule
+        rule = self.map.match(path, types).rule
         if rule is None:
             return None
         begins = next(outer for outer in list_paths_to(path) if rule.matches(outer, types.get(outer)))
-        return self.rows[self._map.rules.index(rule)][1]._replace(path=begins)
-
-    def explain_unused(self, types: Mapping[str, type | None]) -> list[str]:
-        """A sentence for each rule that decides for none of these paths."""
-        return self._map.explain_unused(types)  # type: ignore[arg-type]
+        return self.rows[self.map.rules.index(rule)][1]._replace(path=begins)
 
 
 def _make_scope(rule: Policy | str, root: Policy) -> Scope:
-    """What a rule means for a scope of a function; where a policy computes in float32, everything inside does."""
+    """Makes the scope of a rule. With a policy that computes in float32, all operations run in float32."""
     if isinstance(rule, str):
         return Scope(treatment=rule)
     precision = None if rule.precision is None else (rule.precision, root.precision)
     if rule.compute_dtype == np.float32:
         return Scope(None, "full", rule.output_dtype, precision=precision)
-    accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # without one, in the scope, as without any
+    accumulate_dtype = rule.accumulate_dtype or rule.compute_dtype  # the compute dtype turns it off
     return Scope(rule.compute_dtype, None, rule.output_dtype, accumulate_dtype, precision)
 
 
-def _list_rows(policy: Policy | PolicyMap) -> list[ScopeRow]:
-    return [(rule.key, rule.policy) for rule in policy.rules] if isinstance(policy, PolicyMap) else []
-
-
 def find_sums_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> np.dtype | None:
-    """The dtype in which products hand over their sums; `None` where that is the compute dtype."""
-    if accumulate_dtype is None or compute_dtype is None:  # not by ==: NumPy has float64 equal None
+    """Returns the output dtype of matmuls, or None if it is the compute dtype."""
+    if accumulate_dtype is None or compute_dtype is None:  # np.dtype(float) == None is True
         return accumulate_dtype
     return None if accumulate_dtype == compute_dtype else accumulate_dtype
 
 
 def root_policy(policy: Policy | PolicyMap) -> Policy:
-    """The policy of what no scope covers."""
+    """Returns the policy, or the default policy of a map."""
     return policy[""] if isinstance(policy, PolicyMap) else policy
 
 
 def parse_scope_rule(spec: PolicySpec, where: str) -> Policy | str:
-    """Reads what is to hold for a scope: one of `TREATMENTS`, or anything that `get_policy` reads but for a map.
-
-    Raises:
-      ValueError: it is neither, or autocast cannot compute in its compute dtype.
-    """
+    """Reads the value of a rule by scope: one of `TREATMENTS`, or a policy. `where` is part of errors."""
     if isinstance(spec, str) and spec in TREATMENTS:
         return spec
     try:
         policy = get_policy(spec)
     except ValueError as error:
-        raise ValueError(f"{error} It stands {where}, as may {', '.join(map(repr, TREATMENTS))}.") from None
+        words = ", ".join(map(repr, TREATMENTS))
+        raise ValueError(f"{error} It is the value {where}, which may also be {words}.") from None
     if not isinstance(policy, Policy):
-        raise ValueError(f"{policy!r} {where} is no policy of one scope. For example: 'float32'.")
+        raise ValueError(f"{policy!r} {where} is not a policy of one scope. For example: 'float32'.")
     _check_policy(policy, where)
     return policy
 
 
 def check_policy(policy: Policy | PolicyMap) -> None:
-    """Checks that autocast can compute under a policy, or under each policy of a map.
-
-    Raises:
-      ValueError: autocast cannot compute in the compute dtype of one, or one is quantized.
-    """
+    """Raises a `ValueError` if autocast cannot compute under a policy, or under one of a map."""
     _check_policy(root_policy(policy))
     for rule in policy.rules if isinstance(policy, PolicyMap) else ():
         _check_policy(rule.policy, f"for the key {rule.key!r} of a PolicyMap")
@@ -220,40 +190,39 @@ def _check_policy(policy: Policy, where: str = "") -> None:
             f"{policy.name!r}{where and ' ' + where}. For example: {policy.replace(accumulate_dtype='float32').name!r}."
         )
     if policy.quantization is not None:
-        refused = "multiplies nothing in 8 bits" if isinstance(policy.quantization, Float8) else "quantizes no weights"
+        refused = "run matmuls in 8 bits" if isinstance(policy.quantization, Float8) else "quantize weights"
         raise ValueError(
-            f"autocast {refused}, as the policy {policy.name!r}{where and ' ' + where} says. Give that one to a Flax "
-            f"module, with_policy(model, {policy.name!r}), or write "
-            f"{policy.replace(quantization=None).name!r}."
+            f"autocast does not {refused}, as the policy {policy.name!r}{where and ' ' + where} says. Use it for a "
+            f"Flax module, with_policy(model, {policy.name!r}), or write {policy.replace(quantization=None).name!r}."
         )
 
 
 @functools.cache
 def _trace_precision(name: str | None) -> Any:
-    """What the parameter of a product is where the policy has a precision of this name."""
+    """Returns the `precision` parameter of a matmul under a default precision."""
     with jax.default_matmul_precision(name) if name is not None else contextlib.nullcontext():
         return jax.make_jaxpr(lax.dot)(np.ones(1), np.ones(1)).eqns[0].params["precision"]
 
 
 class Function(NamedTuple):
-    """A function of the tables, and how what is inside of it is treated."""
+    """A function of the tables and its treatment."""
 
     name: str
     treatment: str
 
 
 class EquationPlace(NamedTuple):
-    """Where an equation stands.
+    """The place of an equation.
 
     Attributes:
-      backward: whether it belongs to a backward pass.
-      function: the function of the tables that it belongs to.
-      path: the path of the module or named scope that it belongs to. It is left empty where no rule depends on it,
-        because a program that is used at two paths is rewritten for both.
-      scope: what the rules say for that path.
-      steep: which of its results reach an operation that is steep where others saturate.
-      logarithmic: which of these reach a logarithm, through sums or without.
-      saved: which of its results a backward pass alone reads; only of a loop, under an accumulate dtype.
+      backward: True in a backward pass.
+      function: the function of the tables that contains the equation.
+      path: the path of its module or named scope. It is empty unless a rule depends on it, so that a jaxpr that is used
+        at two paths is rewritten once.
+      scope: the settings for that path.
+      steep: its outputs that reach an operation that is steep where others saturate.
+      logarithmic: its outputs that reach a logarithm, even through sums.
+      saved: its outputs that only a backward pass reads, for loops under an accumulate dtype.
     """
 
     backward: bool = False
@@ -266,39 +235,30 @@ class EquationPlace(NamedTuple):
 
     @property
     def treatment(self) -> str | None:
-        """How the operations that stand here are treated together: a user's rule is above the tables."""
+        """The treatment of the function or scope; a user's rule wins over the tables."""
         if self.function not in _DECIDED and self.scope is not None and self.scope.treatment is not None:
             return self.scope.treatment
         return None if self.function is None else self.function.treatment
 
     def is_inside(self, scope: Scope) -> bool:
-        """Whether a scope is this place's own, or around it."""
+        """True if this place is in a scope."""
         return f"{self.path}/".startswith(f"{scope.path}/") or not scope.path
 
 
 _REGION = Function(FULL_PRECISION, "full")
 _NESTED = Function(AUTOCAST, "traced")
 _DECIDED = (_REGION, _NESTED)
-"""What an author decided for a region, and what another `autocast` or a recorder did inside of the function: no rule is
-above it."""
+"""Regions of `force_full_precision`, and equations of another `autocast` or a recorder: they win over all rules."""
 
 
 class PlaceFinder:
-    """Finds the place of each equation.
-
-    Args:
-      functions: the functions that are treated as one operation.
-      scopes: the rules by scope, if there are any.
-      finds_saved: whether to find what loops keep for a backward pass.
-    """
+    """Finds the place of each equation. With `finds_saved`, also the residuals of loops."""
 
     def __init__(self, functions: "Functions", scopes: Scopes | None, finds_saved: bool = False):
-        self._functions = functions
-        self._scopes = scopes
-        self._finds_saved = finds_saved
+        self._functions, self._scopes, self._finds_saved = functions, scopes, finds_saved
 
     def find(self, outer: EquationPlace, program: Jaxpr) -> list[EquationPlace]:
-        """The places of the equations in a body that stands at `outer`."""
+        """Returns the places of the equations of a jaxpr that runs at `outer`."""
         steep = find_steep_results(program, outer.steep)
         logarithmic = find_logarithmic_results(program, outer.logarithmic)
         found = [
@@ -315,7 +275,7 @@ class PlaceFinder:
         steep |= logarithmic
         stack = str(eqn.source_info.name_stack)
         backward = outer.backward or is_backward(stack)
-        # The outermost function of the tables decides, and what an author wrote around it is above that.
+        # The outermost function of the tables wins, unless the author wrote `force_full_precision` around it.
         function = outer.function
         if AUTOCAST in stack or RECORD in stack:
             function = _NESTED
@@ -331,11 +291,10 @@ class PlaceFinder:
 
 
 class Functions:
-    """Functions by name, found in tracebacks.
+    """Finds functions by name in tracebacks.
 
-    A dotted name is the path of a public function or method, and means that very function, or of a module, and means
-    each of its public functions that has no name here. A name without dots means any function of that name. What is not
-    loaded is passed over until it is.
+    A dotted name stands for a public function or method, or for all public functions of a module without a row. A name
+    without dots stands for any function of that name. Names of packages that are not loaded are looked up later.
     """
 
     def __init__(self, treatments: Mapping[str, str]):
@@ -347,7 +306,7 @@ class Functions:
         self._loaded = 0
 
     def find(self, eqn: JaxprEqn) -> Function | None:
-        """The outermost function of the table that `eqn` was traced in."""
+        """Returns the outermost function of the table in which `eqn` was traced."""
         traceback = eqn.source_info.traceback
         found = None
         self._look_up()
@@ -358,22 +317,24 @@ class Functions:
         return found
 
     def _look_up(self) -> None:
-        """Finds the code of each function: again, if there are modules that were not loaded the last time.
+        """Finds the code objects of the functions, again if modules were loaded since.
 
-        By identity: the hash of a code object costs more than the search. The codes are kept, and so their identity.
+        The search compares ids, because hashing a code object is slower. `_codes` keeps the ids valid.
         """
         if len(sys.modules) == self._loaded:
             return
         self._loaded = len(sys.modules)
-        targets = [(function, _find_target(function.name)) for function in self._dotted]
-        for function, target in sorted(targets, key=lambda row: not inspect.ismodule(row[1])):  # functions go over it
+        targets = [(function, find_target(function.name)) for function in self._dotted]
+        for function, target in sorted(
+            targets, key=lambda row: not inspect.ismodule(row[1])
+        ):  # functions win over modules
             for code in _list_public_codes(target) if inspect.ismodule(target) else _list_codes(target):
                 self._by_code[id(code)] = function
                 self._codes.append(code)
 
 
 def find_functions(rows: Iterable[tuple[str, str]]) -> Functions:
-    """The functions of the tables, and of a user's rows: a user may define one again, so those are looked up anew."""
+    """Returns the functions of the tables and of a user, which are looked up anew since a user may redefine them."""
     own = dict(rows)
     return Functions(FUNCTIONS | own) if own else _OF_TABLES
 
@@ -382,7 +343,7 @@ _OF_TABLES = Functions(FUNCTIONS)
 
 
 def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) -> list[str]:
-    """A sentence for each of a user's functions of which a program has no operation."""
+    """Returns a message for each row of a user that applies to no operation of a jaxpr."""
     rows = list(rows)
     if not rows:
         return []
@@ -390,14 +351,14 @@ def explain_unused_functions(rows: Iterable[tuple[str, str]], program: Jaxpr) ->
     eqns = {id(eqn): eqn for step in walk(program) for eqn in (step.eqn, *(eqn for eqn, _ in step.around))}
     met = {function.name for function in map(functions.find, eqns.values()) if function is not None}
     return [
-        f"function rule {name!r} decides nothing: no operation is of a function of that name, or another rule covers it"
+        f"function rule {name!r} decides nothing: no operation is in a function of that name, or another rule covers it"
         for name, _ in rows
         if name not in met
     ]
 
 
-def _find_target(name: str) -> Any:
-    """The object of a dotted name; `None` if its package is not loaded, or does not have it."""
+def find_target(name: str) -> Any:
+    """Returns the object of a dotted name, or None if its package is not loaded or does not have it."""
     parts = name.split(".")
     module = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules), None)
     if module is None:
@@ -409,7 +370,7 @@ def _find_target(name: str) -> Any:
 
 
 def _list_public_codes(module: ModuleType) -> Iterator[CodeType]:
-    """The codes of its public functions, and of the functions that those make and return."""
+    """Yields the code objects of public functions, and of functions defined inside them."""
     for name in dir(module):
         if not name.startswith("_"):
             for code in _list_codes(getattr(module, name)):

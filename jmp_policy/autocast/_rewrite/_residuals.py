@@ -1,17 +1,14 @@
-"""What is kept for the backward pass stays half: runs of arithmetic in float32, and softmaxes, as one operation each.
+"""Keeps residuals for the backward pass in half precision: recomputes float32 arithmetic, and fuses softmaxes.
 
-An operation that multiplies keeps its operands for the backward pass. One that is cast to float32 for it alone is twice
-as large as what it was cast from, and the next operation keeps the product, as in a norm that is written by hand. A
-run that is computed again keeps what it reads.
+An operation that multiplies keeps its operands for the backward pass. If autocast upcasts them, as in a norm that is
+written by hand, the residual is twice as large. Runs of such operations become one remat, which keeps its inputs.
 
-A softmax, written out, keeps its exponentials in float32, which for attention is the largest array of all. The
-derivative needs the result alone, y (t - sum(y t)), and the result is half. Its rounded numbers no longer add up to 1,
-so they are divided by their sum: near saturation the derivative is what a number is short of 1, and nothing else. A TPU
-reads the logits instead, which are half as well, and kept beside the result; `benchmarks/README.md` has the figures.
+A softmax written out keeps its exponentials in float32, which is the largest array of an attention layer. Its
+derivative y (t - sum(y t)) needs the output only, which is in half precision. The rounded elements of y no longer add
+up to 1, so they are divided by their sum. On TPUs the derivative reads the half-precision logits instead.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,20 +18,18 @@ import numpy as np
 from jax import lax
 from jax.extend.core import DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Atom, Body, Value, list_variables, without_mesh
+from ..._jaxpr import Atom, JaxprBuilder, Value, list_variables, remember_by_jaxpr, without_mesh
 from ._place import EquationPlace
 
 KEEPING = frozenset(("mul", "div", "square", "integer_pow"))
-"""What keeps its operands; as cheap to compute again as to read."""
+"""Operations that keep their operands, and are as cheap to compute again as to read."""
 
 _PASSING = KEEPING | {"add", "sub", "neg", "broadcast_in_dim"}
 _LONGEST = 8
 
-_LAST_USES: weakref.WeakKeyDictionary[Jaxpr, dict[Var, int]] = weakref.WeakKeyDictionary()
-
 
 def measure_run(program: Jaxpr, start: int, places: Sequence[EquationPlace]) -> int:
-    """How many equations, from one on, are arithmetic in one place, of which the last result alone is used later."""
+    """Counts the equations of a run of arithmetic in one place. Later equations read its last output only."""
     last_uses, length = _find_last_uses(program), 1
     for end in range(start + 1, min(start + _LONGEST, len(program.eqns))):
         if program.eqns[end].primitive.name not in _PASSING or places[end] != places[start]:
@@ -48,74 +43,53 @@ def measure_run(program: Jaxpr, start: int, places: Sequence[EquationPlace]) -> 
 def write_again(
     eqns: Sequence[JaxprEqn],
     read: Callable[[Atom], Value],
-    body: Body,
-    write: Callable[[JaxprEqn, list[Value], Body], list[Value]],
+    body: JaxprBuilder,
+    write: Callable[[JaxprEqn, list[Value], JaxprBuilder], list[Value]],
 ) -> list[Value]:
-    """Writes equations as one that is computed again in the backward pass, and returns the results of the last.
-
-    Args:
-      eqns: the equations.
-      read: what stands for the values that they read.
-      body: where the one goes.
-      write: writes one of them.
-    """
-    # What enters from outside gets a variable of its own inside.
+    """Writes equations, each with `write`, in one remat, and returns the outputs of the last one."""
     made = {var for eqn in eqns for var in eqn.outvars}
     variables = dict.fromkeys(list_variables(atom for eqn in eqns for atom in eqn.invars))
     outer = {var: read(var) for var in variables if var not in made}
     inner = {var: Value(Var(value.atom.aval), value.kind) for var, value in outer.items()}
 
-    # Inside, each equation is written as it would be outside.
-    environment, again, results = dict(inner), Body(), []
+    environment, again, results = dict(inner), JaxprBuilder(), []
     for eqn in eqns:
         values = [read(atom) if isinstance(atom, Literal) else environment[atom] for atom in eqn.invars]
         results = write(eqn, values, again)
         environment.update(zip(eqn.outvars, results, strict=True))
 
-    call = _make_call(eqns[-1], [value.atom for value in inner.values()], again, [value.atom for value in results])
-    return body.append(call, [value.atom for value in outer.values()], [value.kind for value in results], call.params)
-
-
-def _make_call(last: JaxprEqn, invars: list[Any], body: Body, outvars: list[Atom]) -> JaxprEqn:
-    """An equation that computes a body again in the backward pass, in the place of the last that it was written for."""
-    program = Jaxpr((), invars, outvars, body.equations, debug_info=DebugInfo("checkpoint", "autocast", None, None))
+    last, invars = eqns[-1], [value.atom for value in inner.values()]
+    info = DebugInfo("checkpoint", "autocast", None, None)
+    inside = Jaxpr((), invars, [value.atom for value in results], again.equations, debug_info=info)
     pattern = _trace_checkpoint()
-    params = {**pattern.params, "jaxpr": program}
-    return pattern.replace(
+    params = {**pattern.params, "jaxpr": inside}
+    call = pattern.replace(
         invars=invars, outvars=last.outvars, params=params, source_info=last.source_info, ctx=last.ctx
     )
+    return body.append(call, [value.atom for value in outer.values()], [value.kind for value in results], params)
 
 
+@remember_by_jaxpr
 def _find_last_uses(program: Jaxpr) -> dict[Var, int]:
-    """The number of the last equation that reads each value; what the program returns is read after all of them."""
-    if program not in _LAST_USES:
-        uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}
-        _LAST_USES[program] = uses | dict.fromkeys(list_variables(program.outvars), len(program.eqns))
-    return _LAST_USES[program]
+    """Finds the number of the last equation that reads each variable; outputs are read after all equations."""
+    uses = {var: i for i, eqn in enumerate(program.eqns) for var in list_variables(eqn.invars)}
+    return uses | dict.fromkeys(list_variables(program.outvars), len(program.eqns))
 
 
 @functools.cache
 def _trace_checkpoint() -> JaxprEqn:
-    """An equation that is computed again in the backward pass, as JAX would trace it."""
     return jax.make_jaxpr(jax.checkpoint(lambda x: x * x, prevent_cse=False))(1.0).eqns[0]
 
 
 SOFTMAX = (
-    "reduce_max",
-    "max",
-    "broadcast_in_dim",
-    "stop_gradient",
-    "sub",
-    "exp",
-    "reduce_sum",
-    "broadcast_in_dim",
-    "div",
+    *("reduce_max", "max", "broadcast_in_dim", "stop_gradient", "sub"),
+    *("exp", "reduce_sum", "broadcast_in_dim", "div"),
 )
-"""What `jax.nn.softmax` traces to, without `where` and outside of a derivative."""
+"""The primitives of `jax.nn.softmax`, without `where` and outside a derivative."""
 
 
 def find_softmax(body: Jaxpr, start: int) -> Sequence[JaxprEqn] | None:
-    """The equations of the softmax that begins at an equation, if one does."""
+    """Returns the equations of the softmax that starts at an equation, if there is one."""
     eqns = body.eqns[start : start + len(SOFTMAX)]
     if tuple(eqn.primitive.name for eqn in eqns) != SOFTMAX:
         return None
@@ -135,15 +109,9 @@ def find_softmax(body: Jaxpr, start: int) -> Sequence[JaxprEqn] | None:
 
 
 def make_softmax(source: np.dtype, dtype: np.dtype, eqns: Sequence[JaxprEqn]) -> JaxprEqn | None:
-    """An equation of the same softmax with a result in half precision; `None` where that must not be shared.
-
-    Args:
-      source: the dtype of the logits: half, or float32 of sums that nothing has rounded.
-      dtype: the dtype of the result.
-      eqns: the softmax as it was traced.
-    """
+    """Makes one equation for a softmax of logits in `source` with an output in `dtype`; returns None on a mesh."""
     aval: Any = eqns[0].invars[0].aval
-    if getattr(aval, "vma", None) or not aval.sharding.mesh.empty:  # it would have to be traced on that mesh
+    if getattr(aval, "vma", None) or not aval.sharding.mesh.empty:  # the types of the equation would refer to it
         return None
     return _trace_softmax(aval.shape, source, dtype, eqns[0].params["axes"])
 
@@ -156,12 +124,12 @@ def _trace_softmax(shape: tuple[int, ...], source: np.dtype, dtype: np.dtype, ax
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _softmax(x: jax.Array, axes: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    # The largest logit is the same in half and in float32. XLA:CPU reads less for it in float32; XLA:TPU, which casts
-    # float16 once for all that read it, would write the logits down in float32.
+    # The maximum is the same in half precision and float32. XLA:CPU reads less in float32; XLA:TPU, which casts float16
+    # once for all readers, would write the float32 logits to memory.
     largest = lax.platform_dependent(
-        x, tpu=lambda x: _widen(x.max(axes, keepdims=True)), default=lambda x: _widen(x).max(axes, keepdims=True)
+        x, tpu=lambda x: _upcast(x.max(axes, keepdims=True)), default=lambda x: _upcast(x).max(axes, keepdims=True)
     )
-    return _normalize(jnp.exp(_widen(x) - largest), axes).astype(dtype)
+    return _normalize(jnp.exp(_upcast(x) - largest), axes).astype(dtype)
 
 
 @_softmax.defjvp
@@ -170,27 +138,25 @@ def _softmax_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
     y = _softmax(x, axes, dtype)
-    if x.dtype != y.dtype:  # logits in float32 are not kept: the result is half as large
+    if x.dtype != y.dtype:  # float32 logits are not kept: the output is half as large
         return y, _change_of_result(axes)(y, tangent)
     return y, _change(axes)(x, y, tangent)
 
 
 @functools.lru_cache(maxsize=1024)
 def _change(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # or the float32 numbers are what would be kept
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # otherwise the float32 elements would be kept
     def change(x: jax.Array, y: jax.Array, tangent: jax.Array) -> jax.Array:
-        wide = _widen(tangent)
+        wide = _upcast(tangent)
         return lax.platform_dependent(x, y, wide, tpu=of_logits, default=of_result).astype(y.dtype)
 
     def of_logits(x: jax.Array, y: jax.Array, wide: jax.Array) -> jax.Array:
-        normal = _normalize(jnp.exp(_widen(x) - _widen(x.max(axes, keepdims=True))), axes)
-        # In this order XLA:TPU fuses it; the difference of two products is written down in float32 between.
+        normal = _normalize(jnp.exp(_upcast(x) - _upcast(x.max(axes, keepdims=True))), axes)
+        # XLA:TPU fuses this form. The difference of two products would be written to memory in float32.
         return normal * (wide - (normal * wide).sum(axes, keepdims=True))
 
     def of_result(x: jax.Array, y: jax.Array, wide: jax.Array) -> jax.Array:
-        normal = _normalize(_widen(y), axes)
-        products = normal * wide  # in this order XLA:CPU reads less, by 4 % of the step of a GPT in bfloat16
-        return products - normal * products.sum(axes, keepdims=True)
+        return _differentiate_output(y, wide, axes)
 
     return change
 
@@ -199,23 +165,27 @@ def _change(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array, jax.Array]
 def _change_of_result(axes: tuple[int, ...]) -> Callable[[jax.Array, jax.Array], jax.Array]:
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def change(y: jax.Array, tangent: jax.Array) -> jax.Array:
-        normal = _normalize(_widen(y), axes)
-        products = normal * _widen(tangent)
-        return (products - normal * products.sum(axes, keepdims=True)).astype(y.dtype)
+        return _differentiate_output(y, tangent, axes).astype(y.dtype)
 
     return change
+
+
+def _differentiate_output(y: jax.Array, tangent: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    normal = _normalize(_upcast(y), axes)
+    products = normal * _upcast(tangent)  # in this form XLA:CPU reads less memory
+    return products - normal * products.sum(axes, keepdims=True)
 
 
 def _normalize(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return x / x.sum(axes, keepdims=True)
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def _upcast(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
 def _is_used(eqns: Sequence[JaxprEqn], body: Jaxpr, start: int) -> bool:
-    """Whether anything behind the softmax reads what is inside of it."""
+    """True if an equation after the softmax, or an output, reads an intermediate value of it."""
     made = {var for eqn in eqns for var in eqn.outvars}
     later = [atom for eqn in body.eqns[start + len(SOFTMAX) :] for atom in eqn.invars]
     return not made.isdisjoint(list_variables([*later, *body.outvars]))

@@ -1,4 +1,4 @@
-"""A user's own rows for the tables of autocast."""
+"""The public class `AutocastRules`: a user's changes to the tables of autocast."""
 
 import dataclasses
 import importlib.util
@@ -12,33 +12,33 @@ from jax.extend.core import Primitive
 from ..._base import did_you_mean
 from ...policy import Key, Policy, PolicyMap, PolicySpec
 from . import _tables
-from ._place import TREATMENTS, ScopeRow, parse_scope_rule
+from ._place import TREATMENTS, ScopeRow, find_target, parse_scope_rule
 from ._tables import Precision
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class AutocastRules:
-    """Moves primitives, functions and scopes from one class of autocast's tables to another.
+    """Changes the dtype in which autocast runs primitives, functions and scopes.
 
-    Immutable and hashable: functions with equal policies and rules share the programs that were rewritten for them.
+    Immutable and hashable. Functions with equal policies and rules share rewritten jaxprs.
 
     Args:
-      primitives: the name of a primitive of `jax.lax`, or a `jax.extend.core.Primitive`, and its class: `"low"` (in the
-        compute dtype), `"full"` (in float32, and what follows too), `"wide"` (float32 inside), `"infer"` (follows its
-        inputs), `"clear"` (the same, of what only moves numbers), `"compare"`, or `"traced"` (left alone).
-      functions: the name of a function, and how what is inside of it is treated: `"full"` (in float32, and so are its
-        results), `"narrow"` (float32 inside, the compute dtype out), `"infer"` (what the tables have in float32 follows
-        its inputs) or `"low"` (that runs in the compute dtype). A dotted name means that very function, as in
-        `"jax.nn.softmax"`, or all public ones of a module; one without dots any function of that name. The outermost
-        of several decides.
-      scopes: a path of modules or of `jax.named_scope`s, as a pattern of `PolicyMap`, or a module type, and what holds
-        inside: a policy, a dtype, or one of the words for functions. The first that covers an operation wins, before
-        those of a `PolicyMap` that is the policy.
-      backward: the same for the backward passes inside of the function alone, where they win over `scopes`; a policy,
-        dtype or word alone is for all of them. That of `grad(autocast(f))` is outside: write `autocast(grad(f))`.
+      primitives: a primitive, or its name in `jax.lax`, and its class: `"low"` (compute dtype), `"full"` (float32, as
+        the operations that follow), `"wide"` (float32 inside), `"infer"` (follows its inputs), `"clear"` (follows its
+        inputs and only moves elements), `"compare"` or `"traced"` (unchanged).
+      functions: the name of a function, and the treatment of the operations inside: `"full"` (float32 inside and out),
+        `"narrow"` (float32 inside, compute dtype out), `"infer"` (operations of class full follow their inputs) or
+        `"low"` (they run in the compute dtype). A dotted name stands for one function, as in `"jax.nn.softmax"`,
+        or for all public functions of a module. A name without dots stands for any function of that name. The outermost
+        function with a row wins.
+      scopes: a pattern of `PolicyMap` for paths of modules or `jax.named_scope`s, or a module type, and a policy, a
+        dtype, or a treatment. The first row that covers an operation wins. A `PolicyMap` comes after these rows.
+      backward: the same for backward passes inside the function, where it wins over `scopes`; a policy, dtype or
+        treatment alone is for all of them. The backward pass of `grad(autocast(f))` is outside: write
+        `autocast(grad(f))`.
 
     Raises:
-      ValueError: nothing has that name as a primitive, function, class or policy.
+      ValueError: a name does not belong to a primitive, function, class or policy.
 
     >>> import jmp_policy as jmp
     >>> rules = jmp.AutocastRules(primitives={"exp": "low"}, functions={"softmax": "full"}, scopes={"head": "float32"})
@@ -71,7 +71,7 @@ class AutocastRules:
 
 
 def has_scopes(policy: Policy | PolicyMap, rules: AutocastRules) -> bool:
-    """Whether a rule depends on where an equation stands."""
+    """True if a rule depends on the scope of an equation."""
     return bool(isinstance(policy, PolicyMap) or rules.scopes or rules.backward)
 
 
@@ -80,7 +80,7 @@ def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
     name = primitive.name if isinstance(primitive, Primitive) else primitive
     if not isinstance(primitive, Primitive) and name not in known:
         raise ValueError(
-            f"{name!r}, in primitives of AutocastRules, names no primitive that the tables know. "
+            f"{name!r}, in primitives of AutocastRules, is not a primitive of the tables. "
             f"{_suggest(name, known)} For example: primitives={{'exp': 'low'}}."
         )
     classes = [precision.name.lower() for precision in Precision]
@@ -95,7 +95,7 @@ def _read_primitive_row(primitive: Any, precision: Any) -> tuple[str, str]:
 def _read_function_row(name: Any, treatment: Any) -> tuple[str, str]:
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(
-            f"{name!r}, in functions of AutocastRules, is no name of a function. "
+            f"{name!r}, in functions of AutocastRules, is not the name of a function. "
             "For example: functions={'jax.nn.softmax': 'full'}."
         )
     if "." in name and not _may_exist(name):
@@ -112,24 +112,20 @@ def _read_function_row(name: Any, treatment: Any) -> tuple[str, str]:
 
 
 def _read_scope_rows(rows: Mapping[Any, PolicySpec], field: str) -> list[ScopeRow]:
-    PolicyMap([(key, "float32") for key in rows])  # which raises for a bad key
+    PolicyMap([(key, "float32") for key in rows])  # raises for a bad key
     return [(key, parse_scope_rule(spec, f"for {key!r} in {field} of AutocastRules")) for key, spec in rows.items()]
 
 
 def _may_exist(name: str) -> bool:
-    """Whether a dotted name leads to a function, as far as its package is loaded."""
-    package, *parts = name.split(".")
-    target: Any = sys.modules.get(package)
-    if target is None:
+    """True if a dotted name is a function or module, or cannot be checked because its package is not loaded."""
+    package = name.partition(".")[0]
+    if package not in sys.modules:
         return importlib.util.find_spec(package) is not None
-    for i, part in enumerate(parts):
-        target = getattr(target, part, None) or sys.modules.get(".".join([package, *parts[: i + 1]]))
-        if target is None:
-            return False
+    target = find_target(name)
     return callable(target) or inspect.ismodule(target)
 
 
 def _suggest(name: object, known: Iterable[str]) -> str:
-    """The nearest of many names; all of them would be a page."""
+    """Suggests the nearest of many names, without a list of all."""
     sentence = did_you_mean(name, known)
     return sentence if sentence.startswith("Did") else "None is like it."

@@ -1,7 +1,7 @@
-"""Which operation runs in which precision. The lists are data: check them against the sources that they name.
+"""Tables of the precision of each operation.
 
-The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), torch.autocast's operator lists
-and TensorFlow grappler's auto_mixed_precision_lists; where they differ, the error against float64 decided.
+The classes follow Micikevicius et al. (Mixed Precision Training, ICLR 2018), torch.autocast's operator lists and
+TensorFlow grappler's auto_mixed_precision_lists. Where these differ, the error against float64 decided.
 """
 
 import enum
@@ -11,14 +11,14 @@ from ..._jaxpr import Fact, having
 
 
 class Precision(enum.Enum):
-    """What autocast does with an operation."""
+    """The precision of an operation under autocast."""
 
     LOW = "inputs are cast to the compute dtype"
-    FULL = "runs in float32, and so do the operations that follow its result, until the next low one"
-    WIDE = "runs in float32, returns what its inputs were"
-    INFER = "follows its inputs: float32 if one comes of a full operation, else low if one is low"
-    CLEAR = "moves numbers, and computes nothing: as its inputs"
-    COMPARE = "in the widest of its inputs, which is exact"
+    FULL = "runs in float32, and so do the operations that follow, until the next low one"
+    WIDE = "runs in float32, and returns the dtype of its inputs"
+    INFER = "follows its inputs: float32 if one comes from a full operation, else low if one is low"
+    CLEAR = "moves elements without computing, and follows its inputs"
+    COMPARE = "runs in the widest dtype of its inputs, which is exact"
     TRACED = "as traced"
 
 
@@ -27,22 +27,22 @@ def _give(reason: str, names: Iterable[str]) -> dict[str, str]:
 
 
 LOW = {
-    "dot_general": "the matmul units that half precision is for",
+    "dot_general": "runs on the matmul units of accelerators",
     "conv_general_dilated": "the same",
     "ragged_dot_general": "the same, for mixtures of experts",
 }
 
 FULL = {
-    "exp": "relative error of the result is the absolute error of the argument; overflows float16 at 11.1",
+    "exp": "the relative error of the output is the absolute error of the input; overflows float16 at 11.1",
     "exp2": "as exp",
     "expm1": "as exp; cancels near 0",
-    "log": "its argument's rounding is an absolute error of the result, and 0 may be rounding's",
+    "log": "rounding the input is an absolute error of the output, and may make it 0",
     "log2": "as log",
     "log1p": "as log; 1 + x rounds to 1",
     "pow": "as exp of a logarithm",
     "rsqrt": "overflows float16 for sums of squares",
-    "cbrt": "rarely of activations",
-    "sin": "the argument's rounding is an absolute error of an angle",
+    "cbrt": "rare in activations",
+    "sin": "rounding the input is an absolute error of an angle",
     "cos": "as sin",
     "tan": "as sin",
     "asin": "steep at the ends of its domain",
@@ -53,36 +53,36 @@ FULL = {
     "asinh": "as log",
     "acosh": "as log",
     "atanh": "as log",
-    "atan": "rarely of activations",
+    "atan": "rare in activations",
     "erf_inv": "steep at the ends of its domain",
-    "erfc": "relative error in the tail is exp's",
-    "polynomial": "adds and multiplies as often as it has terms",
-    "reduce_sum": "adds n numbers: an error of n/2 units in the last place in half",
-    "reduce_prod": "multiplies n numbers, and over- or underflows",
-    "cumsum": "as reduce_sum; bfloat16 alone: 4.5e-3 where float32 inside has 1.7e-3",
-    "cumprod": "as reduce_prod; bfloat16 alone: 0.59 where float32 inside has 1.7e-3",
+    "erfc": "in the tail, the relative error is that of exp",
+    "polynomial": "adds and multiplies once per term",
+    "reduce_sum": "adds n elements: an error of n/2 units in the last place in half precision",
+    "reduce_prod": "multiplies n elements, and over- or underflows",
+    "cumsum": "as reduce_sum; the error is 4.5e-3 in bfloat16, and 1.7e-3 with float32 inside",
+    "cumprod": "as reduce_prod; the error is 0.59 in bfloat16, and 1.7e-3 with float32 inside",
     "cumlogsumexp": "as exp and cumsum",
-    "fft": "a sum over all points, and XLA has none in half",
-    "reduce": "as reduce_sum, with a function of the user's",
+    "fft": "a sum over all points, and XLA does not have one in half precision",
+    "reduce": "as reduce_sum, with a function of the user",
     **_give("special functions are sums of many terms", having(Fact.SPECIAL)),
-    **_give("XLA has no linear algebra in half", having(Fact.DECOMPOSES)),
+    **_give("XLA does not have linear algebra in half precision", having(Fact.DECOMPOSES)),
 }
 
 FULL_IN_FLOAT16 = {
     "square": "overflows at 256, and underflows below 2.4e-4",
     "integer_pow": "as square",
 }
-"""Full where the compute dtype has the exponent range of float16; low in bfloat16, which has float32's range."""
+"""Class full if the compute dtype is float16. In bfloat16, which has the range of float32, see `INFER`."""
 
 WIDE = {
-    "scatter-add": "sums into one place from many; XLA adds in the dtype of the operand",
+    "scatter-add": "adds many elements to one; XLA adds in the dtype of the operand",
     "scatter-mul": "as scatter-add, multiplying",
     "scatter-sub": "as scatter-add",
     "reduce_window_sum": "the sum of average pooling",
-    "reduce_window": "as reduce_window_sum, with a function of the user's",
+    "reduce_window": "as reduce_window_sum, with a function of the user",
     "select_and_scatter_add": "the backward pass of max pooling adds where windows overlap",
     "select_and_gather_add": "packs pairs of float32",
-    "select_and_scatter": "as select_and_scatter_add, with functions of the user's",
+    "select_and_scatter": "as select_and_scatter_add, with functions of the user",
 }
 
 INFER = {
@@ -92,14 +92,14 @@ INFER = {
     "mul": "one rounding",
     "div": "one rounding",
     "rem": "exact",
-    "one_minus_square": "of a tanh, mostly: three roundings",
+    "one_minus_square": "usually of a tanh: three roundings",
     "tanh": "about one unit in the last place",
     "logistic": "about one unit in the last place",
     "erf": "about one unit in the last place",
     "sqrt": "one rounding",
-    "square": "one rounding, where it does not overflow",
+    "square": "one rounding, if it does not overflow",
     "integer_pow": "as square",
-    "psum": "as in the dtype that the user reduces in",
+    "psum": "reduces in the dtype of the user's array",
     "psum_invariant": "as psum",
     "reduce_scatter": "as psum",
     "unreduced_psum": "as psum",
@@ -107,22 +107,22 @@ INFER = {
 }
 
 SATURATING = {
-    "logistic": "1 in bfloat16 from 6.2 on, where float32 has what is missing up to 17",
-    "tanh": "1 in bfloat16 from 3.5 on, where float32 has what is missing up to 9",
+    "logistic": "1 in bfloat16 from 6.2 on; float32 represents the difference to 1 up to 17",
+    "tanh": "1 in bfloat16 from 3.5 on; float32 represents the difference to 1 up to 9",
     "erf": "as tanh",
 }
-"""In float32 where their result reaches a steep operation through moves, sums and products only. The results of
-`narrow` functions stay in float32 under the same condition."""
+"""Run in float32 if the output reaches a steep operation through moves, additions and multiplications only. The outputs
+of `narrow` functions stay in float32 under the same condition."""
 
 STEEP = {
-    "log": "of what a sigmoid is short of 1, or a softmax of 0",
+    "log": "infinite at 0: of one minus a sigmoid, or of a softmax",
     "log2": "as log",
     "log1p": "as log",
     "pow": "as log",
-    "div": "of the other side of a sigmoid, by what it is short of 1: steep in what it divides by",
-    "sqrt": "of what the square of a tanh is short of 1: steep at 0",
+    "div": "steep in the denominator: division by one minus a sigmoid",
+    "sqrt": "steep at 0: of one minus the square of a tanh",
     "rsqrt": "as sqrt",
-    "asin": "steep at the ends of what a tanh is between",
+    "asin": "steep at -1 and 1, where a tanh saturates",
     "acos": "as asin",
     "acosh": "steep at 1",
     "atanh": "as asin",
@@ -131,44 +131,46 @@ STEEP = {
     "digamma": "as lgamma",
     "regularized_incomplete_beta": "steep at 0 and 1",
 }
-"""What has a pole, or ends, where a saturating operation does."""
+"""Operations that are steep or infinite where a saturating operation saturates."""
 
 KEEPING_SUMS = (
-    _give("linear: keeps nothing for the backward pass",
+    _give("linear: keeps no residuals for the backward pass",
           (having(Fact.MOVES, Fact.ADDS) | {"neg", "select_n"}) - {"dynamic_update_slice"})
     | _give("picks among elements that rounding makes equal",
             having(Fact.CHOOSES) & {"argmax", "argmin", "reduce_max", "reduce_min", "sort", "top_k", "approx_top_k"})
-    | _give("says something about a value, and leaves it",
+    | _give("annotates a value, and returns it",
             {"stop_gradient", "optimization_barrier", "sharding_constraint", "layout_constraint"})
 )  # fmt: skip
-"""What keeps the sums of products in float32, under a policy with an accumulate dtype, among what follows its inputs.
-All else takes them in the compute dtype: what multiplies keeps its operands for the backward pass, `name` keeps them
-because somebody said so, and collectives send them."""
+"""Operations of class infer or clear that take float32 matmul outputs uncast, under an accumulate dtype. Others take
+them in the compute dtype: multiplications and `name` keep operands for the backward pass; collectives send them."""
 
 CLEAR = (
     _give("moves elements", having(Fact.MOVES))
     | _give("picks among elements", having(Fact.CHOOSES))
-    | _give("exact: its output for a half-precision number is one", having(Fact.EXACT))
-    | _give("says something about a value, and leaves it", having(Fact.ANNOTATES))
-    | _give("moves elements between devices: half as many bytes in half", having(Fact.TRANSFERS, Fact.DEVICE_CHOOSES))
+    | _give("exact in half precision", having(Fact.EXACT))
+    | _give("annotates a value, and returns it", having(Fact.ANNOTATES))
+    | _give(
+        "moves elements between devices: half as many bytes in half precision",
+        having(Fact.TRANSFERS, Fact.DEVICE_CHOOSES),
+    )
 )
 
 COMPARE = _give("returns booleans", having(Fact.COMPARES))
 
 TRACED = (
     {"convert_element_type": "the user wrote this cast, and it is kept"}
-    | _give("of integers", having(Fact.INTEGERS))
+    | _give("works on integers", having(Fact.INTEGERS))
     | _give("depends on the dtype that it was traced in", having(Fact.BITS))
-    | _give("of complex numbers, which have no half precision", having(Fact.COMPLEX))
-    | _give("of random keys and bits: autocast does not change which numbers are drawn", having(Fact.RANDOM))
-    | _give("a kernel that takes the dtypes that it was given", having(Fact.KERNEL))
+    | _give("complex numbers have no half precision", having(Fact.COMPLEX))
+    | _give("random keys and bits: autocast does not change the drawn elements", having(Fact.RANDOM))
+    | _give("a kernel with fixed dtypes", having(Fact.KERNEL))
     | _give("reads and writes memory that has a dtype", having(Fact.MEMORY))
-    | _give("one half of a transfer: both must agree on the dtype", having(Fact.ASYNC))
-    | _give("a program of which the interpreter sees the outside only", having(Fact.OUTSIDE))
-    | _give("of tokens, indices or shapes", having(Fact.TOKENS))
+    | _give("start or end of a transfer: both need one dtype", having(Fact.ASYNC))
+    | _give("the rewriter does not enter it", having(Fact.OUTSIDE))
+    | _give("works on tokens, indices or shapes", having(Fact.TOKENS))
 )
-"""What runs as it was traced, as any primitive does that is in no table; control flow, calls and custom derivatives
-need no rows, for the interpreter goes into them."""
+"""Run as traced, as do primitives without a row. Control flow, calls and custom derivatives need no rows, because the
+rewriter enters them."""
 
 FUNCTIONS = {
     "jax.nn.softmax": "narrow",
@@ -216,6 +218,5 @@ FUNCTIONS = {
     "flax.nnx.BatchNorm.__call__": "narrow",
     "flax.nnx.Embed.__call__": "narrow",
 }
-"""Functions that are one operation to a reader. `full`: float32 inside, and out. `narrow`: float32 inside, and the
-compute dtype out, unless a full operation's result went in. `infer`: as the operations that are exact enough in half,
-whatever is inside."""
+"""Functions that are treated as one operation. `full`: float32 inside and out. `narrow`: float32 inside and compute
+dtype out, unless an input comes from a full operation. `infer`: all operations inside follow their inputs."""

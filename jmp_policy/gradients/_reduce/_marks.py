@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import MATMULS, Fact, Inside, bodies_of, float_dtype, having, is_float
+from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, sub_jaxprs
 
 PRODUCTS = MATMULS
 """Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
@@ -78,15 +78,15 @@ def find_origins(program: Jaxpr, arguments: Sequence[Origin]) -> dict[Var, Origi
 _ORIGINS: weakref.WeakKeyDictionary[Any, dict[tuple[Origin, ...], dict[Var, Origin]]] = weakref.WeakKeyDictionary()
 
 
-def list_argument_origins(body: Inside, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
+def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
     """What the arguments of a body are made of, in all turns of a loop.
 
     Args:
       body: the body.
       origins: those of the values around it.
     """
-    arguments = [read_origin(outer, origins) for outer, _ in body.entering]
-    while body.carry and body.leaving:
+    arguments = [read_origin(outer, origins) for outer, _ in body.inputs]
+    while body.carry and body.outputs:
         inside = find_origins(body.program, arguments)
         after = list(arguments)
         for i in body.carry:
@@ -110,7 +110,7 @@ def _find(program: Jaxpr, arguments: tuple[Origin, ...]) -> dict[Var, Origin]:
 
 
 def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin]:
-    bodies = [body for body in bodies_of(eqn) if body.leaving]
+    bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
     if not bodies:
         return dict.fromkeys(eqn.outvars, _join(read_origin(atom, origins) for atom in eqn.invars))
     # A result of several bodies, as of the branches of a cond, may be that of any of them.
@@ -119,7 +119,7 @@ def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin
         results = dict.fromkeys(eqn.outvars, read_origin(eqn.invars[0], origins))
     for body in bodies:
         inside = find_origins(body.program, list_argument_origins(body, origins))
-        for inner, outer in body.leaving:
+        for inner, outer in body.outputs:
             results[outer] = max(results[outer], read_origin(inner, inside))  # type: ignore[index]
     return results
 
@@ -308,13 +308,13 @@ class _Walk:
 
     def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place | None:
         """What is wide in the programs that an equation runs; around a loop until the carry needs what it gives."""
-        bodies = [body for body in bodies_of(eqn) if body.leaving]
+        bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
         wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
         wanted = {var: need for var, need in wanted.items() if need > Need.SUMMED or self._is_read_for_this(var)}
         if not bodies or not any(wanted.values()):
             return None
         origins = tuple(map(max, zip(*(list_argument_origins(body, self._origins) for body in bodies), strict=True)))
-        inner = [wanted.get(outer, Need.NONE) for _, outer in bodies[0].leaving]
+        inner = [wanted.get(outer, Need.NONE) for _, outer in bodies[0].outputs]
         while True:
             found = [find_marks(body.program, inner, origins, self._dtype) for body in bodies]
             after = _go_around(bodies[0], found[0].arguments, inner)
@@ -324,7 +324,7 @@ class _Walk:
         entering = set()
         for body, marks in zip(bodies, found, strict=True):
             self._obstacles += marks.obstacles
-            for (outer, _), need in zip(body.entering, marks.arguments, strict=True):
+            for (outer, _), need in zip(body.inputs, marks.arguments, strict=True):
                 self._ask(outer, need)
                 if need is not Need.NONE and isinstance(outer, Var):
                     entering.add(outer)
@@ -358,7 +358,7 @@ class _Walk:
                 self._obstacles.append(Obstacle(eqn, dtype, is_opaque=True))
 
 
-def _go_around(body: Inside, arguments: Sequence[Need], needs: Sequence[Need]) -> list[Need]:
+def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> list[Need]:
     """The needs of the results of a body, where those of its carry are what the next turn needs, too."""
     after = list(needs)
     for i in body.carry:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._base import Args, DTypeLike, Kwargs, PyTree, is_array, name_state, parse_dtype, warn_once, warn_user
-from ..._jaxpr import Kind, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
+from ..._jaxpr import AbstractValue, Rewriter, evaluate, explain_tracing, float_dtype, run_lifted, trace
 from ._marks import Marks, Need, Obstacle, Origin, Place, find_marks
 from ._widening import Widening
 
@@ -90,7 +90,7 @@ class _Reduced:
         # What enters and what leaves keeps its dtype: gradients have their parameter's.
         kinds, wanted = [[float_dtype(var) for var in atoms] for atoms in (old.jaxpr.invars, old.jaxpr.outvars)]
         place = Place(_list_needs(names), tuple(origins))
-        new = Rewriter(Widening(self._dtype)).rewrite(old, [*map(Kind, kinds)], place, wanted).program
+        new = Rewriter(Widening(self._dtype)).rewrite(old, [*map(AbstractValue, kinds)], place, wanted).program
         return results.put_back(evaluate(new, *traced.leaves))
 
     def _find_marks(self, program: Jaxpr, names: Sequence[str | None], origins: Sequence[Origin]) -> Marks:

@@ -11,11 +11,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import new_name_stack
 
-from ..._jaxpr import Body, Kind, Rule, Value, float_dtype, is_float, without_mesh
+from ..._jaxpr import AbstractValue, JaxprBuilder, Rule, Value, float_dtype, is_float, without_mesh
 from ._marks import PRODUCTS, SCATTERED_SUM, Place, find_marks, is_narrower, is_pairwise
 
 
-def write_product(eqn: JaxprEqn, atoms: list[Any], body: Body, dtype: np.dtype) -> Var:
+def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
     """Writes a product whose sums and results have a dtype; what is multiplied keeps its own.
 
     XLA:CPU cannot run all products of half-precision tensors whose result is wider, and cuDNN promises no such
@@ -44,7 +44,7 @@ def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
     """A program that is one equation, of operands that are cast to a dtype before, if one is given."""
     eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=new_name_stack()))  # the choice has it
     arguments, results = [Var(atom.aval) for atom in eqn.invars], [Var(var.aval) for var in eqn.outvars]
-    body, operands = Body(), list[Any](arguments)
+    body, operands = JaxprBuilder(), list[Any](arguments)
     if dtype is not None:
         operands = [var if float_dtype(var) is None else body.cast_once(var, dtype, eqn) for var in arguments]
     eqns = [*body.equations, eqn.replace(invars=operands, outvars=results)]
@@ -102,12 +102,12 @@ class Widening(Rule):
             return [None] * len(program.eqns)
         return find_marks(program, outer.needs, outer.origins, self.dtype).places
 
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Place | None) -> list[Value]:
-        traced = [Kind(float_dtype(var)) for var in eqn.outvars]
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Place | None) -> list[Value]:
+        traced = [AbstractValue(float_dtype(var)) for var in eqn.outvars]
         if context is None:
             return body.append(eqn, self._restore(eqn, values, body), traced)
         kinds = [
-            Kind(self.dtype) if need and is_narrower(kind.dtype, self.dtype) else kind
+            AbstractValue(self.dtype) if need and is_narrower(kind.dtype, self.dtype) else kind
             for kind, need in zip(traced, context.needs, strict=True)
         ]
         name = eqn.primitive.name
@@ -127,30 +127,32 @@ class Widening(Rule):
         is_sum = name == SCATTERED_SUM and kinds != traced
         return body.append(eqn, atoms, kinds, make_scatter_params(eqn, self.dtype) if is_sum else None)
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: Place | None) -> list[Value]:
+    def cast_operands(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: Place | None
+    ) -> list[Value]:
         if context is None:
             return self._restore_values(eqn, values, body, [False] * len(values))
         return self._restore_values(eqn, values, body, context.enters)
 
-    def argument(self, dtype: np.dtype | None) -> Kind:
-        return Kind(dtype)
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
+        return AbstractValue(dtype)
 
-    def literal(self, literal: Literal) -> Kind:
-        return Kind(float_dtype(literal))
+    def literal(self, literal: Literal) -> AbstractValue:
+        return AbstractValue(float_dtype(literal))
 
-    def join(self, kinds: Sequence[Kind]) -> Kind:
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         return functools.reduce(lambda a, b: b if is_narrower(a.dtype, b.dtype) else a, kinds)
 
-    def accumulated(self, kind: Kind) -> Kind:
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
         return kind
 
-    def opens(self, eqn: JaxprEqn, context: Place | None) -> bool:
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Place | None) -> bool:
         return False
 
-    def opens_inside(self, eqn: JaxprEqn, context: Place | None) -> bool:
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: Place | None) -> bool:
         return False
 
-    def _convert(self, eqn: JaxprEqn, value: Value, body: Body, kind: Kind) -> list[Value]:
+    def _convert(self, eqn: JaxprEqn, value: Value, body: JaxprBuilder, kind: AbstractValue) -> list[Value]:
         """A cast is left out where the value has the dtype, so that nothing rounds it on the way."""
         if value.kind.dtype == kind.dtype:
             return [Value(value.atom, kind)]
@@ -158,18 +160,20 @@ class Widening(Rule):
             return body.append(eqn, [value.atom], [kind])
         return [Value(body.cast(value.atom, self.dtype, eqn), kind)]
 
-    def _cast_up(self, value: Value, body: Body, eqn: JaxprEqn) -> Var | Literal:
+    def _cast_up(self, value: Value, body: JaxprBuilder, eqn: JaxprEqn) -> Var | Literal:
         return body.cast_once(value.atom, self.dtype, eqn) if is_narrower(value.kind.dtype, self.dtype) else value.atom
 
-    def _restore(self, eqn: JaxprEqn, values: list[Value], body: Body) -> list[Var | Literal]:
+    def _restore(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Var | Literal]:
         """The operands in the dtypes that the equation was traced with."""
         return [value.atom for value in self._restore_values(eqn, values, body, [False] * len(values))]
 
-    def _restore_values(self, eqn: JaxprEqn, values: list[Value], body: Body, stays: Sequence[bool]) -> list[Value]:
+    def _restore_values(
+        self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, stays: Sequence[bool]
+    ) -> list[Value]:
         restored = []
         for atom, value, is_left in zip(eqn.invars, values, stays, strict=True):
             dtype = float_dtype(atom)
             if not is_left and dtype is not None and value.kind.dtype != dtype:
-                value = Value(body.cast_once(value.atom, dtype, eqn), Kind(dtype))
+                value = Value(body.cast_once(value.atom, dtype, eqn), AbstractValue(dtype))
             restored.append(value)
         return restored

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from ..._base import TRACING, Args, Kwargs, PyTree, vary, vary_everywhere
 from ..._jaxpr import (
-    Line,
     ModulePaths,
+    RecordedOp,
     Register,
     call,
     explain_tracing,
@@ -225,10 +225,10 @@ class _Describer:
         self._paths, self._roles = paths, roles
         self._said: dict[Any, Words] = {}
 
-    def describe_all(self, lines: Sequence[Line]) -> list[Words]:
+    def describe_all(self, lines: Sequence[RecordedOp]) -> list[Words]:
         return [self._describe(line) for line in lines]
 
-    def _describe(self, line: Line) -> Words:
+    def _describe(self, line: RecordedOp) -> Words:
         step = line.step
         key = id(step.eqn), line.result, tuple(id(eqn) for eqn, _ in step.around)
         if key not in self._said:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import CALLED, Line, body_of, float_dtype, scan_parts
+from ..._jaxpr import CALLED, RecordedOp, body_of, float_dtype, scan_parts
 from ._extremes import MOST_LOOPS, ExtremesRecorder, find_telling_operand, is_measurable, moves_only
 from ._provenance import MOST_OPERANDS, MOST_TURNS
 from ._remedies import Words, write_words
@@ -76,7 +76,11 @@ class Edge(NamedTuple):
 
 
 def build_graph(
-    program: Jaxpr, arguments: Sequence[int], lines: Sequence[Line], words: Sequence[Words], recorder: ExtremesRecorder
+    program: Jaxpr,
+    arguments: Sequence[int],
+    lines: Sequence[RecordedOp],
+    words: Sequence[Words],
+    recorder: ExtremesRecorder,
 ) -> Graph:
     """Builds the graph of a program.
 
@@ -88,7 +92,7 @@ def build_graph(
       recorder: what measured them.
     """
     finder = _EdgeFinder(program, arguments, lines, recorder)
-    values = [(Line(None, 0), ())] * len(arguments) + [(line, line.step.around) for line in lines]  # type: ignore[arg-type]
+    values = [(RecordedOp(None, 0), ())] * len(arguments) + [(line, line.step.around) for line in lines]  # type: ignore[arg-type]
     edges = [[] for _ in arguments] + [finder.find_sources(line) for line in lines]
     merged = [[i for i, (eqn, _) in enumerate(around) if finder.is_merged(eqn)] for _, around in values]
 
@@ -130,7 +134,9 @@ def build_graph(
 class _EdgeFinder:
     """Follows values of a program back, in and out of bodies, to the rows that they have."""
 
-    def __init__(self, program: Jaxpr, arguments: Sequence[int], lines: Sequence[Line], recorder: ExtremesRecorder):
+    def __init__(
+        self, program: Jaxpr, arguments: Sequence[int], lines: Sequence[RecordedOp], recorder: ExtremesRecorder
+    ):
         self._program, self._recorder = program, recorder
         self._arguments = {id(program.invars[i]): row for row, i in enumerate(arguments)}
         self._rows = {
@@ -145,7 +151,7 @@ class _EdgeFinder:
         name = eqn.primitive.name
         return name == "while" or (name == "scan" and not self._recorder.splits(eqn.params["length"]))
 
-    def find_sources(self, line: Line) -> list[Edge]:
+    def find_sources(self, line: RecordedOp) -> list[Edge]:
         """What the value of a line was made of."""
         is_of_bits = line.step.eqn.primitive.name == "bitcast_convert_type"
         follow = self._follow_bits if is_of_bits else self._follow
@@ -155,7 +161,7 @@ class _EdgeFinder:
         """What the results of the program are."""
         return self._join(self._follow(atom, (), ()) for atom in self._program.outvars)
 
-    def list_operands(self, line: Line) -> list[tuple[int, float, float]]:
+    def list_operands(self, line: RecordedOp) -> list[tuple[int, float, float]]:
         """Of the first operands of a line the rows, scales and shifts."""
         found = []
         for atom in [atom for atom in line.step.eqn.invars if is_measurable(atom)][:MOST_OPERANDS]:
@@ -253,7 +259,7 @@ class _EdgeFinder:
         inside = (*around, (eqn, body))
         if name != "scan":
             return self._follow(body.outvars[i], inside, turns)
-        consts, carried = scan_parts(eqn, eqn.invars)
+        consts, carried = scan_parts(eqn)
         order = _list_order(eqn)
         if not order:
             return self._follow(eqn.invars[consts + i], around, turns) if i < carried else []
@@ -274,7 +280,7 @@ class _EdgeFinder:
             return start if i < consts else self._join([self._carry(i - consts, around, turns), start])
         if name != "scan":
             return self._follow(eqn.invars[i], outside, turns)
-        consts, carried = scan_parts(eqn, eqn.invars)
+        consts, carried = scan_parts(eqn)
         is_carry, merged = consts <= i < consts + carried, self.is_merged(eqn)
         if merged:
             start = self._follow(eqn.invars[i], outside, turns)
@@ -293,7 +299,7 @@ class _EdgeFinder:
         made = None if isinstance(atom, Literal) else self._list_makers(body).get(atom)
         if made is not None and made[0].primitive.name == "scan" and not self.is_merged(made[0]):
             eqn, i = made
-            if i >= scan_parts(eqn, eqn.invars)[1] and eqn.params["length"] == length:
+            if i >= scan_parts(eqn)[1] and eqn.params["length"] == length:
                 inner = body_of(eqn.params["jaxpr"])
                 return self._follow(inner.outvars[i], (*around, (eqn, inner)), turns)
         return self._follow(atom, around, turns[:-1])
@@ -327,7 +333,7 @@ def _list_order(eqn: JaxprEqn) -> range:
     return turns[::-1] if eqn.params["reverse"] else turns
 
 
-def _count_shared(one: tuple[Line, Around], other: tuple[Line, Around], finder: _EdgeFinder) -> int:
+def _count_shared(one: tuple[RecordedOp, Around], other: tuple[RecordedOp, Around], finder: _EdgeFinder) -> int:
     """How many of the equations around two values are the same, in the same turns."""
     turns = iter(zip(one[0].turns, other[0].turns, strict=False))
     count = 0
@@ -342,7 +348,7 @@ def _count_shared(one: tuple[Line, Around], other: tuple[Line, Around], finder: 
     return count
 
 
-def _list_turns(line: Line, around: Around, finder: _EdgeFinder) -> tuple[list[int], list[int]]:
+def _list_turns(line: RecordedOp, around: Around, finder: _EdgeFinder) -> tuple[list[int], list[int]]:
     """The columns `turns` and `last` of a value."""
     own, turns, last = iter(line.turns), [], []
     for eqn, _ in around:

@@ -9,10 +9,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..._base import list_paths_to
 from ..._jaxpr import (
+    AbstractValue,
     Atom,
-    Body,
     Fact,
-    Kind,
+    JaxprBuilder,
     ModulePaths,
     Modules,
     Rewriter,
@@ -28,12 +28,11 @@ from ...autocast._rewrite import (
     COMPUTE_DTYPES,
     FUNCTIONS,
     AutocastRules,
-    Casting,
     CastingRule,
-    Colour,
+    CastState,
     EquationPlace,
     Functions,
-    Mark,
+    Level,
     Scopes,
     root_policy,
 )
@@ -55,7 +54,7 @@ class LayerPlace(NamedTuple):
     backward: bool = False
 
 
-class _Mark(NamedTuple):
+class _LayerState(NamedTuple):
     """What is known of a value: the module that made it, if one did, and whether it is float32 until it is used."""
 
     module: str | None = None
@@ -80,29 +79,30 @@ class LayerRule(Rule):
     def contexts(self, outer: LayerPlace, program: Jaxpr) -> list[LayerPlace]:
         return [self._find_place(outer, eqn) for eqn in program.eqns]
 
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: LayerPlace) -> list[Value]:
-        dtype, mark = self._find_result(eqn, values, context)
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: LayerPlace) -> list[Value]:
+        dtype, state = self._find_result(eqn, values, context)
         kinds = [
-            Kind(dtype if float_dtype(var) in (_FLOAT32, *HALF) else float_dtype(var), mark) for var in eqn.outvars
+            AbstractValue(dtype if float_dtype(var) in (_FLOAT32, *HALF) else float_dtype(var), state)
+            for var in eqn.outvars
         ]
         return body.append(eqn, [value.atom for value in values], kinds)
 
-    def argument(self, dtype: np.dtype | None) -> Kind:
-        return Kind(dtype, _Mark())
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
+        return AbstractValue(dtype, _LayerState())
 
-    def literal(self, literal: Literal) -> Kind:
-        return Kind(float_dtype(literal), _Mark())
+    def literal(self, literal: Literal) -> AbstractValue:
+        return AbstractValue(float_dtype(literal), _LayerState())
 
-    def join(self, kinds: Sequence[Kind]) -> Kind:
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         return next((kind for kind in kinds if kind.dtype in HALF), kinds[0])
 
-    def accumulated(self, kind: Kind) -> Kind:
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
         return kind
 
-    def opens(self, eqn: JaxprEqn, context: Any) -> bool:
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: Any) -> bool:
         return True
 
-    def opens_inside(self, eqn: JaxprEqn, context: Any) -> bool:
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: Any) -> bool:
         return True
 
     def _find_place(self, outer: LayerPlace, eqn: JaxprEqn) -> LayerPlace:
@@ -110,23 +110,23 @@ class LayerRule(Rule):
         norm = outer.norm or self._norms.find(eqn) is not None
         return LayerPlace(self._paths.find(outer.path, eqn), norm, backward)
 
-    def _find_result(self, eqn: JaxprEqn, values: Sequence[Value], place: LayerPlace) -> tuple[np.dtype, _Mark]:
+    def _find_result(self, eqn: JaxprEqn, values: Sequence[Value], place: LayerPlace) -> tuple[np.dtype, _LayerState]:
         if self._traced_half:
             half = any(float_dtype(var) in HALF for var in eqn.outvars)
             compute = self._policy_at(place.path).compute_dtype
-            return (compute if half and compute is not None and compute in HALF else _FLOAT32), _Mark(place.path)
+            return (compute if half and compute is not None and compute in HALF else _FLOAT32), _LayerState(place.path)
         module = self._find_module(place.path)
         if module is None:
-            return self._promote(values), _Mark()
+            return self._promote(values), _LayerState()
         compute = self._policy_at(module).compute_dtype or _FLOAT32
         wide = place.norm or (eqn.primitive.name in _SUMS and not place.backward) or self._continues_sum(eqn, values)
-        return (_FLOAT32 if wide else compute), _Mark(module, wide)
+        return (_FLOAT32 if wide else compute), _LayerState(module, wide)
 
     def _continues_sum(self, eqn: JaxprEqn, values: Sequence[Value]) -> bool:
         """Whether an equation makes a mean of a sum."""
         is_mean = eqn.primitive.name == "div" and isinstance(eqn.invars[1], Literal)
         moves = eqn.primitive.name in ("broadcast_in_dim", "reshape")
-        return (is_mean or moves) and values[0].kind.mark is not None and values[0].kind.mark.wide
+        return (is_mean or moves) and values[0].kind.state is not None and values[0].kind.state.wide
 
     def _promote(self, values: Sequence[Value]) -> np.dtype:
         """The dtype of what is computed outside of all modules: that of its widest operand."""
@@ -135,12 +135,12 @@ class LayerRule(Rule):
         wide = not dtypes or _FLOAT32 in dtypes
         return _FLOAT32 if wide else next(dtype for dtype in dtypes if dtype is not None)
 
-    def _leave(self, kind: Kind) -> np.dtype | None:
+    def _leave(self, kind: AbstractValue) -> np.dtype | None:
         """The dtype in which a value leaves the modules."""
-        mark = kind.mark
-        if mark is None or mark.module is None:
+        state = kind.state
+        if state is None or state.module is None:
             return kind.dtype
-        outermost = next(outer for outer in list_paths_to(mark.module) if outer in self._types)
+        outermost = next(outer for outer in list_paths_to(state.module) if outer in self._types)
         return self._policy_at(outermost).output_dtype or kind.dtype
 
     def _find_module(self, path: str) -> str | None:
@@ -182,7 +182,7 @@ def try_policy(observed: ObservedProgram, policy: Policy | PolicyMap, by: str) -
     else:
         rule, start = _make_casting_rule(observed, policy), EquationPlace()
     kinds = [
-        Kind(float_dtype(var), Mark(Colour.TRACED))
+        AbstractValue(float_dtype(var), CastState(Level.TRACED))
         if isinstance(rule, CastingRule)
         else rule.argument(float_dtype(var))
         for var in program.invars
@@ -206,7 +206,7 @@ def _make_casting_rule(observed: ObservedProgram, policy: Policy | PolicyMap) ->
         scopes = Scopes(policy, rules.scopes, rules.backward, modules)
     root = root_policy(policy)
     dtype: Any = root.compute_dtype if root.compute_dtype in COMPUTE_DTYPES else np.dtype(np.float32)
-    rule = CastingRule(Casting(dtype, rules, "opaque", scopes, root.accumulate_dtype))
+    rule = CastingRule(dtype, rules, "opaque", scopes, root.accumulate_dtype)
     rule.rewritten = weakref.WeakKeyDictionary()
     return rule
 
@@ -229,13 +229,13 @@ class _PlacedRule(Rule):
         inner = self._rule.contexts(outer.inner, program)
         return [_Place(place, (*outer.chain, id(eqn))) for place, eqn in zip(inner, program.eqns, strict=True)]
 
-    def equation(self, eqn: JaxprEqn, values: list[Value], body: Body, context: _Place) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
         return self._rule.equation(eqn, values, body, context.inner)
 
-    def together(
-        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: Body, contexts: Sequence[_Place]
+    def fuse(
+        self, program: Jaxpr, start: int, read: Callable[[Atom], Value], body: JaxprBuilder, contexts: Sequence[_Place]
     ) -> tuple[int, list[Value]] | None:
-        several = self._rule.together(program, start, read, body, [place.inner for place in contexts])
+        several = self._rule.fuse(program, start, read, body, [place.inner for place in contexts])
         if several is not None:
             # What is inside of several equations that are written as one runs in float32.
             count, results = several
@@ -247,32 +247,32 @@ class _PlacedRule(Rule):
             self._found[contexts[last].chain] = _describe(operands, results)
         return several
 
-    def entering(self, eqn: JaxprEqn, values: list[Value], body: Body, context: _Place) -> list[Value]:
-        return self._rule.entering(eqn, values, body, context.inner)
+    def cast_operands(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
+        return self._rule.cast_operands(eqn, values, body, context.inner)
 
-    def argument(self, dtype: np.dtype | None) -> Kind:
+    def argument(self, dtype: np.dtype | None) -> AbstractValue:
         return self._rule.argument(dtype)
 
-    def literal(self, literal: Literal) -> Kind:
+    def literal(self, literal: Literal) -> AbstractValue:
         return self._rule.literal(literal)
 
-    def join(self, kinds: Sequence[Kind]) -> Kind:
+    def join(self, kinds: Sequence[AbstractValue]) -> AbstractValue:
         return self._rule.join(kinds)
 
     def accumulators(self, program: Jaxpr, carry: range) -> frozenset[int]:
         return self._rule.accumulators(program, carry)
 
-    def accumulated(self, kind: Kind) -> Kind:
+    def accumulated(self, kind: AbstractValue) -> AbstractValue:
         return self._rule.accumulated(kind)
 
-    def stacked(self, eqn: JaxprEqn, kinds: Sequence[Kind], context: _Place) -> Sequence[Kind]:
+    def stacked(self, eqn: JaxprEqn, kinds: Sequence[AbstractValue], context: _Place) -> Sequence[AbstractValue]:
         return self._rule.stacked(eqn, kinds, context.inner)
 
-    def opens(self, eqn: JaxprEqn, context: _Place) -> bool:
-        return self._rule.opens(eqn, context.inner)
+    def rewrites_custom_rule(self, eqn: JaxprEqn, context: _Place) -> bool:
+        return self._rule.rewrites_custom_rule(eqn, context.inner)
 
-    def opens_inside(self, eqn: JaxprEqn, context: _Place) -> bool:
-        return self._rule.opens_inside(eqn, context.inner)
+    def rewrites_primal_only(self, eqn: JaxprEqn, context: _Place) -> bool:
+        return self._rule.rewrites_primal_only(eqn, context.inner)
 
 
 class _Watcher(Rewriter):
@@ -282,7 +282,7 @@ class _Watcher(Rewriter):
         super().__init__(rule)
         self._found = found
 
-    def _write(self, eqn: JaxprEqn, values: list[Value], body: Body, context: _Place) -> list[Value]:
+    def _write(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder, context: _Place) -> list[Value]:
         results = super()._write(eqn, values, body, context)
         self._found[context.chain] = _describe(values, results)
         return results

@@ -13,18 +13,18 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._base import Args, describe, did_you_mean, is_array, list_paths_to
 from ..._jaxpr import (
     MATMULS,
-    Line,
     ModulePaths,
     Modules,
     Program,
+    RecordedOp,
     Step,
-    bodies_of,
     body_of,
     find_direction,
     float_dtype,
     is_recorded,
     multiplies_only,
     name_stack,
+    sub_jaxprs,
     walk,
 )
 from ._measure import Meter
@@ -152,7 +152,7 @@ def _read_paths(modules: Modules) -> ModulePaths:
 
 def _list_inner(eqn: JaxprEqn) -> list[JaxprEqn]:
     """An equation, and all that it runs where it is not entered."""
-    steps: Iterable[Step] = (step for body in bodies_of(eqn) for step in walk(body.program))
+    steps: Iterable[Step] = (step for body in sub_jaxprs(eqn) for step in walk(body.program))
     return [eqn, *(step.eqn for step in steps if step.name == step.eqn.primitive.name)]
 
 
@@ -270,7 +270,12 @@ class ObservedProgram(NamedTuple):
 
 
 def remember_program(
-    layout: Layout, program: Program, modules: Modules, arguments: Sequence[int], lines: Sequence[Line], results: int
+    layout: Layout,
+    program: Program,
+    modules: Modules,
+    arguments: Sequence[int],
+    lines: Sequence[RecordedOp],
+    results: int,
 ) -> None:
     """Remembers the program that the rows of a layout are of.
 

@@ -15,9 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ..._base import TRACING, Args, Kwargs, PyTree, vary_everywhere
 from ..._jaxpr import (
     Atom,
-    Line,
     ModulePaths,
     Order,
+    RecordedOp,
     Recorder,
     Register,
     evaluate,
@@ -242,7 +242,7 @@ def _widen(meter: Meter, program: Jaxpr) -> Meter:
     return dataclasses.replace(meter, dtype=np.dtype(np.float64)) if is_wide else meter
 
 
-def _describe_line(line: Line, paths: ModulePaths) -> Site:
+def _describe_line(line: RecordedOp, paths: ModulePaths) -> Site:
     """What a row of an operation is of."""
     step, turns = line.step, line.turns
     aval: Any = step.results[line.result].aval

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..._jaxpr import bodies_of
+from ..._jaxpr import sub_jaxprs
 
 
 class Meshes(NamedTuple):
@@ -58,7 +58,7 @@ def _list_meshes(program: Jaxpr, arguments: Iterable[Any]) -> Iterator[Mesh | Ab
 def _list_meshes_inside(program: Jaxpr) -> Iterator[Mesh | AbstractMesh]:
     for eqn in program.eqns:
         yield from _list_meshes_of(eqn)
-        for body in bodies_of(eqn):
+        for body in sub_jaxprs(eqn):
             yield from _list_meshes_inside(body.program)
 
 

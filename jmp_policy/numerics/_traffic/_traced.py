@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.extend.core import Jaxpr, Literal
 
-from ..._jaxpr import MATMULS, Fact, Step, bodies_of, having, walk
+from ..._jaxpr import MATMULS, Fact, Step, having, sub_jaxprs, walk
 from ._collective import REDUCING, Collective, Direction, Group, Place, count_elements
 
 Node = Hashable
@@ -236,7 +236,7 @@ _CONSTANT = Operation("constant", None)
 
 def _pair_turns(eqn: Any, body: Jaxpr) -> dict[int, Any]:
     """By argument of a loop's body, the result of it that it is in the next turn."""
-    inside = next(inside for inside in bodies_of(eqn) if inside.program is body)
+    inside = next(inside for inside in sub_jaxprs(eqn) if inside.program is body)
     if len(body.outvars) < len(inside.carry):  # the test of a `while`
         return {}
     return {id(body.invars[i]): body.outvars[n] for n, i in enumerate(inside.carry)}

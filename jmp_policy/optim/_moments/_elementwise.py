@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ..._jaxpr import Fact, bodies_of, find_calling_line, having
+from ..._jaxpr import Fact, find_calling_line, having, sub_jaxprs
 
 _ELEMENTWISE = having(Fact.ELEMENTWISE)
 
@@ -28,7 +28,7 @@ def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
     for eqn in program.eqns:
         if all(map(_is_number, (*eqn.invars, *eqn.outvars))):
             continue
-        bodies = bodies_of(eqn)
+        bodies = sub_jaxprs(eqn)
         if bodies:
             found = next(filter(None, (find_mixing(body.program) for body in bodies)), ())
             if found or not _keeps_places(eqn):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jmp_policy._jaxpr import bodies_of, float_dtype, name_stack
+from jmp_policy._jaxpr import float_dtype, name_stack, sub_jaxprs
 from jmp_policy._jaxpr._program import body_of, scan_parts
 
 
@@ -122,7 +122,7 @@ def _call(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
 
 def _scan(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
     program, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts, carried = scan_parts(eqn, operands)
+    consts, carried = scan_parts(eqn)
     carry, xs = operands[consts : consts + carried], operands[consts + carried :]
     ys: list[Any] = [None] * length
     for turn in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -151,7 +151,7 @@ def _while(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
 def _cond(eqn: Any, operands: list[Noted], place: Place) -> list[Noted]:
     branches = eqn.params["branches"]
     if eqn.params.get("branches_platforms") is not None:
-        chosen = next(i for i, body in enumerate(bodies_of(eqn)) if body.trips)
+        chosen = next(i for i, body in enumerate(sub_jaxprs(eqn)) if body.trips)
     else:
         chosen = int(np.clip(int(operands[0].value), 0, len(branches) - 1))
     return _run(branches[chosen], operands[1:], place)

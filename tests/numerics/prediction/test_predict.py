@@ -290,7 +290,7 @@ def test_quantized_policies_are_predicted_for_layers():
             found = {(reason.path, reason.what, reason.format) for reason in prediction.reasons}
             layer = {"int4": "layers_1", "mxfp4": "layers_0"}.get(format)
             assert found == ({(layer, "precision", format)} if format else set())
-    with pytest.raises(ValueError, match="autocast quantizes no weights"):
+    with pytest.raises(ValueError, match="autocast does not quantize weights"):
         predict(stats, "int4_from_mixed_bfloat16")
 
 
