@@ -22,7 +22,7 @@ from ...numerics._nonfinite import Provenance
 from ._provenance import ProvenanceState, begin_provenance, carry_provenance, has_provenance, take_provenance
 from ._skip import Operands, Result, make_skippable
 from ._step import (
-    HOLE,
+    MASKED,
     ParameterUpdate,
     Transformation,
     check_transformation,
@@ -49,14 +49,14 @@ class LossScaledUpdate(ParameterUpdate):
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         provenance, extra = self._open(state, extra)
-        updates, gradient = split_state(updates, HOLE)
+        updates, gradient = split_state(updates, MASKED)
         if gradient is not None and params is None:
             raise ValueError(
                 "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
                 "parameters. For example: tx.update(grads, opt_state, params)."
             )
         # A gradient without state may come with parameters that have some, which the inner optimizer then sees.
-        params, old = (params, None) if gradient is None else split_state(params, HOLE)
+        params, old = (params, None) if gradient is None else split_state(params, MASKED)
         zeros = zero_float0(updates)
         arrays, others = _split(extra)
         take_or_skip = _update(self._inner, others) if others else self._update
@@ -76,7 +76,7 @@ class LossScaledUpdate(ParameterUpdate):
     ) -> tuple[PyTree, LossScaledState]:
         """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
         provenance, extra = self._open(state, extra)
-        (grads, gradient), (params, old) = split_state(grads, HOLE), split_state(params, HOLE)
+        (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
         arrays, others = _split(extra)
         take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
         operands = Operands(grads, scale, state.inner_state, params, arrays)
@@ -308,7 +308,7 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(split_state(params, HOLE)[0])
+        inner_state = inner.init(split_state(params, MASKED)[0])
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
         # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
