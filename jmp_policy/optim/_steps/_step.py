@@ -62,7 +62,7 @@ def zero_float0(grads: PyTree) -> PyTree:
 
 
 def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
-    """Returns the leaves of `tree`, and those of `otherwise` if the gradient is `float0`."""
+    """Replaces the leaves of `tree` with a `float0` gradient by the leaves of `otherwise`."""
     if not has_float0(grads):
         return tree
     return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
