@@ -211,7 +211,7 @@ def call_reduced(
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[Any, PyTree]:
-    """Calls `compute`, which returns a value and gradients, and reduces these in `dtype` or in that of a policy."""
+    """Calls `compute` with its gradients reduced in `dtype`, or if it is None in the reduce dtype of a policy."""
     if dtype is not None:
         from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
