@@ -275,11 +275,13 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
         take_provenance(opt_state, extra)  # an optax transformation would ignore it silently
         (rest, state), (rest_grads, gradient) = split_state(params), split_state(real_grads)
         filled, filled_grads = fill_zeros(rest, state), fill_zeros(rest_grads, gradient)
+        after: Any
         if isinstance(tx.update, ParameterUpdate):
             new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
         else:
             check_outermost(opt_state)
-            updates, after = with_extra_args(tx).update(filled_grads, opt_state, filled, **extra)
+            update: Any = with_extra_args(tx).update
+            updates, after = update(filled_grads, opt_state, filled, **extra)
             new_params = optax.apply_updates(filled, updates)
         new_params = join_state(new_params, overwrite_state(state, gradient, opt_state, after))
         return restore_float0(grads, new_params, params), after
