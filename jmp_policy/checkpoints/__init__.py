@@ -1,3 +1,3 @@
-"""From a checkpoint that was saved under one policy to a state that trains under another."""
+"""Converts checkpoints that were saved under one policy to states under another."""
 
 from ._convert_state import convert_state as convert_state

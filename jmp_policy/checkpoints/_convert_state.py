@@ -19,27 +19,13 @@ from ._values import Misfit, Moment, check_scale, convert_value, find_roles, fit
 
 _MISSING = "is not in the checkpoint"
 
-_BEGINNINGS = {
-    "loss_scale": 2.0**15,
-    "counter": 0,
-    "grads_finite": True,
-    "skipped_steps": 0,
-    "consecutive_skips": 0,
-    "steps": 0,
-    "nonfinite_step": 0,
-}
-"""Where the parts of a loss-scaled state begin, for a target that has no values."""
+_INITIAL = {"loss_scale": 2.0**15, "grads_finite": True} | dict.fromkeys(
+    ("counter", "skipped_steps", "consecutive_skips", "steps", "nonfinite_step"), 0
+)  # of a loss-scaled state, for an abstract target
 
 
 class Conversion:
-    """What `convert_state` knows of one conversion.
-
-    Args:
-      saved: the entries of what was saved.
-      entries: those of the target.
-      is_ignored: whether the entries of a name begin anew.
-      target: the target itself.
-    """
+    """One conversion: looks up saved entries, and collects the problems."""
 
     def __init__(self, saved: list[Entry], entries: list[Entry], is_ignored: Callable[[str], bool], target: Any):
         self._saved = {entry.path: entry for entry in saved}
@@ -56,33 +42,35 @@ class Conversion:
         self._problems: dict[str, str] = {}
 
     def convert(self, entry: Entry) -> Any:
-        """The value of one entry of the target; its own value, and a problem that is noted, if there is none."""
-        # The memory of a parameter is a part of its value: it follows the parameter, and not the optimizer's state.
-        # The scales of a moment follow the moment.
+        """Returns the value of one entry of the target. Notes a problem and returns the entry's own value if there is
+        none.
+        """
+        # The memory of a parameter is part of its value, so it is converted with the parameter, not with the rest of
+        # the optimizer's state. The scales of a moment are converted with the moment.
         param = self._memory_of.get(entry.path)
         moment = self._moment_of.get(entry.path)
         decisive = param.entry if param is not None else moment.entry if moment is not None else entry
         found = self._take(decisive.path)
         try:
             if self._is_ignored(decisive.name):
-                return _keep(entry, "is to be ignored")
+                return _keep(entry, "is ignored")
             return self._begin(entry) if found is None else self._convert(entry, param, found)
         except Misfit as misfit:
             self._problems[entry.name] = str(misfit)
             return entry.value
 
     def list_problems(self) -> dict[str, str]:
-        """What does not fit, by the names of entries, after all were converted."""
+        """Lists everything that does not fit, by the names of entries, after all were converted."""
         memories = {p.memory.path for p in self._saved_params.values() if p.memory is not None}
         left = [e.name for e in self._left.values() if not (_is_own(e, memories) or self._is_ignored(e.name))]
-        problems = self._problems | dict.fromkeys(left, "is in the checkpoint, and not in the target")
+        problems = self._problems | dict.fromkeys(left, "is in the checkpoint, but not in the target")
         for name, what in self._problems.items():
             if what == _MISSING and (near := difflib.get_close_matches(name, left, 1)):
                 problems[name] = f"{what}; the nearest there is {near[0]}"
         return problems
 
     def _take(self, path: Path) -> Any:
-        """What was saved at a path: an entry, the arrays of a quantized weight, or `None`."""
+        """Returns the entry that was saved at a path, the arrays of a quantized weight, or None."""
         if path in self._saved:
             self._left.pop(path, None)
             return self._saved[path]
@@ -98,29 +86,25 @@ class Conversion:
             return convert_value(found, entry.value)
         saved = self._saved_params.get(found.path, Parameter(found))
         if param is not None:
-            return convert_value(param.narrow(saved)[1], entry.value)
+            return convert_value(param.encode(saved)[1], entry.value)
         moment, saved_moment = self._moment_of.get(entry.path), self._saved_moments.get(found.path, Moment(found))
         if moment is not None:
-            value, scale = moment.narrow(saved_moment)
+            value, scale = moment.encode(saved_moment)
             return convert_value(value if entry is moment.entry else scale, entry.value)
         if saved_moment.is_quantized:
-            return convert_value(saved_moment.widen(), entry.value)
+            return convert_value(saved_moment.decode(), entry.value)
         is_loss_scale = entry.path[-1:] == ("loss_scale",) and entry.name in self._scales
         if is_loss_scale or (entry.part == "float8" and entry.path[-1].endswith("scale")):
             check_scale(found.value)
         if entry.part == "float8" and np.ndim(found.value) == np.ndim(entry.value) > 0:
             return convert_value(fit_history(found.value, entry.value), entry.value)
-        value = self._params.get(entry.path, Parameter(entry)).narrow(saved)[0]
+        value = self._params.get(entry.path, Parameter(entry)).encode(saved)[0]
         if is_loss_scale:
             value = _clip(value, self._scales[entry.name])
         return convert_value(value, entry.value)
 
     def _begin(self, entry: Entry) -> Any:
-        """The value of an entry that was not saved.
-
-        Raises:
-          Misfit: it should have been.
-        """
+        """Returns the initial value of an entry that was not saved. Raises `Misfit` if it should have been saved."""
         if not _is_own(entry, self._memory_of):
             raise Misfit(_MISSING)
         number = self._find_beginning(entry)
@@ -129,7 +113,7 @@ class Conversion:
         return convert_value(np.full(entry.value.shape, number, entry.value.dtype), entry.value)
 
     def _find_beginning(self, entry: Entry) -> float | None:
-        """The number that a part of the library begins at; `None` if that is not known."""
+        """Returns the initial value of a field of this library, or None if it is not known."""
         last, scale = entry.path[-1], self._scales.get(entry.name)
         if entry.part == "float8":
             return 1.0 if last.endswith("scale") else 0.0
@@ -137,12 +121,12 @@ class Conversion:
             return scale.hysteresis - 1
         if entry.part == "loss_scale" and entry.path[-2:-1] == ("provenance",):
             return float(np.ravel(getattr(Provenance.empty(), last))[0])
-        number = _BEGINNINGS.get(last) if entry.part == "loss_scale" else None
+        number = _INITIAL.get(last) if entry.part == "loss_scale" else None
         return float(_clip(number, scale)) if last == "loss_scale" and scale is not None else number
 
 
 def _is_own(entry: Entry, memories: Container[Path]) -> bool:
-    """Whether a policy makes an entry, and its absence means nothing; a module may be called like a memory."""
+    """True if a policy adds an entry, so that it may be missing. A module may have the name of a memory."""
     return entry.path in memories if entry.part in MEMORIES else bool(entry.part)
 
 
@@ -153,7 +137,7 @@ def _keep(entry: Entry, why: str) -> Any:
 
 
 def _find_scales(target: Any) -> dict[str, DynamicLossScale]:
-    """The dynamic loss scales of a tree, by the name of each of their arrays."""
+    """Returns the dynamic loss scales of a tree, by the name of each of their arrays."""
     is_scale = lambda node: isinstance(node, DynamicLossScale)
     scales = {}
     for path, node in jax.tree_util.tree_leaves_with_path(target, is_leaf=is_scale):
@@ -172,46 +156,46 @@ _READ = "checkpointer.restore(path)"
 
 
 def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) -> T:
-    """Makes of a saved state, whatever policy it was saved under, the state of a run under another.
+    """Converts a state that was saved under any policy to the state of a run under another policy.
 
-    Arrays are found by their paths, and have the dtypes and shardings of the target. What a policy adds to a state or
-    takes from it is converted:
+    Arrays are matched by path and get the dtypes and shardings of the target. The additions of policies are converted:
 
     ==================  ================================================================================================
-    loss scale          A dynamic one goes on at its value and count, within the bounds of the target's. Where none was
-                        saved it begins as the target's. Skip counters are kept. `loss_scaled` may be in one state only.
-    half parameters     Masters, remainders and compensations of the target are made of the exact saved values, and so
-                        are parameters of those that were saved. Parameters are rounded to nearest.
-    moments in 8 bits   Those of `optim.quantize_state` are made of saved floats, and saved ones become the floats that
-                        they stand for; in blocks of the same sizes they stay bit for bit.
-    quantized weights   Made as `quant.quantize` makes them of floating ones. Saved numbers and scales become the floats
-                        that they stand for, or stay if the target has the same format. The range of a layer's inputs
-                        is the saved one, or else the target's.
-    float8 state        Begins anew where none was saved. A history of another length keeps the newest.
+    loss scale          A dynamic one keeps its value and count, within the bounds of the target's. If none was saved,
+                        the target's is used. Skip counters are kept. `loss_scaled` may be in one state only.
+    half parameters     Masters, remainders and compensations of the target, and parameters that were saved with them,
+                        are computed from the exact saved values. Parameters are rounded to nearest.
+    moments in 8 bits   Those of `optim.quantize_state` are computed from saved floats, and saved ones are dequantized.
+                        In blocks of the same sizes they are kept bit for bit.
+    quantized weights   Computed like `quant.quantize` from floating ones. Saved values and scales are dequantized, or
+                        kept if the target has the same format. The input range of a layer is the saved one, or the
+                        target's.
+    float8 state        Starts anew if none was saved. A history of another length keeps the newest values.
     ==================  ================================================================================================
 
     Everything else has to be in both: counters, random keys, moments, running statistics. A value that float16 cannot
-    hold becomes infinite. Arrays that need no change are not copied: the result shares them with `saved` and `target`.
+    hold becomes infinite. Arrays that need no change are shared with `saved` and `target`, not copied.
 
     Args:
-      saved: what a checkpoint gave. Orbax without a target, `flax.serialization.msgpack_restore`, or a state itself.
-      target: a new state under the new policy, or its `jax.eval_shape`; of nnx `nnx.state((model, optimizer))`. Give
-        parameters and the state of the optimizer together, as half-precision parameters are in both.
-      ignore: patterns of paths that begin anew: the target keeps its own values, and saved ones are left. Each covers
-        what is inside, too. `"opt_state"` begins the optimizer of a train state anew.
+      saved: a restored state: from Orbax without a target, from `flax.serialization.msgpack_restore`, or a state
+        itself.
+      target: a new state under the new policy, or its `jax.eval_shape`; in nnx `nnx.state((model, optimizer))`. Pass
+        parameters and optimizer state together: half-precision parameters are in both.
+      ignore: patterns of paths for which the target keeps its own values. Each covers its subtree: `"opt_state"` resets
+        the optimizer of a train state.
 
     Returns:
-      A tree of the types, dtypes and shardings of `target`; of a model that was calibrated, with the saved ranges. Of
-      an abstract target, arrays; a dynamic loss scale that was not saved then begins at 2**15.
+      A tree with the types, dtypes and shardings of `target`, and the saved ranges of a calibrated model. For an
+      abstract
+      target, arrays; a dynamic loss scale that was not saved then starts at 2**15.
 
     Raises:
-      TypeError: `saved` is no state, but a path, bytes or `None`.
-      ValueError: an array is missing, or left over, or of another shape, or a saved scale is nan, infinite, negative,
-        or zero where that divides by zero: the error lists all of them. Or a pattern of
-        `ignore` matches nothing; or it is not clear which parameters a saved master belongs to.
+      TypeError: `saved` is not a state, but a path, bytes or `None`.
+      ValueError: arrays are missing, left over, or have another shape, or a saved scale is invalid (nan, infinite,
+        negative, or zero where it divides); the error lists all of them. Or a pattern of `ignore` matches nothing, or a
+        saved master could belong to several trees of parameters.
 
-    >>> import jax.numpy as jnp, jmp_policy as jmp
-    >>> import optax
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> params = {"w": jnp.float32([0.1, 0.2])}
     >>> saved = {"params": params, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}
     >>> params = jmp.cast_floating(params, "bfloat16")
@@ -219,22 +203,6 @@ def convert_state(saved: Any, target: T, *, ignore: str | Collection[str] = ()) 
     >>> state = jmp.convert_state(saved, {"params": params, "opt_state": tx.init(params)})
     >>> state["params"]["w"].dtype, state["opt_state"].inner_state.master["w"].tolist() == saved["params"]["w"].tolist()
     (dtype(bfloat16), True)
-
-    With Orbax, and with an nnx model and its optimizer (a train state is itself the target):
-
-    ```
-    saved = checkpointer.restore(path)  # or manager.restore(step, args=ocp.args.StandardRestore())
-    nnx.update((model, optimizer), jmp.convert_state(saved, nnx.state((model, optimizer))))
-    ```
-
-    Orbax puts what it reads on the devices that it was saved from. If there are others now, it has to be told:
-
-    ```
-    shapes = checkpointer.metadata(path).item_metadata.tree
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # or a sharding for each array
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), shapes)
-    saved = checkpointer.restore(path, abstract)
-    ```
     """
     _check_saved(saved)
     saved_entries, entries = list_entries(saved, target)
@@ -252,24 +220,19 @@ def _check_saved(saved: Any) -> None:
     if saved is None or isinstance(saved, str | bytes | os.PathLike):
         read = "flax.serialization.msgpack_restore(data)" if isinstance(saved, bytes) else _READ
         raise TypeError(
-            f"convert_state takes the state that a checkpoint gave, got {describe(saved)}. For example: "
-            f"convert_state({read}, target)."
+            f"convert_state takes a restored state, got {describe(saved)}. For example: convert_state({read}, target)."
         )
 
 
 def _list_ignored(ignore: str | Collection[str], names: Collection[str]) -> set[str]:
-    """Lists the names that one of the patterns covers.
-
-    Raises:
-      ValueError: a pattern is not valid, or covers none.
-    """
+    """Lists the names that a pattern covers. A pattern that is not valid or covers nothing is a `ValueError`."""
     ignored = set()
     for pattern in [ignore] if isinstance(ignore, str) else ignore:
         try:
             covered = {name for name in names if _covers(pattern, name)}
         except re.error as error:
             raise ValueError(
-                f"{pattern!r} of ignore is no valid pattern: {error}. For example: ignore='opt_state'."
+                f"{pattern!r} of ignore is not a valid pattern: {error}. For example: ignore='opt_state'."
             ) from None
         if not covered:
             known = dict.fromkeys(path for name in sorted(names) for path in list_paths_to(name)[1:])
@@ -286,13 +249,13 @@ def _write_problems(problems: dict[str, str], names: Collection[str]) -> str:
     lines = "".join(f"\n  {escape_controls(name, keep='') or 'it'} {what}" for name, what in sorted(problems.items()))
     return (
         f"The checkpoint does not fit the target:{lines}\n"
-        "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "
-        f"target has it: convert_state(saved, target, ignore={_find_common_paths(problems, names)!r})."
+        "Make the target like the state of the saved run, except for the policy. Or keep the target's values for these "
+        f"paths: convert_state(saved, target, ignore={_find_common_paths(problems, names)!r})."
     )
 
 
 def _find_common_paths(problems: Collection[str], names: Collection[str]) -> list[str]:
-    """The paths that hold the problems and nothing that fits; the first names of paths, where those are many.
+    """Returns the paths that hold the problems and nothing that fits, or their first names if there are many.
 
     >>> names = {"params/body/w", "params/head/w", "params/head/b", "step"}
     >>> _find_common_paths({"params/head/w", "params/head/b", "step"}, names)
@@ -308,5 +271,4 @@ def _find_common_paths(problems: Collection[str], names: Collection[str]) -> lis
     return paths if len(paths) <= _MOST_PATHS else list(dict.fromkeys(path.partition("/")[0] for path in paths))
 
 
-_MOST_PATHS = 6
-"""A sentence lists so many paths. An optimizer that differs in more of its state begins anew as a whole."""
+_MOST_PATHS = 6  # an optimizer that differs in more paths is ignored as a whole

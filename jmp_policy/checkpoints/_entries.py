@@ -1,4 +1,4 @@
-"""The entries of a state by path, and which optimizer memory belongs to which parameter."""
+"""Entries of a state by path, and the optimizer memory of each half-precision parameter."""
 
 import dataclasses
 from collections import defaultdict
@@ -14,19 +14,12 @@ from ..optim._half import COMPENSATED, COPIES, SPLIT, Storage
 from ..quant import QuantizedArray
 
 Path = tuple[str, ...]
-Nested = Any
-"""Dicts by name, of dicts or of the numbers of leaves in `jax.tree.leaves`."""
+Nested = Any  # dicts of dicts, or of indices into `jax.tree.leaves`
 
-SKIPS = frozenset({"grads_finite", "skipped_steps", "consecutive_skips"})
-"""The fields of a `LossScaledState` that all of them have."""
-
-_PROVENANCE = frozenset({"steps", "nonfinite_step", "provenance"})
-"""The fields beside them of a `ProvenanceState`."""
-
-MEMORIES = ("master", "remainder", "compensation")
-"""The fields in which `master_weights`, its mode `"split"` and `kahan` keep what half-precision parameters lack."""
-
+SKIPS = frozenset({"grads_finite", "skipped_steps", "consecutive_skips"})  # fields of every `LossScaledState`
+_PROVENANCE = frozenset({"steps", "nonfinite_step", "provenance"})  # the other fields of a `ProvenanceState`
 _DYNAMIC_SCALE = {"loss_scale", "counter", "credits"}
+MEMORIES = ("master", "remainder", "compensation")  # fields of `master_weights`, its mode "split", and `kahan`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +29,10 @@ class Entry:
     Attributes:
       name: its path as users read it, `opt_state/inner_state/0/mu/w`.
       path: the path that it has under every policy, `("opt_state", "0", "mu", "w")`.
-      value: what stands there.
-      part: what of the library it belongs to, `""` for what every state has: a `loss_scale` and the counters beside
-        it, the `key` of stochastic rounding, the `scales` of moments in 8 bits, `float8` state, or one of `MEMORIES`.
-      inside: how long the beginning of the path is that leads to the transformation whose memory it is.
+      value: the leaf.
+      part: the part of this library that it belongs to (`loss_scale`, the `key` of stochastic rounding, the `scales` of
+        8-bit moments, `float8`, or one of `MEMORIES`), or `""`.
+      inside: the length of the prefix of the path that leads to the transformation with this memory.
       index: its number in `jax.tree.leaves`.
     """
 
@@ -52,19 +45,18 @@ class Entry:
 
 
 def list_entries(saved: Any, target: Any) -> tuple[list[Entry], list[Entry]]:
-    """Lists the entries of what was saved and of what it is to become."""
     saved_nested, saved_values = _nest(saved)
     nested, values = _nest(target)
     return _list_entries(_align_float8(saved_nested, nested), saved_values), _list_entries(nested, values)
 
 
 def is_whole(node: Any) -> bool:
-    """Whether a node is one entry: a quantized weight, whose arrays belong together."""
+    """True if a node is one entry: the arrays of a quantized weight belong together."""
     return isinstance(node, QuantizedArray)
 
 
 def _nest(tree: Any) -> tuple[Nested, list[Any]]:
-    """Makes dicts of all containers."""
+    """Converts all containers to dicts."""
     root: dict[str, Any] = {}
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_whole)
     for index, (keys, _) in enumerate(keyed):
@@ -77,10 +69,10 @@ def _nest(tree: Any) -> tuple[Nested, list[Any]]:
 
 
 def _align_float8(saved: Nested, target: Nested) -> Nested:
-    """Gives the parameters of what was saved the place that they have in the target.
+    """Moves saved parameters to their place in the target.
 
-    A linen train state holds `{"params": ..., "_overwrite_with_gradient": ...}` for its parameters if layers have
-    float8 state, and the parameters themselves if none has.
+    A linen train state has `{"params": ..., "_overwrite_with_gradient": ...}` in place of its parameters if layers have
+    float8 state.
     """
     if not isinstance(saved, dict) or not isinstance(target, dict):
         return saved
@@ -120,7 +112,7 @@ def _skip_variable(node: Nested) -> Nested:
 
 
 def _find_own_fields(node: dict[str, Any], values: list[Any]) -> tuple[set[str], str]:
-    """The fields of a state that only its transformation has, and the part of the library that they belong to."""
+    """Returns the fields of a state that only our transformations have, and the part of the library they belong to."""
     fields = node.keys() - {"inner_state"}
     if SKIPS <= fields <= SKIPS | _PROVENANCE | {"loss_scale"} or {"loss_scale", "counter"} <= fields <= _DYNAMIC_SCALE:
         return fields, "loss_scale"
@@ -141,42 +133,33 @@ _STORAGES: dict[str, Storage] = dict(zip(MEMORIES, (COPIES, SPLIT, COMPENSATED),
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter, and its memory if it has one.
-
-    Attributes:
-      entry: where it stands.
-      memory: where its memory stands.
-    """
+    """A parameter, and its memory if it has one."""
 
     entry: Entry
     memory: Entry | None = None
 
-    def widen(self) -> Any:
-        """Its exact value: float32 if it has a memory, else as it is stored."""
+    def decode(self) -> Any:
+        """Returns the exact value: float32 if there is a memory, else as stored."""
         if self.memory is None:
             return self.entry.value
         param, memory = jnp.asarray(self.entry.value), jnp.asarray(self.memory.value)
-        return _STORAGES[self.memory.part].widen(param, memory)
+        return _STORAGES[self.memory.part].decode(param, memory)
 
-    def narrow(self, saved: "Parameter") -> tuple[Any, Any]:
-        """What stands here, and in the memory, for a saved parameter; both bit for bit if it was saved in this form."""
+    def encode(self, saved: "Parameter") -> tuple[Any, Any]:
+        """Returns this parameter and its memory for a saved parameter, bit for bit if it was saved in this form."""
         if self.memory is None:
-            return _round(saved.widen(), self.entry.value), None
+            return _round(saved.decode(), self.entry.value), None
         if saved.memory is not None and _form(self) == _form(saved):
             return saved.entry.value, saved.memory.value
-        wide = jnp.asarray(saved.widen(), jnp.float32)
-        return _STORAGES[self.memory.part].narrow(wide, _abstract(self.entry.value), None)
+        wide = jnp.asarray(saved.decode(), jnp.float32)
+        return _STORAGES[self.memory.part].encode(wide, _abstract(self.entry.value), None)
 
 
 def pair_memories(entries: Iterable[Entry]) -> dict[Path, Parameter]:
     """Finds the parameters of a state that have a memory, by their paths.
 
-    The memory of an optimizer is a tree like the parameters that it trains. Those stand outside of its state, under
-    another name; an entry that is called like a memory and has no such parameters is none.
-
-    Raises:
-      ValueError: several trees are like the memory, an average of the parameters say. One that is `params` is told
-        from those that are not, and one beside the optimizer's state from those that are in other places.
+    The memory is a tree like the parameters, which are outside of the optimizer's state under another name. If several
+    trees match (an average of the parameters), the name `params` decides, then the place beside the optimizer's state.
     """
     of_optimizer: dict[Path, list[Entry]] = defaultdict(list)
     by_path = {}
@@ -195,7 +178,7 @@ def pair_memories(entries: Iterable[Entry]) -> dict[Path, Parameter]:
 
 
 def _find_parameters(by_path: dict[Path, Entry], state: Path, memories: list[Entry]) -> Path | None:
-    """Where the tree begins that these memories belong to; `None` if there is none."""
+    """Returns the path of the tree that these memories belong to, or None."""
     first = _relative(memories[0])
     ends_like_it = (path for path in by_path if path[len(path) - len(first) :] == first)
     starts = [path[: len(path) - len(first)] for path in ends_like_it if path[: len(state)] != state]
@@ -206,8 +189,8 @@ def _find_parameters(by_path: dict[Path, Entry], state: Path, memories: list[Ent
     if len(fitting) > 1 and len(named) != 1:
         names = ", ".join(repr("/".join(start)) for start in fitting)
         raise ValueError(
-            f"The memory at {'/'.join((*state, memories[0].part))!r} may belong to the parameters at {names}. Give "
-            "those that the optimizer trains the name 'params', beside its state, in what was saved and in the target. "
+            f"The memory at {'/'.join((*state, memories[0].part))!r} may belong to the parameters at {names}. Name the "
+            "trained parameters 'params', beside the optimizer state, in the saved state and in the target. "
             "For example: convert_state({'params': saved[0], 'opt_state': saved[1], 'average': saved[2]}, "
             "{'params': params, 'opt_state': opt_state, 'average': average})."
         )

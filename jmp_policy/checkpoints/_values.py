@@ -21,13 +21,7 @@ from ._entries import Entry, Path, is_whole
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A moment of an optimizer, and its scales if `quantize_state` has any for it.
-
-    Attributes:
-      entry: where it stands.
-      scale: where its scales stand; a one, where the moment is left as it is.
-      role: what it is a moment of.
-    """
+    """A moment of an optimizer with its role, and its scales if `quantize_state` has any for it."""
 
     entry: Entry
     scale: Entry | None = None
@@ -35,25 +29,24 @@ class Moment:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is codes."""
         return self.scale is not None and self.entry.value.dtype == jnp.uint8
 
-    def widen(self) -> Any:
-        """Its value: float32 if it is codes, else as it is stored."""
+    def decode(self) -> Any:
+        """Returns the value: float32 if it is quantized, else as stored."""
         if self.scale is None or not self.is_quantized:
             return self.entry.value
         blocks = Blocks(jnp.asarray(self.entry.value), jnp.asarray(self.scale.value))
         return dequantize(blocks, CODES[self.role], self._sides)
 
-    def narrow(self, saved: "Moment") -> tuple[Any, Any]:
-        """What stands here and in the scales for a saved moment; both bit for bit if it was saved in this form."""
+    def encode(self, saved: "Moment") -> tuple[Any, Any]:
+        """Returns this moment and its scales for a saved moment, bit for bit if it was saved in this form."""
         if self.scale is None or not self.is_quantized:
-            return saved.widen(), None if self.scale is None else jnp.ones(self.scale.value.shape, jnp.float32)
+            return saved.decode(), None if self.scale is None else jnp.ones(self.scale.value.shape, jnp.float32)
         if saved.scale is not None and saved.is_quantized and saved.scale.value.shape == self.scale.value.shape:
             return saved.entry.value, saved.scale.value
         if saved.entry.value.shape != self.entry.value.shape:
             raise Misfit(f"was saved in the shape {saved.entry.value.shape}, the target has {self.entry.value.shape}")
-        return quantize(jnp.asarray(saved.widen(), jnp.float32), CODES[self.role], self._sides)
+        return quantize(jnp.asarray(saved.decode(), jnp.float32), CODES[self.role], self._sides)
 
     @property
     def _sides(self) -> Shape:
@@ -63,9 +56,8 @@ class Moment:
 
 
 def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
-    """The roles of the moments of a target by their paths, in their order.
-
-    Classes tell them. Where `nnx.state` dropped those, names do that mean the same in all of optax.
+    """Returns the roles of the moments of a target by path, from classes, or from names if `nnx.state` dropped the
+    classes.
     """
     roles = list_roles(target, is_leaf=is_whole)
     found = {entry.path: roles[entry.index] or find_role(entry.path) for entry in entries if not entry.part}
@@ -75,8 +67,7 @@ def find_roles(target: Any, entries: Iterable[Entry]) -> dict[Path, str]:
 def pair_scales(entries: Iterable[Entry], roles: Mapping[Path, str]) -> dict[Path, Moment]:
     """Finds the moments that have scales, by their paths.
 
-    Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer: those of its first field of moments,
-    of its second, ..., in the order of the classes.
+    Scales are `scales/0/w`, `scales/1/w`, ... beside the state of the optimizer, numbered by its fields of moments.
     """
     by_path = {entry.path: entry for entry in entries}
     of_state: dict[Path, dict[Path, list[Entry]]] = defaultdict(lambda: defaultdict(list))
@@ -99,24 +90,18 @@ def pair_scales(entries: Iterable[Entry], roles: Mapping[Path, str]) -> dict[Pat
 
 
 class Misfit(Exception):
-    """A saved value cannot stand in the place of the target; the message says what both are."""
+    """Raised if a saved value cannot be converted to the target; the message describes both."""
 
 
 def convert_value(saved: Any, like: Any) -> Any:
-    """Makes of a saved value what has the type, shape, dtype and sharding of `like`.
-
-    Args:
-      saved: an array, a Python number, or a quantized weight: a `QuantizedArray`, or a dict of its arrays by name.
-      like: an array or what describes one, a Python number, or a `QuantizedArray`.
-
-    Raises:
-      Misfit: it cannot be, because of a shape, a kind of dtype or a quantized format.
+    """Converts a saved value to the type, shape, dtype and sharding of `like`. A quantized weight may be a dict of
+    arrays.
     """
     if isinstance(saved, QuantizedArray | Mapping):
         _check_stored_scales(saved)
     if isinstance(like, QuantizedArray):
         new = _requantize(saved, like)
-        if like.input_clip is None:  # of a model that was calibrated, the range goes with its weights
+        if like.input_clip is None:  # the range of a calibrated model is restored with its weights
             like = dataclasses.replace(like, input_clip=new.input_clip)
         if _sizes(new) != _sizes(like):
             raise Misfit(f"was saved as {_sizes(new)}, the target has {_sizes(like)}")
@@ -129,7 +114,7 @@ def convert_value(saved: Any, like: Any) -> Any:
 
 
 def fit_history(saved: Any, like: Any) -> Any:
-    """Makes a float8 history as long as `like`: the newest are kept, and zeros stand for those before the oldest.
+    """Fits a float8 history to the length of `like`. The newest values are kept, and zeros come before the oldest.
 
     A history is in the order newest, oldest, ..., second newest, along its last axis.
     """
@@ -141,45 +126,36 @@ def fit_history(saved: Any, like: Any) -> Any:
 
 
 def check_scale(saved: Any) -> None:
-    """Checks that values may be divided by what was saved as a scale.
-
-    Raises:
-      Misfit: it is nan, zero, negative or infinite.
-    """
+    """Raises a `Misfit` if a saved scale is nan, zero, negative or infinite."""
     numbers = _read_numbers(saved)
     bad = numbers[~((numbers > 0) & (numbers < np.inf))]
     if bad.size:
-        raise Misfit(f"was saved as {bad[0]}, and a scale is a positive finite number, such as 1024.0")
+        raise Misfit(f"was saved as {bad[0]}, but a scale is a positive finite number, such as 1024.0")
 
 
 def is_abstract(like: Any) -> bool:
-    """Whether a value only describes an array."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(like))
 
 
 def _check_stored_scales(saved: Any) -> None:
-    """Checks the scales of a quantized weight, which are zero where all that share one are.
-
-    Raises:
-      Misfit: one is nan, negative or infinite.
-    """
+    """Raises a `Misfit` if a scale of a quantized weight is nan, negative or infinite; a block of zeros has 0."""
     for name in ("scale", "tensor_scale", "input_clip"):
         array = saved.get(name) if isinstance(saved, Mapping) else getattr(saved, name)
         numbers = _read_numbers(array)
         bad = numbers[~((numbers >= 0) & (numbers < np.inf))]
         if bad.size:
-            raise Misfit(f"was saved with a {name} of {bad[0]}, which no weight of finite values has")
+            raise Misfit(f"was saved with a {name} of {bad[0]}, which a weight with finite values cannot have")
 
 
 def _read_numbers(saved: Any) -> np.ndarray:
-    """The numbers of a saved array; none of `None`, or where this process cannot read them all."""
+    """Returns the elements of a saved array; none if it is None or this process cannot read them all."""
     is_readable = not isinstance(saved, jax.Array) or (not isinstance(saved, Tracer) and saved.is_fully_addressable)
     is_given = saved is not None and is_readable and not isinstance(saved, jax.ShapeDtypeStruct)
     return np.asarray(saved).astype(np.float32).reshape(-1) if is_given else np.zeros(0, np.float32)
 
 
 def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
-    """A weight in the format of `like`: the numbers that were saved, or the ones that `quantize` makes of floats."""
+    """Returns a weight in the format of `like`, from saved arrays or quantized from floats."""
     if isinstance(saved, QuantizedArray):
         if (type(saved.format), saved.layout) != (type(like.format), like.layout):
             raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
@@ -194,14 +170,14 @@ def _requantize(saved: Any, like: QuantizedArray) -> QuantizedArray:
 
 
 def _choose_clip(saved: Any, like: QuantizedArray) -> Any:
-    """The range of a layer's inputs: the saved one, or else that of the target, whose model was calibrated or not."""
+    """Returns the input range of a layer: the saved one, or else the target's."""
     if saved is None and is_abstract(like.input_clip):
         raise Misfit("was saved without the range of its inputs, and an abstract target has no value for it")
     return like.input_clip if saved is None else saved
 
 
 def _dequantize(saved: Any, like: Any) -> Any:
-    """The floats that stored numbers stand for; a dict of arrays says by dtypes and shapes how they share scales."""
+    """Dequantizes a saved weight. The dtypes and shapes of a dict of arrays tell its format."""
     if isinstance(saved, QuantizedArray):
         return saved.dequantize(like.dtype if is_array(like) and is_floating_dtype(like.dtype) else None)
     if not is_array(like):
@@ -218,11 +194,11 @@ def _dequantize(saved: Any, like: Any) -> Any:
 def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[StoredFormat, Layout]:
     values, scale = arrays["values"], arrays["scale"]
     if values.dtype == np.int8:
-        return Int8(), Layout(shape, 0)  # the product of values and scales needs none
-    # (*stack, blocks, bytes of a block, *channels), where scales have one in place of the bytes
+        return Int8(), Layout(shape, 0)  # the product of values and scales does not depend on the layout
+    # The shape is (*stack, blocks, bytes of a block, *channels); scales have 1 in place of the bytes.
     fits = lambda n: scale.shape[n] == 1 and shape[len(shape) - values.ndim + n + 1 :] == values.shape[n + 1 :]
     fitting = [n for n in range(1, values.ndim) if fits(n)]
-    # Of blocks of one byte the scales have the shape of the values.
+    # If blocks have one byte, scales have the shape of the values.
     packed = next((n for n in fitting if values.shape[n] != 1), fitting[0] if fitting else values.ndim - 1)
     channels = values.ndim - 1 - packed
     contracted = shape[packed - 1 : len(shape) - channels]
@@ -233,7 +209,7 @@ def _read_layout(arrays: dict[str, Any], shape: tuple[int, ...]) -> tuple[Stored
         return Int4(block_size=length // blocks), Layout(contracted, channels)
     block = values.shape[packed] * (1 if values.dtype == jnp.float8_e4m3fn else 2)
     if length != blocks * block:
-        raise Misfit(f"was saved in {blocks} blocks of {block}, which are not the target's {shape}")
+        raise Misfit(f"was saved in {blocks} blocks of {block}, which do not fit the target's {shape}")
     kind = MXFP8 if values.dtype == jnp.float8_e4m3fn else MXFP4 if arrays["tensor_scale"] is None else NVFP4
     return kind(block_size=block), Layout(contracted, channels)
 
@@ -261,14 +237,13 @@ def _convert_array(saved: Any, like: Any) -> Any:
 
 
 def _convert_key(saved: Any, like: Any) -> Any:
-    """A random key, which some savers keep as its data."""
+    """Converts a random key, which some checkpoint formats store as its data."""
     if _is_key(like) and is_array(saved) and saved.dtype == np.uint32:
         implementation: list[Any] = []
-        jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)  # which may be abstract
+        jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), like)  # `like` may be abstract
         saved = jax.random.wrap_key_data(jnp.asarray(saved), impl=implementation[0])
     elif is_array(like) and like.dtype == np.uint32 and _is_key(saved):
-        data: Any = saved  # to a checker, a narrower type
-        saved = jax.random.key_data(data)
+        saved = jax.random.key_data(saved)  # pyright: ignore[reportArgumentType]
     if not is_array(saved) or saved.shape != like.shape or saved.dtype != like.dtype:
         raise Misfit(f"was saved as {_describe(saved)}, the target has {_describe(like)}")
     return saved
@@ -286,11 +261,11 @@ _KINDS = (jnp.floating, jnp.integer, jnp.bool_, jnp.complexfloating)
 
 
 def _place(array: Any, like: Any) -> Any:
-    """An array where `like` is; one that is nowhere in particular stays where JAX puts arrays."""
+    """Puts an array where `like` is. If `like` is uncommitted, JAX chooses the device."""
     if isinstance(like, np.ndarray | np.generic):
         return np.asarray(array)
     sharding = getattr(like, "sharding", None)
-    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):  # of shapes, which are on no devices
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):  # a shape has no devices
         sharding = None
     if sharding is None or (isinstance(like, jax.Array) and not like.committed):
         return jnp.asarray(array)

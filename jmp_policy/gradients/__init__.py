@@ -1,11 +1,10 @@
 """Gradients under a loss scale."""
 
 from ._grad import (
-    differentiate_scaled as differentiate_scaled,
+    build_value_and_grad as build_value_and_grad,
+    call_reduced as call_reduced,
     drop_value as drop_value,
     grad as grad,
-    make_reducer as make_reducer,
-    read_scale_at_call as read_scale_at_call,
     scale_loss as scale_loss,
     unscale_grads as unscale_grads,
     value_and_grad as value_and_grad,

@@ -1,4 +1,4 @@
-"""Gradients under a loss scale: the true loss and true gradients, whatever the scale."""
+"""Gradients under a loss scale."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from .._base import (
     Args,
     Aux,
     DTypeLike,
+    Kwargs,
     Loss,
     P,
     PyTree,
@@ -43,24 +44,13 @@ def value_and_grad(
 def value_and_grad(
     fun: Callable[P, tuple[Loss, Aux]],
     argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True] = ...,
     *,
-    has_aux: Literal[True],
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
-@overload
-def value_and_grad(
-    fun: Callable[P, Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
-) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -71,80 +61,60 @@ def value_and_grad(
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[..., Any]:
-    """Differentiates `fun` with its loss scaled, and hands back true values.
+    """Like `jax.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
-    The loss and the gradients are those of the function, whatever the scale:
-
-    >>> import jax.numpy as jnp
-    >>> import jmp_policy as jmp
-    >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float32) ** 2)
-    >>> scale = jmp.StaticLossScale(2.0**10)
-    >>> grad_fn = jmp.value_and_grad(loss_fn, loss_scale=scale)
-    >>> loss, grads = grad_fn(jnp.ones(2, jnp.float16))
-    >>> float(loss), grads.dtype, grads.tolist()
-    (2.0, dtype('float32'), [2.0, 2.0])
-
-    What it does:
-
-    1. It multiplies the loss by the scale, in float32, before the backward
-       pass. Gradients too small for float16 survive it.
-    2. It divides the gradients by the same scale afterwards, in float32.
-    3. With a `NoOpLossScale` it is `jax.value_and_grad`.
-    4. Where float8 layers have state among what is differentiated, the gradient
-       of that state is the next state: as true gradients make it, whatever the
-       scale, and the largest over all uses of a layer, in the steps of a scan
-       too. State is known by its names, as `quant.float8_state` gives them.
+    The loss is multiplied by the scale, in float32, before the backward pass. The gradients are divided by the same
+    scale afterwards, in float32. With a `NoOpLossScale` this is `jax.value_and_grad`. The gradient of float8 state
+    (see `quant.float8_state`) is its next value: it does not depend on the scale, and several uses of a layer, also in
+    the iterations of a scan, combine by maximum.
 
     Args:
-      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with
-        `has_aux`. Compute the loss in float32: a half-precision loss is rounded
-        to 8 significant bits (bfloat16) or 11, and its cotangent is half
-        itself, which overflows at 65504 in float16; a warning says so while
-        tracing.
-      argnums: which positional arguments to differentiate, as in
-        `jax.value_and_grad`.
-      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
-      loss_scale: a `LossScale`, or any state that holds exactly one (an optax
-        state, a TrainState).
-      allow_int: whether integer arguments may be differentiated, as in
-        `jax.value_and_grad`.
-      reduce_dtype: the dtype in which gradients are summed over the devices of
-        a mesh. By default it is the reduce dtype of the policies that `fun`
-        meets while it is traced, the widest of several; without one, the
-        program sums them in compute dtype. XLA reduces in the dtype of
-        the operation that makes the partial sums, whatever is cast afterwards:
-        so the matmuls, sums and scattered sums that make gradients give this
-        dtype, and what follows them works in it. Forward pass, activations and
-        the dtypes of the gradients are those of the program without it. CPUs
-        cast the operands of these matmuls first, so that XLA may gather them in
-        this dtype there. A dtype narrower than the program's is refused.
-      strict: whether it is an error, and not a warning, where an operation that
-        nothing is known of, such as a kernel, stands between a gradient and the
-        sum that makes it. A `reduce_dtype` that comes from a policy only warns.
+      fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
+        A half-precision loss is rounded, and its cotangent overflows in float16 at 65504: a warning reports it.
+      argnums: the positional arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data, which is returned untouched.
+      loss_scale: a `LossScale`, or any state that holds exactly one (an optax state, a TrainState).
+      allow_int: whether integer arguments may be differentiated, as in `jax.value_and_grad`.
+      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh. By default it is the widest
+        reduce dtype of the policies that `fun` uses; without one, gradients are summed in the compute dtype. XLA
+        reduces in the output dtype of the op that makes the partial sums, so matmuls, sums and scatter-adds that make
+        gradients output this dtype. The forward pass and the dtypes of the gradients do not change. A dtype narrower
+        than the dtype of a sum is an error.
+      strict: whether an op of unknown semantics, such as a kernel, between a gradient and the sum that makes it is an
+        error instead of a warning. A `reduce_dtype` from a policy only warns.
 
     Returns:
-      A function of the arguments of `fun` that returns `(loss, grads)`, or
-      `((loss, aux), grads)`. The loss is as `fun` computed it. Gradients are
-      float32 or wider, and non-finite where the scaled backward pass
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the
+      loss that `fun` computed. Gradients are float32 or wider, and non-finite where the scaled backward pass
       overflowed.
 
     Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one; or a
-        float8 layer with state is used twice outside of `jax.jit`, or in a
-        branch for each example of `jax.vmap`; or part of such a state stands
-        alone; or gradients cannot be reduced in `reduce_dtype`.
+      ValueError: `loss_scale` holds no loss scale or several; a float8 layer with state is used twice outside of
+        `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is incomplete; or gradients cannot be
+        reduced in `reduce_dtype`.
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
-    section 3.2.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> import jax.numpy as jnp, jmp_policy as jmp
+    >>> loss_fn = lambda w: jnp.sum(w.astype(jnp.float32) ** 2)
+    >>> grad_fn = jmp.value_and_grad(loss_fn, loss_scale=jmp.StaticLossScale(2.0**10))
+    >>> loss, grads = grad_fn(jnp.ones(2, jnp.float16))
+    >>> float(loss), grads.dtype, grads.tolist()
+    (2.0, dtype('float32'), [2.0, 2.0])
     """
-    differentiate = functools.partial(jax.value_and_grad, allow_int=allow_int)
-    reduce = make_reducer(reduce_dtype, strict, lambda args: [args[i] for i in _list_positions(argnums, args)])
+    list_parameters = lambda args: jax.tree.leaves([args[i] for i in _list_positions(argnums, args)])
 
-    def differentiate_with(scale: LossScale) -> Callable[..., Any]:
-        prepare = functools.partial(_prepare_arguments, argnums, scale)
-        return differentiate_scaled(differentiate, fun, argnums, has_aux, scale, prepare=prepare, reduce=reduce)
+    def prepare(fun: Callable[..., Any], scale: LossScale) -> Callable[..., Any]:
+        def call_prepared(*args: Any, **kwargs: Any) -> Any:
+            chosen = _list_positions(argnums, args)
+            args = tuple([prepare_state(x, scale.loss_scale) if i in chosen else x for i, x in enumerate(args)])
+            return fun(*args, **kwargs)
 
-    return read_scale_at_call(differentiate_with, fun, loss_scale)
+        return call_prepared
+
+    differentiate = functools.partial(jax.value_and_grad, argnums=argnums, allow_int=allow_int)
+    reduce = functools.partial(call_reduced, list_parameters, reduce_dtype, strict)
+    return build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare)
 
 
 @overload
@@ -162,24 +132,13 @@ def grad(
 def grad(
     fun: Callable[P, tuple[Any, Aux]],
     argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True] = ...,
     *,
-    has_aux: Literal[True],
     loss_scale: PyTree,
     allow_int: bool = False,
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[P, tuple[Any, Aux]]: ...
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    loss_scale: PyTree,
-    allow_int: bool = False,
-    reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
-) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -190,7 +149,7 @@ def grad(
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
+    """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `jax.grad` does.
 
     >>> import jmp_policy as jmp
     >>> jmp.grad(lambda w: w**2, loss_scale=jmp.StaticLossScale(8.0))(3.0)
@@ -200,58 +159,81 @@ def grad(
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
-def make_reducer(
-    dtype: DTypeLike | None, strict: bool, find_parameters: Callable[[Args], PyTree]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes what has a function that differentiates reduce its gradients in a dtype.
+def build_value_and_grad(
+    differentiate: Callable[..., Callable[..., Any]],
+    fun: Callable[..., Any],
+    has_aux: bool,
+    state: PyTree,
+    reduce: Callable[[Callable[..., Any], Args, Kwargs], tuple[Any, PyTree]],
+    prepare: Callable[[Callable[..., Any], LossScale], Callable[..., Any]],
+    unscale: Callable[[PyTree, LossScale], PyTree] | None = None,
+) -> Callable[..., Any]:
+    """Builds `value_and_grad` over `differentiate(fun, has_aux=...)`, as `jax.value_and_grad` with its other options.
 
-    Args:
-      dtype: the dtype; `None` for that of the policies that the function meets while it is traced, if one has any.
-      strict: whether it is an error where a gradient cannot be followed.
-      find_parameters: the arrays that are differentiated, of the arguments.
+    `prepare` wraps `fun` to change its arguments, and `unscale` turns scaled gradients into true ones.
     """
-    list_parameters = lambda args: jax.tree.leaves(find_parameters(args))
-    if dtype is None:
-        return functools.partial(_reduce_as_policies_say, list_parameters)
-    from ._reduce import reduce_gradients_in  # which rewrites programs: most users need none of that
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad takes a function, got {describe(fun)}. For example: "
+            "value_and_grad(lambda params: loss_fn(params, batch), loss_scale=opt_state)(params)."
+        )
+    get_loss_scale(state)  # raises at the line of the user
 
-    def reduce(differentiated: Callable[..., tuple[Any, PyTree]]) -> Callable[..., tuple[Any, PyTree]]:
-        reduced = reduce_gradients_in(dtype, differentiated, list_parameters, strict=strict)
+    @functools.wraps(fun)
+    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
+        scale = get_loss_scale(state)  # an `nnx.Optimizer` may have another scale than before
+        prepared, is_plain = prepare(fun, scale), isinstance(scale, NoOpLossScale)
+
+        @functools.wraps(fun)
+        def call_scaled(*args: Any, **kwargs: Any) -> Any:
+            out = prepared(*args, **kwargs)
+            return out if is_plain else scale_loss(out, has_aux, scale)
 
         def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-            with hold_given():
-                return reduced(*args, **kwargs)
+            with explain_reuse():
+                out, grads = differentiate(call_scaled, has_aux=has_aux or not is_plain)(*args, **kwargs)
+            if not is_plain:
+                out = out[1] if has_aux else out[1][0]
+            return out, (unscale or unscale_grads)(grads, scale)
 
-        return compute
+        out, grads = reduce(compute, args, kwargs)
+        warn_of_half(out[0] if has_aux else out, scale)
+        return out, grads
 
-    return reduce
+    return value_and_true_grad
 
 
-def _reduce_as_policies_say(
-    list_parameters: Callable[[Args], list[Any]], differentiated: Callable[..., tuple[Any, PyTree]]
-) -> Callable[..., tuple[Any, PyTree]]:
-    """Has a function that differentiates reduce its gradients in the reduce dtype of a policy that it meets."""
+def call_reduced(
+    list_parameters: Callable[[Args], list[Any]],
+    dtype: DTypeLike | None,
+    strict: bool,
+    compute: Callable[..., tuple[Any, PyTree]],
+    args: Args,
+    kwargs: Kwargs,
+) -> tuple[Any, PyTree]:
+    """Calls `compute` with its gradients reduced in `dtype`, or if it is None in the reduce dtype of a policy."""
+    if dtype is not None:
+        from ._reduce import reduce_gradients_in  # loads the jaxpr rewriter, which most users do not need
 
-    @functools.wraps(differentiated)
-    def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        def compute_in(dtype: np.dtype | None) -> tuple[Any, PyTree]:
-            if dtype is None:
-                return differentiated(*args, **kwargs)
-            from ._reduce import reduce_gradients_in
+        with hold_given():
+            return reduce_gradients_in(dtype, compute, list_parameters, strict=strict)(*args, **kwargs)
 
-            try:
-                return reduce_gradients_in(dtype, differentiated, list_parameters, strict=None)(*args, **kwargs)
-            except _NEEDS_VALUES:
-                warn_once(
-                    make_reducer,
-                    f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: that takes a trace, and the "
-                    "loss function decides in Python on the values of arrays. Use jax.lax.cond or jnp.where in it.",
-                )
-                return differentiated(*args, **kwargs)
+    def compute_in(dtype: np.dtype | None) -> tuple[Any, PyTree]:
+        if dtype is None:
+            return compute(*args, **kwargs)
+        from ._reduce import reduce_gradients_in
 
-        return search_reduce_dtype(compute_in)
+        try:
+            return reduce_gradients_in(dtype, compute, list_parameters, strict=None)(*args, **kwargs)
+        except _NEEDS_VALUES:
+            warn_once(
+                call_reduced,
+                f"Gradients are not reduced in {dtype}, the reduce dtype of a policy: this needs a trace, and the loss "
+                "function branches in Python on array values. Use jax.lax.cond or jnp.where in it.",
+            )
+            return compute(*args, **kwargs)
 
-    return compute
+    return search_reduce_dtype(compute_in)
 
 
 _NEEDS_VALUES = (
@@ -259,100 +241,21 @@ _NEEDS_VALUES = (
 )  # fmt: skip
 
 
-def read_scale_at_call(
-    differentiate_with: Callable[[LossScale], Callable[..., Any]], fun: Callable[..., Any], state: PyTree
-) -> Callable[..., Any]:
-    """Makes a function that takes the scale out of a state when it is called: an `nnx.Optimizer` has a new one by then.
-
-    Args:
-      differentiate_with: makes of a scale the function to call.
-      fun: what is differentiated.
-      state: what holds the scale.
-
-    Raises:
-      TypeError: `fun` is not a function.
-      ValueError: `state` holds no scale, or several; now, at the line of the user.
-    """
-    if not callable(fun):
-        raise TypeError(
-            f"value_and_grad takes a function, got {describe(fun)}. For example: "
-            "value_and_grad(lambda params: loss_fn(params, batch), loss_scale=opt_state)(params)."
-        )
-    get_loss_scale(state)
-
-    @functools.wraps(fun)
-    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
-        return differentiate_with(get_loss_scale(state))(*args, **kwargs)
-
-    return value_and_true_grad
-
-
-def differentiate_scaled(
-    differentiate: Callable[..., Any],
-    fun: Callable[..., Any],
-    argnums: object,
-    has_aux: bool,
-    scale: LossScale,
-    *,
-    prepare: Callable[[Args], Args] = tuple,
-    unscale: Callable[[PyTree, LossScale], PyTree] | None = None,
-    reduce: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-) -> Callable[..., Any]:
-    """Makes `value_and_grad` of any function of the form of `jax.value_and_grad`.
-
-    Args:
-      differentiate: that function.
-      fun: what it differentiates.
-      argnums: with respect to what, in the words of `differentiate`.
-      has_aux: whether `fun` returns auxiliary data.
-      scale: the loss scale.
-      prepare: makes of the arguments what is to be differentiated; nothing else, if not given.
-      unscale: makes true gradients; `unscale_grads`, if not given.
-      reduce: makes of the function that returns values and true gradients one that reduces these in another dtype.
-    """
-    unscale = unscale_grads if unscale is None else unscale
-    is_plain = isinstance(scale, NoOpLossScale)  # which is to be `differentiate` itself, to the last bit
-
-    @functools.wraps(fun)
-    def call_scaled(*args: Any, **kwargs: Any) -> Any:
-        out = fun(*prepare(args), **kwargs)
-        return out if is_plain else scale_loss(out, has_aux, scale)
-
-    differentiated = differentiate(call_scaled, argnums=argnums, has_aux=has_aux or not is_plain)
-
-    def compute(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        with explain_reuse():
-            out, grads = differentiated(*args, **kwargs)
-        if not is_plain:  # the auxiliary data have what the user's function returned
-            out = out[1] if has_aux else out[1][0]
-        return out, unscale(grads, scale)
-
-    reduced = compute if reduce is None else reduce(compute)
-
-    @functools.wraps(fun)
-    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
-        out, grads = reduced(*args, **kwargs)
-        warn_of_half(out[0] if has_aux else out, scale)
-        return out, grads
-
-    return value_and_true_grad
-
-
 def scale_loss(out: Any, has_aux: bool, scale: LossScale) -> Any:
-    """Makes of what a loss function returned the scaled loss, and as its auxiliary data the true loss and its own."""
+    """Returns the scaled loss, and `(loss,)` or `(loss, aux)` as its auxiliary data."""
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):  # JAX takes both
-        return out  # and JAX says what is wrong
+        return out  # JAX reports the error
     loss, *aux = out if has_aux else (out,)
     return scale.scale(loss), (loss, *aux)
 
 
 def unscale_grads(grads: PyTree, scale: LossScale) -> PyTree:
-    """Makes true gradients of scaled ones; float8 state, which is its own next value, has no scale."""
+    """Divides gradients by the scale. Float8 state, which is its own next value, is not divided."""
     return map_parts(scale.unscale, zero_unused, grads)
 
 
 def warn_of_half(loss: object, scale: LossScale) -> None:
-    """Warns of a loss that is half precision; called past JAX, while the user's line is not far."""
+    """Warns of a half-precision loss. Called outside of JAX, so that the user's line is found."""
     dtype = getattr(loss, "dtype", None)
     if dtype not in (jnp.float16, jnp.bfloat16):
         return
@@ -360,13 +263,13 @@ def warn_of_half(loss: object, scale: LossScale) -> None:
     harm = f"each of {bits} significant bits" if isinstance(scale, NoOpLossScale) else "the loss scale"
     warn_user(
         f"The loss is {dtype}, and so is its cotangent, {harm}: compute the loss in float32, for example "
-        "loss_fn = lambda logits: cross_entropy(logits.astype(jnp.float32), labels), or give the model a policy whose "
-        f"output is float32, for example 'params=float32,compute={dtype},output=float32'."
+        "loss_fn = lambda logits: cross_entropy(logits.astype(jnp.float32), labels), or give the model a policy with "
+        f"output dtype float32, for example 'params=float32,compute={dtype},output=float32'."
     )
 
 
 def drop_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Makes the function that returns only the gradients, and the auxiliary data if there is any."""
+    """Builds the function that returns only the gradients, and the auxiliary data if there is any."""
 
     @functools.wraps(value_and_grad_fun)
     def compute_grad(*args: Any, **kwargs: Any) -> Any:
@@ -374,12 +277,6 @@ def drop_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callabl
         return (grads, out[1]) if has_aux else grads
 
     return compute_grad
-
-
-def _prepare_arguments(argnums: int | Sequence[int], scale: LossScale, args: Args) -> Args:
-    """Prepares float8 state in the arguments that are differentiated, so that autodiff combines it by max."""
-    differentiated = _list_positions(argnums, args)
-    return tuple([prepare_state(x, scale.loss_scale) if i in differentiated else x for i, x in enumerate(args)])
 
 
 def _list_positions(argnums: int | Sequence[int], args: Args) -> set[int]:

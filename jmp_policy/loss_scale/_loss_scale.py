@@ -1,4 +1,4 @@
-"""Loss scales: immutable, jit-friendly values that keep small float16 gradients above zero."""
+"""Loss scales: immutable values that work under `jit` and keep small float16 gradients above zero."""
 
 import dataclasses
 import operator
@@ -25,14 +25,14 @@ from ._scale_settings import (
 
 T = TypeVar("T")
 
-_LARGEST_WITH_RECIPROCAL = 2.0**126  # beyond it the reciprocal is subnormal, which XLA may flush to zero
+_LARGEST_WITH_RECIPROCAL = 2.0**126  # the reciprocal of a larger scale is subnormal, which XLA may flush to zero
 
 
 class LossScale(Uncast):
-    """What `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale` have in common; `isinstance` knows all three.
+    """Base class of `NoOpLossScale`, `StaticLossScale` and `DynamicLossScale`.
 
-    The scale is float32 and no cast narrows it. `scale` and `unscale` work in float32 or wider: 2**15 times a
-    float16 loss of 2 is already infinite in float16.
+    The scale is float32 and no cast changes it. `scale` and `unscale` compute in float32 or wider: 2**15 times a
+    float16 loss of 2 overflows in float16.
 
     >>> import jmp_policy as jmp
     >>> isinstance(jmp.NoOpLossScale(), jmp.LossScale)
@@ -42,28 +42,27 @@ class LossScale(Uncast):
     loss_scale: Any
 
     def scale(self, tree: T) -> T:
-        """Multiplies the floating and complex numbers of a tree by the scale, in float32 or wider."""
+        """Multiplies the floating and complex elements of a tree by the scale, in float32 or wider."""
         return _map_numbers(operator.mul, tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides the floating and complex numbers of a tree by the scale; half-precision ones become float32."""
+        """Divides the floating and complex elements of a tree by the scale. Half-precision leaves become float32."""
         return _map_numbers(operator.truediv, tree, self.loss_scale)
 
     def adjust(self, grads_finite: jax.Array) -> "LossScale":
-        """The loss scale of the next step, given whether the gradients of this one were finite."""
+        """Returns the loss scale of the next step, given whether the gradients of this step were finite."""
         del grads_finite
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Comes back from a pickle, in a process where no loss scale may have been made."""
         vars(self).update(state)
-        register_with_flax()
+        register_with_flax()  # this process may not have made a loss scale yet
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """Scales nothing: for float32 and bfloat16, whose exponent range needs no help.
+    """Loss scale of one, for float32 and bfloat16.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> grads = {"w": jnp.ones(2)}
@@ -75,7 +74,7 @@ class NoOpLossScale(LossScale):
         register_with_flax()
 
     def __reduce__(self) -> tuple:
-        return type(self), ()  # with nothing to set, a pickle would go past __setstate__
+        return type(self), ()  # without attributes, a pickle does not call __setstate__
 
     @property
     def loss_scale(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -94,14 +93,14 @@ class NoOpLossScale(LossScale):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """Scales by a constant; a pytree without leaves.
+    """Constant loss scale; a pytree without leaves.
 
     Args:
-      loss_scale: the constant, a positive number; a power of two makes scaling exact. Zero, which DeepMind's `jmp`
-        takes, makes every gradient 0 / 0; a warning says so.
+      loss_scale: a positive number; a power of two makes scaling exact. Zero, which DeepMind's `jmp` accepts, makes
+        every gradient 0 / 0 and gives a warning.
 
     Raises:
-      ValueError: `loss_scale` is not a positive normal number of float32.
+      ValueError: `loss_scale` is not a positive normal float32 number.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.StaticLossScale(1024.0).scale(jnp.float16(100))
@@ -119,31 +118,31 @@ class StaticLossScale(LossScale):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, init=False, eq=False)
 class DynamicLossScale(LossScale):
-    """Looks for the largest scale that keeps gradients finite.
+    """Loss scale that adapts to the largest value that keeps gradients finite.
 
-    Every `period` finite steps in a row the scale is multiplied by `factor`, if the result is finite and at most
-    `max_loss_scale`; a non-finite step multiplies it by `backoff_factor`, down to `min_loss_scale`, and starts the
-    count anew. The arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`) are the leaves of the
-    pytree; everything else is static and survives every tree operation.
+    After `period` finite steps in a row the scale is multiplied by `factor`, if the result is finite and at most
+    `max_loss_scale`. A non-finite step multiplies it by `backoff_factor`, down to `min_loss_scale`, and restarts the
+    count. The leaves of the pytree are the arrays `loss_scale` (float32, shape `()`) and `counter` (int32, shape `()`).
+    All settings are static.
 
-    Flax's `DynamicScale` has other defaults, and grows after one finite step more than its `growth_interval`. As it
-    does `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's
-    `GradScaler` begins at 2**16, too, and has neither floor nor ceiling.
+    Flax's `DynamicScale` grows after one finite step more than its `growth_interval`: it is
+    `DynamicLossScale(2.0**16, period=2001, min_loss_scale=2.0**-126, max_loss_scale=math.inf)`. PyTorch's `GradScaler`
+    starts at 2**16 and has no bounds.
 
     Args:
-      loss_scale: the scale to start from. Outside of floor and ceiling it starts at the nearer one, with a warning.
+      loss_scale: the initial scale. A scale outside of the bounds starts at the nearer bound, with a warning.
       counter: finite steps in a row since the scale last changed.
-      period: how many finite steps in a row make the scale grow.
-      factor: what it grows by.
-      min_loss_scale: the floor. Reaching it means that the model, not the scale, makes the infinities. Zero, which
-        DeepMind's `jmp` takes, is taken as 2**-126, with a warning: by a scale of zero nothing can be divided.
-      backoff_factor: what a non-finite step multiplies the scale by; `1 / factor` if not given.
+      period: the number of finite steps in a row after which the scale grows.
+      factor: the growth factor.
+      min_loss_scale: the floor. A scale at the floor means that the model, not the scale, makes the infinities. Zero,
+        which DeepMind's `jmp` accepts, becomes 2**-126 with a warning, since gradients cannot be divided by zero.
+      backoff_factor: the factor of a non-finite step; `1 / factor` by default.
       max_loss_scale: the ceiling of growth.
-      hysteresis: the number of overflows it takes to lower the scale; the ones before only skip their step. Above
-        one, the pytree has a third leaf, `credits` (int32): the overflows that may still pass unanswered.
-      consecutive_hysteresis: refill the credits on every finite step (DeepSpeed), not only when a period of finite
-        steps is complete (Megatron-LM).
-      credits: see `hysteresis`; `hysteresis - 1` if not given.
+      hysteresis: the number of overflows that lower the scale; the ones before only skip their step. Above one, the
+        pytree has a third leaf, `credits` (int32): the number of overflows that may still pass without backoff.
+      consecutive_hysteresis: refill the credits on every finite step (DeepSpeed), not only after a complete period of
+        finite steps (Megatron-LM).
+      credits: see `hysteresis`; `hysteresis - 1` by default.
 
     Raises:
       ValueError: a setting is out of its range.
@@ -206,7 +205,7 @@ class DynamicLossScale(LossScale):
         self._assign(tuple(settings.items()), leaves)
 
     def __eq__(self, other: object) -> bool:
-        """Whether settings and numbers are equal; the numbers must be known, not traced."""
+        """True if settings and values are equal. The values must not be traced."""
         if not isinstance(other, DynamicLossScale):
             return NotImplemented
         return self._settings == other._settings and all(map(_is_same, self.tree_flatten()[0], other.tree_flatten()[0]))
@@ -215,17 +214,17 @@ class DynamicLossScale(LossScale):
         return hash(self._settings)
 
     def unscale(self, tree: T) -> T:
-        """Divides the floating and complex numbers of a tree by the scale; half-precision ones become float32.
+        """Divides the floating and complex elements of a tree by the scale. Half-precision leaves become float32.
 
-        By way of the reciprocal: the result is exact for powers of two, and within 1.5 units in the last place for
-        other scales. XLA repeats a multiplication wherever its result is read, and would write a quotient to memory.
+        Multiplies by the reciprocal: exact for powers of two, and within 1.5 units in the last place for other scales.
+        XLA repeats a multiplication wherever its result is read, and would write a quotient to memory.
         """
         if self.max_loss_scale > _LARGEST_WITH_RECIPROCAL:
             return super().unscale(tree)
         return _map_numbers(operator.mul, tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: jax.Array) -> "DynamicLossScale":
-        """The loss scale of the next step.
+        """Returns the loss scale of the next step.
 
         Args:
           grads_finite: whether all gradients of this step were finite, a boolean scalar.
@@ -253,31 +252,28 @@ class DynamicLossScale(LossScale):
         return lowered if overdrawn is True else jnp.where(overdrawn, lowered, self.loss_scale)
 
     def _next_credits(self, finite: jax.Array, complete: jax.Array) -> tuple[jax.Array | None, jax.Array | bool]:
-        """The credits after this step, and whether an overflow in it finds none left."""
+        """Returns the credits after this step, and whether an overflow in it finds none left."""
         if self.credits is None:
             return None, True
         refill = finite if self.consecutive_hysteresis else finite & complete
         spent = jnp.where(finite, self.credits, jnp.maximum(self.credits - 1, 0))
         return jnp.where(refill, self.hysteresis - 1, spent), self.credits == 0
 
-    # The settings are one tuple, and unflattening goes past __init__: a step's dispatch pays for both, and JAX
-    # rebuilds a state with leaves of any kind (shapes, shardings, None, object()), which must not be inspected.
+    # The settings are one tuple and unflattening does not call __init__, because each dispatch of a step pays for both.
+    # JAX also unflattens with leaves of any kind (shapes, shardings, None, object()), which must not be inspected.
 
     def _assign(self, settings: tuple, leaves: tuple) -> None:
         vars(self).update(settings, _settings=settings, loss_scale=leaves[0], counter=leaves[1], credits=leaves[2])
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
-        """The arrays, and the settings."""
         return (self.loss_scale, self.counter, self.credits), self._settings
 
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
-        """As `tree_flatten`, with the names of the arrays."""
         names = ("loss_scale", "counter", "credits")
         return tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in names), self._settings
 
     @classmethod
     def tree_unflatten(cls, settings: tuple, leaves: tuple) -> "DynamicLossScale":
-        """The loss scale of these settings and arrays, whatever stands in for the arrays."""
         new = object.__new__(cls)
         new._assign(settings, leaves)
         register_with_flax()
@@ -285,7 +281,7 @@ class DynamicLossScale(LossScale):
 
 
 def register_with_flax() -> None:
-    """Teaches `flax.serialization` loss scales, once, if it is loaded; called wherever one is made or received."""
+    """Registers loss scales with `flax.serialization` if it is loaded. Called wherever one is made or received."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or serialization.is_serializable(DynamicLossScale):
         return
@@ -303,7 +299,7 @@ def _from_state_dict(target: LossScale, state: dict[str, Any]) -> LossScale:
     if state.keys() != expected.keys():
         raise ValueError(
             f"The saved loss scale has {sorted(state)}, but {type(target).__name__} has {sorted(expected)}: it was "
-            "saved under another kind of loss scale. Convert what was saved, as a whole: "
+            "saved under another kind of loss scale. Convert the whole saved state: "
             "jmp_policy.convert_state(flax.serialization.msgpack_restore(data), target)."
         )
     return jax.tree.unflatten(jax.tree.structure(target), [state[name] for name in expected])
@@ -314,12 +310,12 @@ def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
         if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
             leaf = jnp.asarray(leaf, jnp.complex64 if isinstance(leaf, complex) else jnp.float32)
         if is_floating(leaf):
-            leaf = jnp.asarray(leaf)  # whose float64 is float32 if 64 bits are disabled, as everywhere in JAX
+            leaf = jnp.asarray(leaf)  # makes float32 of float64 if 64 bits are disabled
             wide = at_least_float32(leaf.dtype)
             return op(lax.convert_element_type(leaf, wide), lax.convert_element_type(scale, wide))
         arrays = jax.Array | np.ndarray | np.generic
         if isinstance(leaf, arrays) and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            # By parts: an infinite part times a complex number would turn the other part into nan.
+            # An infinite part times a complex number would make the other part nan.
             return lax.complex(apply(leaf.real), apply(leaf.imag))
         return leaf
 
@@ -327,7 +323,7 @@ def _map_numbers(op: Callable[[Any, Any], Any], tree: T, scale: Any) -> T:
 
 
 def _scalar(value: Any, dtype: Any) -> Any:
-    """A strong-typed array of a number, and anything else as it is."""
+    """Returns a strongly typed array for a number, and anything else unchanged."""
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     return jnp.asarray(value, dtype=dtype) if isinstance(value, numbers) else value
 

@@ -1,4 +1,4 @@
-"""What the settings of loss scales may be, as far as can be told: a number may be traced, or on other hosts."""
+"""Checks of the settings of loss scales. A value that is traced, or on other hosts, is not checked."""
 
 import functools
 import math
@@ -17,20 +17,13 @@ from .._base import quote, warn_user
 
 F = TypeVar("F", bound=Callable[..., None])
 
-SMALLEST = 2.0**-126
-"""The smallest normal number of float32: what is below, XLA may flush to zero, and gradients with it."""
+SMALLEST = 2.0**-126  # the smallest normal float32 number; XLA may flush smaller ones to zero
 LARGEST = float(np.finfo(np.float32).max)
-
-NEVER = 2**31
-"""The longest period that an int32 can count to. Longer ones are as long: neither ends."""
+NEVER = 2**31  # an int32 counter never completes a longer period
 
 
 def check_scale(value: object) -> float | None:
-    """Checks that a value can be a scale, and reads its number, if there is one to read.
-
-    Raises:
-      ValueError: it is not a scalar, or not a positive normal number of float32.
-    """
+    """Checks that a value can be a scale, and returns its number if it can be read."""
     number = _read_scalar(value, "loss_scale")
     if number is None:
         _check(_stands_for_array(value), "loss_scale", value, "a positive number", "2.0**15")
@@ -40,11 +33,7 @@ def check_scale(value: object) -> float | None:
 
 
 def check_constant(value: object) -> float | None:
-    """As `check_scale`, but for zero, which is a warning.
-
-    Raises:
-      ValueError: it is not a scalar, or not a normal number of float32.
-    """
+    """Like `check_scale`, but warns of zero."""
     if _read_scalar(value, "loss_scale") != 0:
         return check_scale(value)
     warn_user(
@@ -62,11 +51,7 @@ def check_settings(
     max_loss_scale: float,
     hysteresis: int | float,
 ) -> dict[str, Any]:
-    """Checks the settings of a dynamic loss scale, and reads them as Python numbers.
-
-    Raises:
-      ValueError: one is out of its range.
-    """
+    """Checks the settings of a dynamic loss scale, and returns them as Python numbers."""
     _check(factor > 1, "factor", factor, "greater than one", "2")
     floor, ceiling, backoff = _read_floor(min_loss_scale), float(max_loss_scale), backoff_factor
     backoff = float(1 / factor if backoff is None else backoff)
@@ -96,15 +81,11 @@ _OTHER_NAMES = {
     "max_scale": "max_loss_scale",
     "fin_steps": "counter",
 }
-"""The arguments of the loss scales of PyTorch, Flax, Keras, Apex and DeepSpeed, and what they are called here."""
+"""Argument names of PyTorch, Flax, Keras, Apex and DeepSpeed, with our names."""
 
 
 def refuse_other_names(init: F) -> F:
-    """Lets a constructor say what the arguments of other libraries' loss scales are called here.
-
-    Raises:
-      TypeError: when it is called with one.
-    """
+    """Makes a constructor name our argument if it is called with another library's name for it."""
 
     @functools.wraps(init)
     def init_or_refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -118,18 +99,13 @@ def refuse_other_names(init: F) -> F:
 
 
 def check_scalar(value: object, name: str) -> None:
-    """Checks that a value is not an array of several numbers.
-
-    Raises:
-      ValueError: it is one.
-    """
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         raise ValueError(f"{name} must be a scalar, got an array of shape {shape}. For example: {name}=0.")
 
 
 def suggest_loss_scale(value: object) -> str:
-    """What to write instead of a value that is no loss scale; the empty string, where that is not known.
+    """Returns the code to write instead of a value that is not a loss scale, or "" if that is not known.
 
     >>> suggest_loss_scale("mixed_float16"), suggest_loss_scale(1024.0)
     ("jmp_policy.get_policy('mixed_float16').loss_scale()", 'jmp_policy.StaticLossScale(1024.0)')
@@ -144,21 +120,14 @@ def suggest_loss_scale(value: object) -> str:
     if isinstance(value, type):
         return f"jmp_policy.{value.__name__}(2.0**15)" if hasattr(value, "unscale") else ""
     if callable(getattr(value, "loss_scale", None)) or getattr(value, "__name__", "") == "loss_scale":
-        return "policy.loss_scale()"  # of a policy or a map, or the method, which is to be called
-    if hasattr(value, "init") and hasattr(value, "update"):  # a transformation of optax, which has no state itself
+        return "policy.loss_scale()"  # for a policy, a map, or their method
+    if hasattr(value, "init") and hasattr(value, "update"):  # an optax transformation
         return "the state that it makes, opt_state = tx.init(params)"
     return ""
 
 
 def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any:
-    """A scale within its bounds: below its floor an overflow would raise it, and above its ceiling it would stay there.
-
-    Args:
-      scale: a scale, a float32 array, which may be traced, or what stands for one.
-      number: its number, if that is known.
-      floor: its lower bound.
-      ceiling: its upper bound.
-    """
+    """Returns a scale within its bounds. `number` is the value of the scale, if it is known."""
     if number is None:
         bounds = np.float32(floor), np.float32(min(ceiling, LARGEST))
         return lax.clamp(bounds[0], scale, bounds[1]) if isinstance(scale, jax.Array) else scale
@@ -166,14 +135,14 @@ def clamp(scale: Any, number: float | None, floor: float, ceiling: float) -> Any
     if np.float32(floor) <= np.float32(number) <= np.float32(min(ceiling, LARGEST)):
         return scale
     warn_user(
-        f"loss_scale={number} is {'below' if number < floor else 'above'} {name}={bound}, where the scale starts "
-        f"instead. For example: DynamicLossScale({number}, {name}={number})."
+        f"loss_scale={number} is {'below' if number < floor else 'above'} {name}={bound}, so the scale starts at "
+        f"{bound}. For example: DynamicLossScale({number}, {name}={number})."
     )
     return jnp.asarray(bound, jnp.float32)
 
 
 def warn_if_not_floating(value: object, name: str) -> None:
-    """Warns of a scale that is an integer, as DeepMind's `jmp` does."""
+    """Warns of an integer scale, as DeepMind's `jmp` does."""
     dtype = np.dtype(np.int32) if isinstance(value, int) else getattr(value, "dtype", None)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         warn_user(f"Expected floating type for {name}, got {dtype}")
@@ -184,8 +153,8 @@ def _read_floor(value: Any) -> float:
     number = float(value)
     if number == 0:
         warn_user(
-            "min_loss_scale=0 would let the loss scale become zero, by which gradients cannot be divided: the floor is "
-            "2.0**-126, the smallest normal number of float32. For example: min_loss_scale=1.0."
+            "min_loss_scale=0 would let the loss scale become zero, and gradients cannot be divided by zero. The floor "
+            "is 2.0**-126, the smallest normal number of float32. For example: min_loss_scale=1.0."
         )
         return SMALLEST
     _check_normal(number, "min_loss_scale", number, "1.0")
@@ -193,16 +162,16 @@ def _read_floor(value: Any) -> float:
 
 
 def _read_count(value: Any, name: str, example: str) -> int:
-    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()  # which DeepMind's jmp takes
+    is_whole = isinstance(value, float | np.floating) and float(value).is_integer()  # DeepMind's jmp accepts these
     is_count = is_whole or hasattr(value, "__index__")
     _check(is_count and value >= 1, name, value, "a positive int", example)
     return int(value)
 
 
 def _read_scalar(value: Any, name: str) -> float | None:
-    """The number in a value, if it has one that can be read here and now."""
-    is_truth = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
-    _check(not is_truth, name, value, "a positive number", "2.0**15")
+    """Returns the number in a value, or None if it cannot be read now."""
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    _check(not is_bool, name, value, "a positive number", "2.0**15")
     is_array = isinstance(value, np.generic | np.ndarray | jax.Array)
     if is_array:
         check_scalar(value, name)
@@ -212,12 +181,12 @@ def _read_scalar(value: Any, name: str) -> float | None:
         value = jax.device_get(value)
     try:
         return float(value) if is_array or isinstance(value, int | float) else None
-    except OverflowError:  # of an int
+    except OverflowError:  # an int
         return math.inf
 
 
 def _stands_for_array(value: object) -> bool:
-    """Whether a value is traced, or what JAX has for an array where it rebuilds a tree."""
+    """True for tracers, and for the placeholders with which JAX rebuilds a tree."""
     return hasattr(value, "shape") or type(value) is object
 
 

@@ -1,4 +1,4 @@
-"""The state of a loss-scaled optimizer, the loss scale in any state, and whether the elements of a tree are finite."""
+"""State of a loss-scaled optimizer, the loss scale in any state, and checks for finite elements."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -16,17 +16,15 @@ from ._scale_settings import suggest_loss_scale
 
 T = TypeVar("T")
 
-_WORDS = {8: jnp.uint8, 16: jnp.uint16}
-"""The integers of as many bits as a narrow float."""
+_WORDS = {8: jnp.uint8, 16: jnp.uint16}  # unsigned integers with the bits of a narrow float
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Whether every number in a tree is finite, as a boolean scalar array.
+    """Returns True if every element in a tree is finite, as a boolean scalar array.
 
     Integers, bools, keys and other leaves that cannot be infinite count as finite. Each array is read once. GPUs and
-    TPUs write nothing of its size; on CPUs XLA writes one byte for each number before it reduces them. Of sharded
-    arrays under `jit` all devices get one answer, and XLA exchanges it at once for all arrays that are split over the
-    same axes; in `jax.shard_map` each device answers for its parts.
+    TPUs write no temporary of its size; on CPUs XLA writes one byte per element before it reduces them. For sharded
+    arrays under `jit`, all devices get one answer. In `jax.shard_map` each device answers for its own shards.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> bool(jmp.all_finite({"a": jnp.ones(3), "b": None})), bool(jmp.all_finite([jnp.array([1.0, jnp.nan])]))
@@ -37,7 +35,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def select_tree(pred: jax.Array, a: T, b: T) -> T:
-    """Selects the tree `a` where `pred` is true and `b` where it is false, leaf by leaf.
+    """Selects the tree `a` if `pred` is true and `b` if it is false, leaf by leaf.
 
     Args:
       pred: a boolean scalar: a Python bool, or an array of shape `()`.
@@ -69,7 +67,7 @@ def _select(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _select_bits(pred: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A select of narrow floats: where XLA selects these as float32, a nan does not keep its payload."""
+    """Selects between narrow floats by their bits: XLA may select them as float32, which loses the payload of a nan."""
     word = _WORDS[jnp.finfo(x.dtype).bits]
     x_bits, y_bits = lax.bitcast_convert_type(x, word), lax.bitcast_convert_type(y, word)
     return lax.bitcast_convert_type(lax.select(pred, x_bits, y_bits), x.dtype)
@@ -86,30 +84,29 @@ def _may_be_infinite(leaf: Any) -> bool:
         return isinstance(leaf, float | complex)
     if not jnp.issubdtype(dtype, jnp.inexact) or np.size(leaf) == 0:
         return False
-    # Below 8 bits a format has neither nan nor infinity, and XLA cannot compute in all of them.
+    # Formats below 8 bits have neither nan nor infinity, and XLA cannot compute in all of them.
     return jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 8
 
 
-@jax.jit  # one dispatch where it is called eagerly, and one function where a program asks about the same tree twice
+@jax.jit  # one dispatch in eager mode, and one function if a program checks the same tree twice
 def _are_finite(arrays: list[Any]) -> jax.Array:
-    # A reduction of bools, because on CPUs XLA loses a nan in a float32 reduction of some thousand numbers: in `max`,
-    # and in `sum(x - x)` where it fuses a maximum, such as a relu, into the sum. It also folds `sum(2 * x * 0)` to
-    # `sum(x * 0)`, which hides that `2 * x` overflows. These read 1.0 times the bytes on a CPU, and this 1.5 times.
+    # Reduces bools, because XLA:CPU can lose a nan in a float32 `max`, or in `sum(x - x)` if it fuses a relu into the
+    # sum. It also folds `sum(2 * x * 0)` to `sum(x * 0)`, which hides an overflow of `2 * x`.
     return functools.reduce(lax.bitwise_and, [jnp.isfinite(x).all() for x in arrays])
 
 
-# What goes on where a `loss_scaled` inside of it skips a step: transformations of optax by the type of their state,
-# by name because this module does without optax, and how each goes inside of `loss_scaled` instead.
+# Optax transformations that advance when a `loss_scaled` inside skips a step, by the name of their state (this module
+# does not load optax), each with the form that goes inside of `loss_scaled`.
 NEVER_OUTSIDE = {
-    "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # which does what loss_scaled does, and gives in
+    "optax.ApplyIfFiniteState": "optax.adamw(1e-3)",  # loss_scaled replaces it
     "optax.LookaheadState": "optax.lookahead(optax.adamw(1e-3), 5, 0.5)",
     "optax.MechanicState": "optax.contrib.mechanize(optax.adamw(1e-3))",
     "optax.MultiStepsState": "optax.MultiSteps(optax.adamw(1e-3), 4)",
     "optax.SAMState": "optax.contrib.sam(optax.adamw(1e-3), adv_optimizer)",
     "optax.ScheduleFreeState": "optax.contrib.schedule_free(optax.adamw(1e-3), 1e-3)",
 }
-# What does so unless its other parts happen to have no memory. These states are also mere containers (a tuple of the
-# states of two optimizers), so that only who applies a transformation can tell.
+# These advance if their other parts have state. Their states are also plain containers (a tuple of the states of two
+# optimizers), so only the code that applies the transformation can tell.
 _NOT_OUTSIDE_IN_A_STEP = {
     "builtins.tuple": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
     "collections.OrderedDict": "optax.named_chain(('clip', optax.clip(1.0)), ('adamw', optax.adamw(1e-3)))",
@@ -130,14 +127,14 @@ class _Fields(NamedTuple):
 
 
 class LossScaledState(_Fields):
-    """The state of `optim.loss_scaled`, a `NamedTuple`.
+    """State of `optim.loss_scaled`, a `NamedTuple`.
 
     Attributes:
       inner_state: the state of the wrapped transformation.
       loss_scale: the loss scale of the next step.
       grads_finite: whether the last step's gradients were finite, a boolean scalar; true before the first step.
-      skipped_steps: how many steps were skipped, an int32 scalar.
-      consecutive_skips: how many of them are the most recent ones in a row, an int32 scalar.
+      skipped_steps: the number of skipped steps, an int32 scalar.
+      consecutive_skips: the number of skipped steps since the last finite one, an int32 scalar.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0)).init({"w": jnp.ones(2)})
@@ -150,39 +147,29 @@ class LossScaledState(_Fields):
     @property
     def loss_scale(self) -> LossScale:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The loss scale of the next step."""
-        # Flax's serialization reads a state by its fields, and may have been loaded after the state was made, or the
-        # state in another process than it was made in: here it learns of loss scales before it meets one.
-        register_with_flax()
+        register_with_flax()  # Flax's serialization reads a state by its fields, and may have been loaded after it
         return self[1]
 
 
 def has_scaled_state(state: PyTree) -> bool:
-    """Whether a tree holds the state of `optim.loss_scaled`."""
     return bool(find_nodes(state, LossScaledState))
 
 
 def check_outermost(state: PyTree) -> None:
-    """Checks that `loss_scaled` is not inside the transformation of optax whose state this is.
-
-    `optax.inject_hyperparams` of numbers may be outside: it has no memory but a count that nobody reads. Of a type
-    that is not optax's nothing is known.
-
-    Raises:
-      ValueError: it is inside.
-    """
+    """Raises a `ValueError` if `loss_scaled` is inside the optax transformation that made this state."""
     check_not_inside(NEVER_OUTSIDE | _NOT_OUTSIDE_IN_A_STEP, state)
 
 
 def check_not_inside(right_nestings: dict[str, str], state: PyTree) -> None:
-    def is_outside(node: Any) -> bool:
+    def is_outside(node: Any) -> bool:  # `inject_hyperparams` of numbers has only a count that nobody reads
         return _type_name(node) in right_nestings and getattr(node, "hyperparams_states", None) != {}
 
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LossScaledState) or is_outside(node))
     for node in nodes:
         if is_outside(node) and has_scaled_state(node):
             raise ValueError(
-                f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation whose state is "
-                f"{type(node).__name__}, and which goes on where they skip a step. For example: "
+                f"loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation with the state "
+                f"{type(node).__name__}, which advances when they skip a step. For example: "
                 f"loss_scaled({right_nestings[_type_name(node)]}, policy.loss_scale())."
             )
 
@@ -192,7 +179,10 @@ def _type_name(node: Any) -> str:
 
 
 def find_nodes(tree: PyTree, kind: type[T]) -> list[T]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    """Lists the nodes of a type in a tree. Does not look into the inner state of a `LossScaledState`."""
+    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, (kind, LossScaledState)))
+    if kind is LossScale:
+        nodes = [node.loss_scale if isinstance(node, LossScaledState) else node for node in nodes]
     return [node for node in nodes if isinstance(node, kind)]
 
 
@@ -203,7 +193,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
       state: a `LossScale`, or any tree that holds exactly one: an optax state, a `TrainState`, an `nnx.Optimizer`.
 
     Raises:
-      ValueError: it holds none, or several; or it is inside the state of a transformation that goes on where
+      ValueError: it holds no loss scale or several; or it is inside the state of a transformation that advances when
         `optim.loss_scaled` skips a step, such as `optax.MultiSteps`.
 
     >>> import jmp_policy as jmp
@@ -230,38 +220,33 @@ def get_loss_scale(state: PyTree) -> LossScale:
 
 
 def find_scaled_state(state: PyTree) -> LossScaledState:
-    """Finds the state of `optim.loss_scaled` in a tree that holds exactly one.
-
-    Raises:
-      ValueError: it holds none, or several.
-    """
+    """Finds the one state of `optim.loss_scaled` in a tree, without its inner state."""
     found = find_nodes(state, LossScaledState)
     if len(found) != 1:
         raise ValueError(
             f"Expected a state that holds exactly one LossScaledState, got {type(state).__name__} with {len(found)}. "
             "For example: jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale()).init(params)."
         )
-    found = found[0]._replace(inner_state=None)  # which may be large, and nobody asks for
-    return strip_variables(found)
+    return strip_variables(found[0]._replace(inner_state=None))  # no caller reads it, and it may be large
 
 
 def metrics(state: PyTree) -> dict[str, Any]:
-    """The figures of loss scaling as a flat dictionary of scalars, for any logger.
+    """Returns the metrics of loss scaling as a flat dictionary of scalars, for any logger.
 
-    They are arrays, so that a jitted step can return them, and nothing is read back from the device. On the host
-    `jax.device_get` reads all at once and makes Python numbers of them, which JSON and every logger know. What is
-    joined to them by `|` becomes Python numbers too; a plain dictionary of them, `{**figures}`, stays as it is.
+    The values are arrays, so a jitted step can return them, and nothing is read from the device. On the host,
+    `jax.device_get` reads them all at once and converts them to Python numbers, for JSON and loggers. Values that are
+    merged with `|` are converted too. A plain dictionary made from it, `{**metrics}`, is not converted.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled`, or a loss scale alone.
 
     Returns:
-      `loss_scale` (float32) and `steps_since_growth` (int32); of an optimizer's state also `grads_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32), and of one that carries provenance `nonfinite_step` (int32), of
-      which `optim.last_skip` says why it was skipped. The dictionary is a pytree node of its own type.
+      `loss_scale` (float32) and `steps_since_growth` (int32). For the state of an optimizer also `grads_finite` (bool),
+      `skipped_steps` and `consecutive_skips` (int32), and with provenance `nonfinite_step` (int32), the step that
+      `optim.last_skip` explains. The dictionary is a pytree node with its own type.
 
     Raises:
-      ValueError: the tree holds no loss scale, or several.
+      ValueError: the tree holds no loss scale or several.
 
     >>> import jax, json
     >>> import jax.numpy as jnp
@@ -272,39 +257,33 @@ def metrics(state: PyTree) -> dict[str, Any]:
     """
     scale = get_loss_scale(state)
     dynamic = isinstance(scale, DynamicLossScale)
-    figures = {
+    found = {
         "loss_scale": scale.loss_scale if dynamic else np.float32(scale.loss_scale),
         "steps_since_growth": scale.counter if dynamic else np.int32(0),
     }
     if has_scaled_state(state):
-        of_optimizer = find_scaled_state(state)
-        for name in ("grads_finite", "skipped_steps", "consecutive_skips"):
-            figures[name] = getattr(of_optimizer, name)
-        for name in {"nonfinite_step"} & set(of_optimizer._fields):  # of a subtype that stands on a higher floor
-            figures[name] = getattr(of_optimizer, name)
-    return Metrics(figures)
+        scaled = find_scaled_state(state)
+        names = ("grads_finite", "skipped_steps", "consecutive_skips", "nonfinite_step")
+        found |= {name: getattr(scaled, name) for name in names if name in scaled._fields}
+    return Metrics(found)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Metrics(dict[str, Any]):
-    """A dictionary whose arrays are Python numbers once `jax.device_get` has read them.
+    """Dictionary in which 0-dimensional NumPy arrays become Python numbers when it is unflattened.
 
-    That returns 0-dimensional arrays of numpy, which JSON and some loggers refuse. It rebuilds the dictionary from
-    them, and here they become numbers. Arrays of JAX and tracers, as `jit` rebuilds it from, stay.
+    `jax.device_get` returns such arrays, which JSON and some loggers reject. JAX arrays and tracers do not change.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """The figures with their names, and their names, in the order that JAX gives any dictionary."""
         return [(DictKey(name), self[name]) for name in sorted(self)], tuple(sorted(self))
 
     def tree_flatten(self) -> tuple[Sequence[Any], tuple[str, ...]]:
-        """The figures, and their names."""
         return [self[name] for name in sorted(self)], tuple(sorted(self))
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], figures: Iterable[Any]) -> "Metrics":
-        """The dictionary of these figures."""
-        return cls(zip(names, map(_read_number, figures), strict=True))
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "Metrics":
+        return cls(zip(names, map(_read_number, values), strict=True))
 
     def __or__(self, other: Any) -> Any:
         return Metrics({**self, **other}) if isinstance(other, dict) else NotImplemented
@@ -313,13 +292,13 @@ class Metrics(dict[str, Any]):
         return Metrics({**other, **self}) if isinstance(other, dict) else NotImplemented
 
 
-def _read_number(figure: Any) -> Any:
-    is_on_host = isinstance(figure, np.ndarray | np.generic) and figure.ndim == 0
-    return figure.item() if is_on_host else figure
+def _read_number(value: Any) -> Any:
+    is_on_host = isinstance(value, np.ndarray | np.generic) and value.ndim == 0
+    return value.item() if is_on_host else value
 
 
 def strip_variables(tree: T) -> T:
-    """Takes arrays out of the Variables in which an nnx optimizer keeps each; those are known by their `get_value`."""
+    """Replaces Variables, in which an nnx optimizer keeps its arrays, by their arrays."""
     is_variable = lambda node: hasattr(node, "get_value")
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_variable)
     if not any(map(is_variable, leaves)):

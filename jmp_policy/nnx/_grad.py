@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
+import jax
 from flax import nnx
 
 from .._base import Aux, DTypeLike, Loss, P, PyTree, zero_unused
-from ..gradients import differentiate_scaled, drop_value, make_reducer, read_scale_at_call, unscale_grads
+from ..gradients import build_value_and_grad, call_reduced, drop_value, unscale_grads
 from ..loss_scale import LossScale, NoOpLossScale, all_finite, get_loss_scale, has_scaled_state, select_tree
 from ._float8 import Float8State, check_state_types, find_states, prepare_states
 
@@ -29,24 +30,13 @@ def value_and_grad(
 def value_and_grad(
     fun: Callable[P, tuple[Loss, Aux]],
     argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: Literal[True] = ...,
     *,
-    has_aux: Literal[True],
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[tuple[Loss, Aux], Any]]: ...
-@overload
-def value_and_grad(
-    fun: Callable[P, Any],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: bool = False,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
-    **options: Any,
-) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -57,34 +47,36 @@ def value_and_grad(
     strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Differentiates a function of nnx modules with its loss scaled, and hands back true values.
+    """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
-    As `jmp_policy.value_and_grad`, on top of `flax.nnx.value_and_grad`. Where the step is one that will be skipped,
-    because a gradient is not finite, batch statistics and other state that the function wrote into the modules it
-    differentiates stay as they were; RNG states and intermediates are kept. With a bare `NoOpLossScale`, which skips
-    nothing, and without float8 layers this is `flax.nnx.value_and_grad`.
+    See `jmp_policy.value_and_grad`. If a gradient is not finite, so that the step will be skipped, batch statistics and
+    other state that the function wrote into the differentiated modules keep their old values; RNG states and
+    intermediates keep the new ones. With a bare `NoOpLossScale`, which never skips, and without float8 layers this is
+    `flax.nnx.value_and_grad`.
 
-    Float8 layers with state are differentiated with respect to that too, whose gradient is the next state: what to hand
-    to `jmp_policy.nnx.Optimizer`. A `DiffState` names it itself, `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
+    Float8 layers with state are differentiated with respect to that state too. Its gradient is its next value, for
+    `jmp_policy.nnx.Optimizer`. A `DiffState` has to name it: `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
-      argnums: which positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
-      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      argnums: the positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data, which is returned untouched.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
       reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
-        `jmp_policy.value_and_grad`: by default that of the policies that `fun` meets.
-      strict: whether it is an error where a gradient cannot be followed to its sum, as in `jmp_policy.value_and_grad`.
+        `jmp_policy.value_and_grad`. By default it is the reduce dtype of the policies that `fun` uses.
+      strict: whether an op of unknown semantics between a gradient and its sum is an error, as in
+        `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is as
-      `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is the
+      loss that `fun` computed. Gradients are float32 or wider, and non-finite where the scaled backward pass
+      overflowed.
 
     Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is not a `Float8State`; or
-        gradients cannot be reduced in `reduce_dtype`.
+      ValueError: `loss_scale` holds no loss scale or several; a float8 layer with state is used twice outside of
+        `jax.jit`, or in a branch for each example of `jax.vmap`; float8 state is not a `Float8State`; or gradients
+        cannot be reduced in `reduce_dtype`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -96,18 +88,32 @@ def value_and_grad(
     >>> grads["kernel"][...].tolist()
     [[1.0], [1.0]]
     """
-    differentiate = functools.partial(nnx.value_and_grad, **options)
-    list_models = lambda args: [args[_position(argnum)] for argnum in _as_sequence(argnums)]
-    find_parameters = lambda args: nnx.split(list_models(args), graph=True)[1]
-    reduce = make_reducer(reduce_dtype, strict, find_parameters)
-    differentiate_with = functools.partial(_differentiate_models, differentiate, fun, argnums, has_aux, reduce)
-    differentiated = read_scale_at_call(differentiate_with, fun, loss_scale)
+    listed: Sequence[ArgNum] = (argnums,) if isinstance(argnums, ArgNum) else argnums
+    positions = [argnum.argnum if isinstance(argnum, nnx.DiffState) else argnum for argnum in listed]
+    list_models = lambda args: [args[position] for position in positions]
+    list_parameters = lambda args: jax.tree.leaves(nnx.split(list_models(args), graph=True)[1])
+
+    def differentiate(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            models = list_models(args)
+            for argnum, model in zip(listed, models, strict=True):
+                check_state_types(model, argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
+            with_state = any(map(find_states, models)) and _takes_filters(options)
+            wrt = _with_state(argnums) if with_state else argnums
+            value_and_grad: Any = nnx.value_and_grad
+            return value_and_grad(fun, argnums=wrt, has_aux=has_aux, **options)(*args, **kwargs)
+
+        return compute
+
+    prepare = lambda fun, scale: prepare_states(fun, positions, scale.loss_scale)
+    reduce = functools.partial(call_reduced, list_parameters, reduce_dtype, strict)
+    differentiated = build_value_and_grad(differentiate, fun, has_aux, loss_scale, reduce, prepare, _unscale_models)
     if isinstance(get_loss_scale(loss_scale), NoOpLossScale) and not has_scaled_state(loss_scale):
         return differentiated
 
     @functools.wraps(fun)
     def with_state_kept(*args: Any, **kwargs: Any) -> Any:
-        before = _carried(list_models(args))
+        before = _list_carried(list_models(args))
         out, grads = differentiated(*args, **kwargs)
         _keep_if_nonfinite(before, grads)
         return out, grads
@@ -130,24 +136,13 @@ def grad(
 def grad(
     fun: Callable[P, tuple[Any, Aux]],
     argnums: ArgNum | Sequence[ArgNum] = 0,
+    has_aux: Literal[True] = ...,
     *,
-    has_aux: Literal[True],
     loss_scale: PyTree,
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
     **options: Any,
 ) -> Callable[P, tuple[Any, Aux]]: ...
-@overload
-def grad(
-    fun: Callable[P, Any],
-    argnums: ArgNum | Sequence[ArgNum] = 0,
-    has_aux: bool = False,
-    *,
-    loss_scale: PyTree,
-    reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
-    **options: Any,
-) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: ArgNum | Sequence[ArgNum] = 0,
@@ -158,7 +153,7 @@ def grad(
     strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
+    """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
@@ -171,35 +166,8 @@ def grad(
     return drop_value(value_and_grad(fun, argnums, has_aux, loss_scale=loss_scale, **options), has_aux)
 
 
-def _differentiate_models(
-    differentiate: functools.partial[Any],
-    fun: Callable[..., Any],
-    argnums: Any,
-    has_aux: bool,
-    reduce: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
-    scale: LossScale,
-) -> Callable[..., Any]:
-    """Makes the function that differentiates models, with respect to their float8 state too, where they have some."""
-    plain = differentiate_scaled(differentiate, fun, argnums, has_aux, scale, reduce=reduce)
-
-    @functools.wraps(fun)
-    def value_and_true_grad(*args: Any, **kwargs: Any) -> Any:
-        positions = [_position(argnum) for argnum in _as_sequence(argnums)]
-        for argnum, position in zip(_as_sequence(argnums), positions, strict=True):
-            check_state_types(args[position], argnum.filter if isinstance(argnum, nnx.DiffState) else nnx.Param)
-        if not any(find_states(args[position]) for position in positions):
-            return plain(*args, **kwargs)
-        prepared = prepare_states(fun, positions, scale.loss_scale)
-        wrt = _with_state(argnums) if _takes_filters(differentiate.keywords) else argnums
-        options: dict[str, Any] = {"unscale": _unscale_models, "reduce": reduce}
-        of_state = differentiate_scaled(differentiate, prepared, wrt, has_aux, scale, **options)
-        return of_state(*args, **kwargs)
-
-    return value_and_true_grad
-
-
 def _unscale_models(grads: PyTree, scale: LossScale) -> PyTree:
-    """Makes true gradients; the state of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
+    """Returns true gradients. Finds float8 state by its type too, for linen modules in `nnx.bridge.ToNNX`."""
     state = {path: variable.get_value() for path, variable in find_states(grads).items()}
     true_grads = unscale_grads(grads, scale)
     for path, variable in find_states(true_grads).items():
@@ -208,7 +176,7 @@ def _unscale_models(grads: PyTree, scale: LossScale) -> PyTree:
 
 
 def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
-    """What to differentiate: beside the parameters, the float8 state; where a filter was given, that and no more."""
+    """Adds float8 state to the parameters to differentiate, except where the user gave a filter."""
     if isinstance(argnums, nnx.DiffState):
         return argnums
     if isinstance(argnums, int):
@@ -217,37 +185,23 @@ def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
 
 
 def _takes_filters(options: dict[str, Any]) -> bool:
-    """Whether Flax differentiates by filters; where it takes modules for trees, it does by all that is floating."""
+    """True if Flax differentiates by filters. In its tree mode it differentiates all floating arrays instead."""
     defaults = {"graph": nnx.set_graph_mode, "graph_updates": nnx.set_graph_updates}
     given = {name: options.get(name) for name in defaults}
     return all(defaults[name].current_value() if value is None else value for name, value in given.items())
 
 
-class _Carried(NamedTuple):
-    """A variable that a step carries on, and what it held before."""
-
-    variable: nnx.Variable
-    value: Any
-
-
-def _carried(modules: list[Any]) -> list[_Carried]:
+def _list_carried(modules: list[Any]) -> list[tuple[nnx.Variable, Any]]:
+    """Lists the variables that one step hands to the next, each with its value."""
     nodes = [node for _, node in nnx.iter_graph(modules, graph=True) if isinstance(node, nnx.Variable)]
     carried = [v for v in nodes if not isinstance(v, nnx.Param | nnx.RngState | nnx.Intermediate | Float8State)]
-    return [_Carried(v, v.get_raw_value()) for v in carried]
+    return [(variable, variable.get_raw_value()) for variable in carried]
 
 
-def _keep_if_nonfinite(before: list[_Carried], grads: PyTree) -> None:
-    written = [c for c in before if c.variable.get_raw_value() is not c.value]
+def _keep_if_nonfinite(before: list[tuple[nnx.Variable, Any]], grads: PyTree) -> None:
+    written = [(variable, value) for variable, value in before if variable.get_raw_value() is not value]
     if not written:
         return
     finite = all_finite(grads)
     for variable, value in written:
         variable.set_value(select_tree(finite, variable.get_value(), value))
-
-
-def _as_sequence(argnums: ArgNum | Sequence[ArgNum]) -> Sequence[ArgNum]:
-    return (argnums,) if isinstance(argnums, ArgNum) else argnums
-
-
-def _position(argnum: ArgNum) -> int:
-    return argnum.argnum if isinstance(argnum, nnx.DiffState) else argnum

@@ -1,12 +1,10 @@
-"""Optimizers in mixed precision: skipping what overflowed, and training parameters that are half precision.
+"""Optimizers in mixed precision: skipping non-finite steps, and training half-precision parameters.
 
-Steps that overflow:
+Non-finite steps:
 
-- `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`.
-- `skip_nonfinite` skips steps without a scale.
-- `step` updates and applies, `minimize` makes a whole training step.
-- `check` raises when training is stuck.
-- `last_skip` says why a step was skipped: a `SkippedStep`. A `ProvenanceState` carries what it needs.
+- `loss_scaled` carries a loss scale and skips steps; its state is a `LossScaledState`. - `skip_nonfinite` skips steps
+without a scale. - `step` updates and applies, `minimize` builds a whole training step. - `check` raises an error if
+training is stuck. - `last_skip` returns the last skipped step and its cause, a `SkippedStep`, from a `ProvenanceState`.
 
 Gradients:
 
@@ -14,11 +12,11 @@ Gradients:
 
 Half-precision parameters:
 
-- `master_weights` keeps float32 copies (`MasterWeightsState`), or the bits that are missing (`SplitWeightsState`).
-- `kahan` compensates rounding (`KahanState`), `stochastic_rounding` rounds by chance (`StochasticRoundingState`).
-- `master_params` and `with_master_params` read and write their float32 values.
-- `cast_state` stores moments in dtypes of their own, `quantize_state` in 8 bits (`QuantizedMomentsState`).
-- `state_report` says what moments take: a `StateReport` with a `MomentRow` for each.
+- `master_weights` keeps float32 copies (`MasterWeightsState`), or the missing bits (`SplitWeightsState`). - `kahan`
+compensates rounding (`KahanState`), `stochastic_rounding` rounds at random (`StochasticRoundingState`). -
+`master_params` and `with_master_params` read and write their float32 values. - `cast_state` stores moments in other
+dtypes, `quantize_state` in 8 bits (`QuantizedMomentsState`). - `state_report` lists the bytes of moments: a
+`StateReport` with a `MomentRow` for each.
 """
 
 import typing as _typing
@@ -58,5 +56,5 @@ from ._steps import (
 
 if _typing.TYPE_CHECKING:
     from ._state_report import MomentRow as MomentRow, StateReport as StateReport, state_report as state_report
-else:  # it loads the package that draws tables
+else:  # loads the package that draws tables
     __getattr__, __dir__ = _load_lazily(__name__, {"_state_report": "MomentRow StateReport state_report"}, globals())

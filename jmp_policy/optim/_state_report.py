@@ -1,4 +1,4 @@
-"""What the moments of an optimizer take: bits, blocks and bytes."""
+"""Bits, blocks and bytes of the moments of an optimizer."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,17 +15,18 @@ from ._moments import Blocks, QuantizedMomentsState, choose_sides, is_embedding,
 
 @dataclasses.dataclass(frozen=True)
 class MomentRow:
-    """How one moment of one parameter is stored.
+    """Storage of one moment of one parameter.
 
     Attributes:
-      path: of the parameter, its names joined by `/`.
+      path: the names of the parameter, joined by `/`.
       role: `"mu"` for averages of gradients, `"nu"` for averages of squares.
-      bits: of a number, without its part of a scale.
-      dtype: that it is stored in; of codes uint8.
-      block: the sides of the blocks that have one scale; empty where there are none.
+      bits: per element, without the scales.
+      dtype: the stored dtype, uint8 for codes.
+      block: the sides of a block with one scale; empty without blocks.
       bytes: with scales.
-      float32_bytes: what it would take in float32.
-      left: why it has no blocks, as far as its path and shape say; empty where it has, or in another optimizer.
+      float32_bytes: the size in float32.
+      left: the reason why it has no blocks, as far as its path and shape tell; empty if it has blocks, and in other
+        optimizers.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> params = {"kernel": jnp.ones((128, 64))}
@@ -44,18 +45,18 @@ class MomentRow:
     left: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain strings, numbers and lists."""
+        """Returns the fields as plain strings, numbers and lists."""
         return dataclasses.asdict(self) | {"block": list(self.block)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StateReport(Report):
-    """What `optim.state_report` found: a table in a terminal, and in a notebook.
+    """Result of `optim.state_report`: a table in a terminal and in a notebook.
 
     Attributes:
       rows: one for each moment of each parameter.
-      other_bytes: what the rest of the state takes: counters, masters, sums of gradients.
-      param_count: how many numbers the parameters have.
+      other_bytes: the size of the rest of the state: counters, masters, sums of gradients.
+      param_count: the number of elements of the parameters.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> params = {"kernel": jnp.ones((128, 64))}
@@ -75,24 +76,20 @@ class StateReport(Report):
 
     @property
     def float32_bytes(self) -> int:
-        """Their size if they were float32."""
+        """The size of all moments in float32."""
         return sum(row.float32_bytes for row in self.rows)
 
     @property
     def bytes_per_param(self) -> float:
-        """The size of the whole state for each number of the parameters."""
+        """The size of the whole state per element of the parameters."""
         return (self.moment_bytes + self.other_bytes) / max(self.param_count, 1)
 
     def __getitem__(self, path: str) -> MomentRow:
-        """The first row of the parameter at a path.
-
-        Raises:
-          KeyError: no row has this path.
-        """
+        """Returns the first row of the parameter at a path. Raises a `KeyError` if there is none."""
         return find_row(self.rows, path, "moment", "stored")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        """Returns the report as plain dictionaries, lists, strings and numbers, for tests and JSON."""
         return {
             "rows": [row.to_dict() for row in self.rows],
             "moment_bytes": self.moment_bytes,
@@ -112,21 +109,21 @@ class StateReport(Report):
     def _list_notes(self) -> list[str]:
         share = f"{self.moment_bytes / self.float32_bytes:.3g} of" if self.float32_bytes else "of"
         return [
-            f"moments: {format_bytes(self.moment_bytes) or '0 B'}, {share} what they would take in float32",
+            f"moments: {format_bytes(self.moment_bytes) or '0 B'}, {share} their size in float32",
             f"the rest of the state: {format_bytes(self.other_bytes) or '0 B'}",
-            f"together: {self.bytes_per_param:.3g} bytes a parameter",
+            f"together: {self.bytes_per_param:.3g} bytes per parameter",
         ]
 
 
 def state_report(state: PyTree, params: PyTree) -> StateReport:
-    """Reports in how many bits an optimizer stores its moments, and why some are left in float32.
+    """Reports the bits in which an optimizer stores its moments, and why some are float32.
 
     Args:
-      state: of any optimizer, or its `jax.eval_shape`: `optim.quantize_state` in any wrapper, or plain optax.
-      params: its parameters, or what describes them.
+      state: the state of any optimizer, or its `jax.eval_shape`: `optim.quantize_state` in any wrapper, or plain optax.
+      params: its parameters, or their `jax.ShapeDtypeStruct`s.
 
     Returns:
-      A `StateReport`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for programs.
+      A `StateReport`: a table when printed or shown in a notebook, `.rows` and `.to_dict()` for code.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> params = {"kernel": jnp.ones((128, 64)), "embed": jnp.ones((256, 64)), "bias": jnp.ones(64)}
@@ -138,9 +135,9 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
     embed      mu    f32            65.5 kB  embeddings
     kernel     mu    u8     32 x 8  8.32 kB
     <BLANKLINE>
-    moments: 74.1 kB, 0.752 of what they would take in float32
+    moments: 74.1 kB, 0.752 of their size in float32
     the rest of the state: 4 B
-    together: 3.01 bytes a parameter
+    together: 3.01 bytes per parameter
     """
     is_quantized = lambda node: isinstance(node, QuantizedMomentsState)
     has_blocks = any(map(is_quantized, jax.tree.leaves(state, is_leaf=is_quantized)))
@@ -157,7 +154,7 @@ def state_report(state: PyTree, params: PyTree) -> StateReport:
 
 
 def _join(state: QuantizedMomentsState) -> Any:
-    """The state of an optimizer, with its moments and their scales in one place."""
+    """Pairs the moments of an optimizer with their scales."""
     scales: Iterator[Any] = iter(jax.tree.leaves(state.scales))
     join = lambda moment: Blocks(moment, next(scales))
     return map_moments(lambda role, field: jax.tree.map(join, field), state.inner_state)
@@ -181,7 +178,7 @@ def _find_sides(codes: Any, scale: Any) -> tuple[int, ...]:
 
 
 def _explain(path: str, moment: Any) -> str:
-    """Why a moment has no blocks; the settings of `quantize_state` are not in its state."""
+    """Returns why a moment has no blocks. The settings of `quantize_state` are not in its state."""
     if not is_floating_dtype(moment.dtype):
         return "no floating numbers"
     if choose_sides(moment.shape, 256) is None:

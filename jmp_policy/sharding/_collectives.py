@@ -22,7 +22,7 @@ from .._base import (
 )
 from ..policy import PolicySpec
 from ._gather_params import Gathering, gather_leaf, take_maximum
-from ._state_shardings import cast_leaf, read_compute_dtype, read_reduce_dtype, widen_products
+from ._state_shardings import apply_reduce_dtype, cast_leaf, read_compute_dtype, read_reduce_dtype
 
 T = TypeVar("T")
 
@@ -30,24 +30,24 @@ T = TypeVar("T")
 def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
     """Sums over devices in the reduce dtype of a policy.
 
-    `jax.lax.psum` of each real floating array, cast to `policy.reduce_dtype` before and to its own dtype after; of
-    other numbers as they are. Float8 state is not summed: devices agree on its maximum. PRNG keys, `float0`, loss
-    scales and quantized storage pass by identity.
+    This is `jax.lax.psum` of each real floating array, cast to `policy.reduce_dtype` before and to its own dtype after.
+    Other numbers are summed in their dtype. Float8 state combines by maximum. PRNG keys, `float0`, loss scales and
+    quantized storage pass by identity.
 
     Args:
       tree: a tree of arrays, such as gradients.
       axis_name: a mapped axis, or several, of `jax.shard_map` or `jax.vmap`.
-      policy: what `get_policy` reads. A policy without a reduce dtype casts nothing.
+      policy: anything that `get_policy` accepts. A policy without a reduce dtype casts nothing.
 
     Returns:
       A tree of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: an axis is not mapped here; `policy` is a map of several reduce dtypes.
+      ValueError: an axis is not mapped here; `policy` is a map with several reduce dtypes.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy = jmp.get_policy("params=float32,compute=bfloat16,reduce=float32")
-    >>> grads = {"w": jnp.bfloat16([256, 1, 1, 1])}  # one number of each of four devices
+    >>> grads = {"w": jnp.bfloat16([256, 1, 1, 1])}  # one element on each of four devices
     >>> total = jax.vmap(lambda grads: jmp.sharding.psum(grads, "devices", policy), axis_name="devices")(grads)
     >>> total["w"].tolist(), total["w"].dtype  # 259 rounds to 260; in bfloat16 256 + 1 is 256
     ([260.0, 260.0, 260.0, 260.0], dtype(bfloat16))
@@ -56,7 +56,7 @@ def psum(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
 
 
 def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
-    """Averages over devices in the reduce dtype of a policy; otherwise as `psum`.
+    """Averages over devices in the reduce dtype of a policy; otherwise like `psum`.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy, grads = jmp.get_policy("p=f32,c=bf16,r=f32"), {"w": jnp.bfloat16([1, 3])}
@@ -70,22 +70,23 @@ def pmean(tree: T, axis_name: AxisName, policy: PolicySpec) -> T:
 def psum_scatter(
     tree: T, axis_name: AxisName, policy: PolicySpec, *, scatter_dimension: int = 0, tiled: bool = False
 ) -> T:
-    """Sums over devices in the reduce dtype of a policy, and leaves each device its part.
+    """Sums over devices in the reduce dtype of a policy, and returns to each device its shard.
 
-    `jax.lax.psum_scatter`, with the casts of `psum`. Float8 state, which every device needs, is not scattered: each
-    gets its maximum.
+    This is `jax.lax.psum_scatter` with the casts of `psum`. Float8 state, which every device needs, is not scattered:
+    each device gets its maximum.
 
     Args:
       tree: a tree of arrays.
       axis_name: a mapped axis, or several.
-      policy: what `get_policy` reads.
+      policy: anything that `get_policy` accepts.
       scatter_dimension: the dimension of every array that is split.
-      tiled: whether the dimension stays, shorter by the number of devices; without it, it must be that number, and
-        goes.
+      tiled: whether the dimension is kept, divided by the number of devices. Otherwise its size must be the number of
+        devices, and it is removed.
 
     Raises:
-      ValueError: an axis is not mapped here; a dimension does not divide; `policy` is a map of several reduce dtypes.
-      TypeError: a leaf is no array of numbers: a PRNG key, or quantized storage.
+      ValueError: an axis is not mapped here; a dimension is not divisible; `policy` is a map with several reduce
+        dtypes.
+      TypeError: a leaf is not an array of numbers: a PRNG key, or quantized storage.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy, grads = jmp.get_policy("p=f32,c=bf16,r=f32"), jnp.bfloat16([[256, 1], [1, 2]])
@@ -104,23 +105,23 @@ def psum_scatter(
 
 
 def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 0, tiled: bool = False) -> T:
-    """Gathers the parts of all devices in the compute dtype of a policy.
+    """Gathers the shards of all devices in the compute dtype of a policy.
 
-    `jax.lax.all_gather` of each real floating array that is wider than `policy.compute_dtype`, cast to that before and
-    to its own dtype after, which is exact; of others as they are. In its backward pass the cotangent is summed in the
-    reduce dtype, and each device gets its part; `jax.jvp` cannot pass. Float8 state, which every device has, passes by
-    identity.
+    This is `jax.lax.all_gather` of each real floating array that is wider than `policy.compute_dtype`, cast to it
+    before and to its own dtype (exactly) after. Other arrays are gathered in their dtype. In the backward pass the
+    cotangent is summed in the reduce dtype, and each device gets its shard; `jax.jvp` is not supported. Float8 state,
+    which every device has, passes by identity.
 
     Args:
       tree: a tree of arrays.
       axis_name: a mapped axis, or several.
-      policy: what `get_policy` reads. A policy without a compute dtype casts nothing.
-      axis: where the parts stand in each result.
-      tiled: whether they are joined along a dimension that there is; without it, they get one of their own.
+      policy: anything that `get_policy` accepts. A policy without a compute dtype casts nothing.
+      axis: the axis of each result along which shards are placed.
+      tiled: whether shards are concatenated along an existing axis. Otherwise they are stacked along a new one.
 
     Raises:
-      ValueError: an axis is not mapped here; `policy` is a map of several compute or reduce dtypes.
-      TypeError: a leaf is no array of numbers: a PRNG key, or quantized storage.
+      ValueError: an axis is not mapped here; `policy` is a map with several compute or reduce dtypes.
+      TypeError: a leaf is not an array of numbers: a PRNG key, or quantized storage.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy, params = jmp.get_policy("p=f32,c=bf16,r=f32"), {"w": jnp.float32([1.001, 2])}
@@ -131,13 +132,12 @@ def all_gather(tree: T, axis_name: AxisName, policy: PolicySpec, *, axis: int = 
     axes = list_axes(axis_name)
     check_axes(axes, "axis_name")
     compute_dtype, reduce_dtype = read_compute_dtype(policy), read_reduce_dtype(policy)
-    widen_products(policy)
-    is_left_to_jax = not is_searching()
+    apply_reduce_dtype(policy)
+    spec = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, uses_jax_grad=not is_searching())
 
     def gather(x: Any) -> Any:
         _check_numbers(x, "all_gather")
-        how = Gathering(((axis, axes),), axes, compute_dtype, reduce_dtype, tiled, is_left_to_jax)
-        return gather_leaf(jnp.asarray(x), how)
+        return gather_leaf(jnp.asarray(x), spec)
 
     return _map_leaves(gather, lambda state: state, tree)
 
@@ -156,7 +156,7 @@ def _reduce(tree: T, axis_name: AxisName, policy: PolicySpec, reduce: Callable[[
 
 
 def _map_leaves(map_rest: Callable[[Any], Any], map_state: Callable[[Any], Any], tree: T) -> T:
-    """Maps float8 state by one function, and all other leaves by another; `Uncast` is one leaf."""
+    """Maps float8 state and other leaves with two functions; `Uncast` is one leaf."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, Uncast))
     names = name_state(structure.unflatten(range(len(leaves))))
     mapped = [map_state(leaf) if name else map_rest(leaf) for name, leaf in zip(names, leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""Parameters split over devices, gathered where they are used, and their gradients reduced."""
+"""Sharded parameters that are gathered where they are used, with gradients that are reduced over devices."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -30,19 +30,19 @@ from .._base import (
 )
 from ..policy import PolicySpec
 from ._reads import find_reads
-from ._state_shardings import cast_leaf, list_compute_dtypes, read_compute_dtype, read_reduce_dtype, widen_products
+from ._state_shardings import apply_reduce_dtype, cast_leaf, list_compute_dtypes, read_compute_dtype, read_reduce_dtype
 
 
 class Gathering(NamedTuple):
-    """How an array is gathered, and its cotangent summed.
+    """Arguments for gathering an array and summing its cotangent.
 
     Attributes:
-      splits: the dimensions that are gathered.
-      reduce_axes: the axes along which devices have different cotangents, which are summed.
-      compute_dtype: what moves in the forward pass, if it is narrower than the array.
-      reduce_dtype: what moves in the backward pass; `None` for the dtype of the array.
-      tiled: whether parts are joined along a dimension that there is.
-      is_left_to_jax: whether JAX alone takes the gradients, so that products hand over sums in the compute dtype.
+      splits: the dimensions to gather, each with its mesh axes.
+      reduce_axes: the axes along which cotangents differ and are summed.
+      compute_dtype: the dtype of the forward gather, if narrower than the array.
+      reduce_dtype: the dtype of the backward reduction; `None` for the dtype of the array.
+      tiled: whether shards are concatenated along an existing dimension.
+      uses_jax_grad: whether JAX alone takes the gradients, so that their matmuls output the compute dtype.
     """
 
     splits: Splits
@@ -50,49 +50,49 @@ class Gathering(NamedTuple):
     compute_dtype: np.dtype | None
     reduce_dtype: np.dtype | None
     tiled: bool = True
-    is_left_to_jax: bool = False
+    uses_jax_grad: bool = False
 
     def warn_of_overflow(self, dtype: np.dtype) -> None:
-        """Warns where the cotangent of an array of a dtype may have overflowed before it gets the reduce dtype."""
+        """Warns if a cotangent of this dtype may overflow before it is cast to the reduce dtype."""
         is_float16 = np.float16 in (self.compute_dtype, dtype)
-        if self.is_left_to_jax and is_float16 and self.reduce_dtype not in (None, np.float16):
+        if self.uses_jax_grad and is_float16 and self.reduce_dtype not in (None, np.float16):
             warn_once(
                 Gathering,
-                f"The products that make gradients of gathered parameters sum in float16, which ends at 65504, before "
-                f"these are reduced in {self.reduce_dtype}; take them by jmp_policy.value_and_grad, grad or "
-                "optim.minimize, under which the products hand over their sums in the reduce dtype: "
+                f"The matmuls that make gradients of gathered parameters output float16, which overflows at 65504, "
+                f"before these are reduced in {self.reduce_dtype}. Use jmp_policy.value_and_grad, grad or "
+                "optim.minimize, under which the matmuls output the reduce dtype. For example: "
                 "jmp_policy.grad(loss_fn, loss_scale=scale).",
             )
 
 
 def gather_leaf(x: jax.Array, how: Gathering) -> jax.Array:
-    """Gathers one array, in its dtype; the cotangent of the result is summed over devices, and each gets its part.
+    """Gathers one array and casts it back to its dtype. Its cotangent is summed over devices, and each gets its shard.
 
-    The cast back to the dtype of the array is exact, and leaves modules what they expect. Several uses of the result
-    are then summed in that dtype, before one reduction for all of them. Integers and keys are gathered as they are.
+    The cast back is exact, keeps the dtype that modules expect, and sums several uses of the result in that dtype
+    before one reduction.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_exact(x, how)
     split_over = tuple(axis for _, axes in how.splits for axis in axes)
-    x = vary(x, split_over)  # outside: where all devices had the same array, JAX sums its cotangent once more
+    x = vary(x, split_over)  # outside of the custom rule: JAX sums the cotangent of a replicated array itself
     varying = jax.typeof(x).manual_axis_type.varying
     shared = tuple(axis for axis in how.reduce_axes if axis not in split_over and axis not in varying)
     return _gather(x, how._replace(reduce_axes=shared))
 
 
 def share_state(state: jax.Array, axes: tuple[AxisName, ...]) -> jax.Array:
-    """Hands on a leaf of float8 state, of which all devices have the same; its cotangent is the largest of theirs."""
+    """Returns replicated float8 state. Its cotangent is the maximum over devices."""
     return _share(state, tuple(axis for axis in axes if axis not in jax.typeof(state).manual_axis_type.varying))
 
 
 def take_maximum(state: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The largest of what all devices have of a leaf of float8 state."""
+    """Returns the maximum of float8 state over devices."""
     largest = lax.pmax(vary(read_leaf(state), axis_name), axis_name)
     return write_leaf(largest, state) if is_prepared(state) else largest
 
 
 def narrow(x: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    """Casts an array to a dtype if that has fewer bytes; the cast back is exact."""
+    """Casts an array to a dtype with fewer bytes, or returns it."""
     return x if dtype is None or dtype.itemsize >= x.dtype.itemsize else cast_leaf(x, dtype)
 
 
@@ -138,15 +138,10 @@ _share.defvjp(
 
 
 def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
-    """Gathers one array, in its dtype; what `gather_leaf` does in `jax.shard_map`.
+    """Gathers one whole array with sharding `spec` on explicit axes, like `gather_leaf` in `jax.shard_map`.
 
-    Only where the gathered array counts as `reduced` is its cotangent unreduced: partial sums in whatever dtype the
-    equation has that made them, which are then cast and summed. Otherwise JAX sums them before anyone can cast.
-
-    Args:
-      x: the whole array.
-      how: how it is gathered.
-      spec: its sharding, with an entry for each dimension.
+    Only if the gathered array is `reduced` is its cotangent unreduced, so that partial sums can be cast before they are
+    summed. Otherwise JAX sums them first.
     """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather_explicit(x, how, spec)
@@ -156,7 +151,7 @@ def reshard_leaf(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_explicit(x: jax.Array, how: Gathering, spec: PartitionSpec) -> jax.Array:
     whole = _without(spec, how)
-    if x.ndim > 1:  # JAX adds no array that counts as reduced, and biases are added
+    if x.ndim > 1:  # JAX cannot add an array that is `reduced`, and biases are added
         whole = PartitionSpec(*whole, reduced=frozenset(how.reduce_axes))
     return cast_leaf(reshard(narrow(x, how.compute_dtype), whole), x.dtype)
 
@@ -171,7 +166,7 @@ _gather_explicit.defvjp(lambda x, how, spec: (_gather_explicit(x, how, spec), No
 
 
 def _without(spec: PartitionSpec, how: Gathering) -> PartitionSpec:
-    """The sharding without the axes that are gathered."""
+    """Returns the sharding without the gathered axes."""
     gathered = {dimension for dimension, _ in how.splits}
     return PartitionSpec(*[None if i in gathered else entry for i, entry in enumerate(spec)])
 
@@ -187,65 +182,37 @@ def gather_params(
     reduce_axes: AxisName,
     fun: Callable[[T], Any] | None = None,
 ) -> T:
-    """Gathers parameters in the compute dtype of a policy, and has their gradients reduced in its reduce dtype.
+    """Gathers parameters in the compute dtype of a policy, and reduces their gradients in its reduce dtype.
 
-    For fully sharded training in `jax.shard_map`: each device has a part of each parameter, and its own part of the
-    batch. Called on the parts inside of the function that is differentiated, it returns the whole parameters in their
-    own dtypes:
+    For fully sharded training in `jax.shard_map`, where each device has a shard of each parameter and of the batch.
+    Called on the shards inside the differentiated function, it returns whole parameters in their own dtypes. Forward, a
+    shard is cast to the compute dtype, gathered, and cast back exactly. Backward, the gradient is cast to the reduce
+    dtype, summed over `reduce_axes`, and cast back; each device gets its shard of the sum, so differentiate a share of
+    the mean loss. A parameter that is used twice is gathered and reduced once. Integers and keys are gathered uncast.
+    Float8 state is replicated, and its gradient is the maximum. `jax.jvp` is not supported.
 
-    - forward, a part is cast to the compute dtype, gathered, and cast back, which is exact;
-    - backward, the gradient is cast to the reduce dtype, summed over `reduce_axes`, and cast back; each device gets
-      the sum for its part. A parameter that is used twice is gathered once, and its gradient reduced once.
-      `jmp_policy.value_and_grad`, `grad` and `optim.minimize` have the products that make it hand over their sums in
-      the reduce dtype. `jax.grad` leaves these in the compute dtype: in float16 they may overflow, and a warning says
-      so.
-
-    Parameters that something reads as they are, as norms do, must not be cast. With `fun`, only those are cast that
-    `fun` reads in the compute dtype alone: it computes what it would compute without a mesh. Without `fun`, all are
-    cast that are wider. Gradients are summed: let each device differentiate its part of the mean. A policy without a
-    reduce dtype reduces in the dtypes of the parameters. Integers and keys are gathered as they are; float8 state is on
-    all devices, and its gradient is the maximum.
-
-    A step over a mesh of two axes, data and fsdp, both of which split the batch:
-
-        def loss_fn(shards, batch):  # of one device
-            apply = lambda params: model.apply({"params": params}, batch)
-            whole = jmp.sharding.gather_params(shards, policy, specs, reduce_axes=("data", "fsdp"), fun=apply)
-            return cross_entropy(apply(whole), batch) / devices
-
-        def step(shards, opt_state, batch):
-            loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(shards, batch)
-            shards, opt_state = jmp.optim.step(tx, grads, opt_state, shards)
-            return shards, opt_state, jax.lax.psum(loss, ("data", "fsdp"))
-
-    with `tx = loss_scaled(..., axis_name=("data", "fsdp"))`, since each device sees its part of the gradients. A tensor
-    axis that `jax.shard_map(..., axis_names={"data", "fsdp"})` leaves to XLA is not named here.
-
-    In a `jax.lax.scan` over layers, call it in the body, on one layer, whose specs have no axis of layers: each layer
-    is then gathered when it is used, and again in the backward pass if the body is under `jax.checkpoint`.
-
-    Its derivative is written by hand: `jax.jvp` cannot pass through it.
-
-    On a mesh of `AxisType.Explicit`, without `jax.shard_map`, it does the same by `reshard`; there `params` and `specs`
-    are of whole arrays. JAX lets arrays whose gradients are not yet reduced be multiplied, indexed and moved, but not
-    added: those of one dimension, as biases and norms, are gathered as said and reduced by JAX, in the dtype in which
-    they are used.
+    Under `jmp_policy.value_and_grad`, `grad` and `optim.minimize`, the matmuls that make gradients output the reduce
+    dtype. `jax.grad` keeps the compute dtype, in which float16 may overflow (a warning says so). In a `jax.lax.scan`
+    over layers, call it in the body, with the specs of one layer. On a mesh with explicit axes, without
+    `jax.shard_map`, `params` and `specs` describe whole arrays, and JAX itself reduces gradients with one dimension.
 
     Args:
-      params: the parts of this device.
-      policy: what `get_policy` reads. A map needs `fun`, and one reduce dtype.
-      specs: a `jax.P` for each parameter, as in the `in_specs` of the `jax.shard_map`; a dimension that is split over
-        an axis of `reduce_axes` is gathered. One may stand for all that is below its place.
+      params: the shards of this device.
+      policy: anything that `get_policy` accepts. A map needs `fun`, and one reduce dtype.
+      specs: a `jax.P` for each parameter, or for a subtree, as in the `in_specs` of the `jax.shard_map`. A dimension
+        that is split over an axis of `reduce_axes` is gathered.
       reduce_axes: the axes of the mesh over which the batch is split.
-      fun: the function of the whole parameters that will read them; it is traced, not run.
+      fun: the function of the whole parameters that will read them; it is traced, not run. Only parameters that it
+        casts to the compute dtype before any other use are cast, so that the result is the same as without a mesh.
+        Without `fun`, all wider parameters are cast.
 
     Returns:
       The whole parameters, in the dtypes and the structure of `params`.
 
     Raises:
-      ValueError: an axis is not one of the mesh that is manual (or explicit); a spec does not fit its array;
-        `policy` is a map of several compute dtypes, and there is no `fun`; float8 state is split.
-      TypeError: a leaf of `specs` is no spec.
+      ValueError: an axis is not a manual (or explicit) axis of the mesh; a spec does not fit its array; `policy` is a
+        map with several compute dtypes, and `fun` is missing; float8 state is split.
+      TypeError: a leaf of `specs` is not a spec.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> policy = "params=float32,compute=bfloat16,reduce=float32"
@@ -259,16 +226,15 @@ def gather_params(
     >>> jax.jit(grad)(params, jnp.ones((4, 2), jnp.bfloat16))["scale"].tolist()
     [8.0, 8.0]
     """
-    widen_products(policy)
-    is_left_to_jax = not is_searching()
-    axes = list_axes(reduce_axes)
+    apply_reduce_dtype(policy)
+    axes, uses_jax_grad = list_axes(reduce_axes), not is_searching()
     structure = jax.tree.structure(params)
     parts = list(_list_parts(params, specs, axes))
     reduce_dtype = read_reduce_dtype(policy)
 
     def gather(dtypes: list[np.dtype | None], leaves: list[Any]) -> list[Any]:
         return [
-            _gather_part(x, part, Gathering(part.splits, axes, dtype, reduce_dtype, is_left_to_jax=is_left_to_jax))
+            _gather_part(x, part, Gathering(part.splits, axes, dtype, reduce_dtype, uses_jax_grad=uses_jax_grad))
             for x, part, dtype in zip(leaves, parts, dtypes, strict=True)
         ]
 
@@ -282,7 +248,7 @@ def gather_params(
 
 
 class _Part(NamedTuple):
-    """What this device has of a parameter, or, on explicit axes, the whole of it."""
+    """Shard of a parameter, or the whole parameter on explicit axes."""
 
     array: jax.Array
     spec: PartitionSpec

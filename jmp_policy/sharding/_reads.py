@@ -1,4 +1,4 @@
-"""In which dtypes a function reads its parameters, found in its program."""
+"""The dtypes in which a function reads its parameters, found in its jaxpr."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +11,19 @@ from jax.extend.core import Literal
 from .._base import PyTree, is_floating, is_floating_dtype
 from .._jaxpr import Fact, Step, having, trace, walk
 
-MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS)
-"""Primitives through which a cast can be moved: casting their operands or their results gives the same."""
-
-_MARK = "jmp_policy parameter "
-"""How the names begin by which parameters are found in a program."""
-
-Reads = set[np.dtype] | None
-"""The dtypes that an array is cast to before anything is computed of it; `None` where it is read as it is."""
+MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS)  # casting their operands or their results is the same
+_MARK = "jmp_policy parameter "  # prefix of the names that mark parameters in the jaxpr
+Reads = set[np.dtype] | None  # dtypes that an array is cast to before any computation; None for an uncast use
 
 
 def find_reads(
     fun: Callable[[Any], Any], params: PyTree, prepare: Callable[[Any], Any] = lambda params: params
 ) -> list:
-    """Finds for each leaf of the parameters how a function reads it, as `Reads`.
+    """Finds for each leaf of `params` the dtypes that `fun` casts it to, or None if it uses it uncast.
 
-    Jitted functions, loops, branches, remat and custom derivatives are looked into, and what only moves numbers is
-    passed; of a function with custom derivatives, what it computes where it is not differentiated.
-
-    Args:
-      fun: a function of prepared parameters.
-      params: arrays, or what stands for them.
-      prepare: what is made of `params` before `fun` reads them, of the same structure; traced, since on a mesh that is
-        manual in part no `jax.ShapeDtypeStruct` has the type of what it makes.
+    Looks into jitted functions, loops, branches, remat and the primal functions of custom derivatives, and passes ops
+    that only move elements. `prepare` is applied to `params` before `fun` and is traced too: on a partly manual mesh a
+    `jax.ShapeDtypeStruct` cannot describe its outputs.
 
     >>> import jax.numpy as jnp
     >>> params = {"b": jnp.ones(2), "w": jnp.ones((2, 2))}
@@ -52,7 +42,7 @@ def find_reads(
 
     program = trace(read_marked, (params,), {}).program.jaxpr
     reads: list[Reads] = [set() for _ in leaves]
-    holds: dict[int, set[int]] = {}  # the leaves that a variable has
+    holds: dict[int, set[int]] = {}  # the leaves that each variable is made from
 
     def note(leaf: int, dtype: np.dtype | None) -> None:
         known = reads[leaf]
@@ -60,7 +50,7 @@ def find_reads(
 
     for step in walk(program):
         held = [holds.get(id(operand), set()) for operand in step.operands]
-        for result in step.results:  # of an earlier call of the same body, maybe
+        for result in step.results:  # an earlier call of the same sub-jaxpr may have set them
             holds.pop(id(result), None)
         if step.name == "name" and step.eqn.params["name"] in marks:
             holds[id(step.results[0])] = {marks[step.eqn.params["name"]]}
@@ -84,11 +74,11 @@ def _only_moves(step: Step) -> bool:
     if step.name == "convert_element_type":
         [operand], [result] = step.operands, step.results
         return operand.aval.dtype == result.aval.dtype
-    return step.name == "link" or step.name in MOVES  # not "carry": it comes around a loop as something else
+    return step.name == "link" or step.name in MOVES  # not "carry": its value changes from iteration to iteration
 
 
 def _find_cast(step: Step, dtype: np.dtype) -> np.dtype | None:
-    """The floating dtype that a step casts numbers of another one to, if it has fewer bytes."""
+    """Returns the floating dtype with fewer bytes that a step casts to, or None."""
     if step.name != "convert_element_type":
         return None
     new = step.eqn.params["new_dtype"]

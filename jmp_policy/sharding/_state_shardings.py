@@ -1,4 +1,4 @@
-"""The shardings of an optimizer's state, and the dtypes in which a policy moves values between devices."""
+"""Shardings of an optimizer's state, and the dtypes in which a policy moves values between devices."""
 
 from collections.abc import Container
 from typing import Any
@@ -15,30 +15,19 @@ from ..policy import Policy, PolicyMap, PolicySpec, get_policy
 
 
 def read_reduce_dtype(policy: PolicySpec) -> np.dtype | None:
-    """The dtype that sums over devices are taken in; `None` for that of the numbers themselves.
-
-    Raises:
-      ValueError: a map whose policies have several.
-    """
     return _read_one(policy, "reduce_dtype", "reduce")
 
 
 def read_compute_dtype(policy: PolicySpec) -> np.dtype | None:
-    """The dtype that parameters are gathered in; `None` for that of the parameters themselves.
-
-    Raises:
-      ValueError: a map whose policies have several.
-    """
     return _read_one(policy, "compute_dtype", "compute")
 
 
 def list_compute_dtypes(policy: PolicySpec) -> set[np.dtype]:
-    """The dtypes that modules of a model compute in under a policy or a map."""
     return {one.compute_dtype for one in list_policies(policy) if one.compute_dtype is not None}
 
 
-def widen_products(spec: PolicySpec) -> None:
-    """Has the products that make gradients hand them over in the reduce dtype, where that is wider than theirs."""
+def apply_reduce_dtype(spec: PolicySpec) -> None:
+    """Makes the matmuls of gradients output the reduce dtype, if it is wider than the compute dtype."""
     for policy in list_policies(spec):
         compute_dtype, reduce_dtype = policy.compute_dtype, policy.reduce_dtype
         if compute_dtype is None or reduce_dtype is None or is_wider(reduce_dtype, compute_dtype):
@@ -46,7 +35,7 @@ def widen_products(spec: PolicySpec) -> None:
 
 
 def cast_leaf(leaf: jax.Array, dtype: np.dtype | None) -> jax.Array:
-    """An array in a dtype, if both are real floating ones."""
+    """Casts an array to a dtype, if both are real floating."""
     if dtype is None or leaf.dtype == dtype or not is_floating_dtype(leaf.dtype):
         return leaf
     return lax.convert_element_type(leaf, dtype)
@@ -57,15 +46,15 @@ def _read_one(spec: PolicySpec, field: str, key: str) -> np.dtype | None:
     if len(found) > 1:
         names = " and ".join(sorted("none" if dtype is None else dtype.name for dtype in found))
         raise ValueError(
-            f"The policies of this map have several dtypes for {key}: {names}. Numbers are exchanged between devices "
-            "for a whole tree, not for a module: hand over one policy, for example: "
+            f"The policies of this map have several dtypes for {key}: {names}. A collective has one dtype for a whole "
+            "tree, not one per module: pass a single policy, for example: "
             "'params=float32,compute=bfloat16,reduce=float32'."
         )
     return next(iter(found))
 
 
 def list_policies(spec: PolicySpec) -> list[Policy]:
-    """The policies of a map, or the one that a spec is."""
+    """Lists the policies of a map, or the single policy of a spec."""
     policy = get_policy(spec)
     if not isinstance(policy, PolicyMap):
         return [policy]
@@ -77,27 +66,29 @@ Path = tuple[Any, ...]
 
 
 def state_shardings(tx: optax.GradientTransformation, params: PyTree, shardings: PyTree) -> Any:
-    """The shardings of an optimizer's state: its arrays lie where their parameters do, and all else on every device.
+    """Returns the shardings of an optimizer's state: arrays are sharded like their parameters, everything else is
+    replicated.
 
-    An array of the state belongs to a parameter if its path ends with the path of the parameter and it has the same
-    shape: moments, master weights, remainders, compensations and sums of microbatches, in any wrapper of
-    `jmp_policy.optim` or of optax. The scales of `optim.quantize_state`, whose axes are shorter, are split as their
-    parameter is if each device has whole blocks. Counters, keys, hyperparameters, the loss scale and its counters are
-    replicated; so are factored moments (adafactor's rows and columns), which are vectors for a matrix.
+    An array of the state belongs to a parameter if its path ends with the path of the parameter and the shapes agree:
+    moments, master weights, remainders, compensations and sums of microbatches, in any wrapper of `jmp_policy.optim` or
+    optax. The scales of `optim.quantize_state`, with their shorter axes, are split like their parameter if each device
+    has whole blocks. Counters, keys, hyperparameters, the loss scale, and the factored moments of adafactor are
+    replicated.
 
     Args:
-      tx: the optimizer, as it will be used.
-      params: the parameters, or `jax.ShapeDtypeStruct`s of them; float8 state may be among them.
-      shardings: a `jax.NamedSharding` for each parameter; or a `jax.P`, where the result is to be the `in_specs` of a
-        `jax.shard_map`. One may stand for all that is below its place.
+      tx: the optimizer.
+      params: the parameters, or `jax.ShapeDtypeStruct`s of them, with float8 state if there is any.
+      shardings: a `jax.NamedSharding` for each parameter or subtree, or a `jax.P` to get the `in_specs` of a
+        `jax.shard_map`.
 
     Returns:
       A tree of the structure of `tx.init(params)`. `jax.jit(tx.init, out_shardings=...)(params)` makes the state in
-      place, and no device ever has the whole.
+        place:
+      no device ever holds all of it.
 
     Raises:
       ValueError: `shardings` does not fit `params`.
-      TypeError: a leaf of `shardings` is neither, or `tx` is no optax transformation.
+      TypeError: a leaf of `shardings` is neither, or `tx` is not an optax transformation.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(jmp.optim.master_weights(optax.adam(1e-3)), jmp.DynamicLossScale())
@@ -129,18 +120,18 @@ def _find_spec(
 
 
 def _find_end(path: Path, places: Container[Path]) -> Path | None:
-    """The longest end of a path that is a parameter's: of `mu["block"]["w"]`, not the `["w"]` beside the block."""
+    """Returns the longest suffix of a path that is the path of a parameter."""
     return next((path[n:] for n in range(len(path) + 1) if path[n:] in places), None)
 
 
 def _is_scale(path: Path, end: Path) -> bool:
-    """Whether a path is `.scales[0]` and the path of a parameter."""
+    """True if a path is `.scales[0]` followed by the path of a parameter."""
     before = path[: len(path) - len(end)]
     return len(before) > 1 and getattr(before[-2], "name", None) == "scales"
 
 
 def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:
-    """Whether an array of this shape can be split so. In `jax.shard_map`, which says so itself, scales have to be."""
+    """True if an array of this shape can be split so. `jax.shard_map` checks a `PartitionSpec` itself."""
     try:
         if isinstance(spec, NamedSharding):
             spec.shard_shape(shape)
@@ -150,6 +141,6 @@ def _divides(spec: Spec, shape: tuple[int, ...]) -> bool:
 
 
 def _replicate(specs: list[Spec]) -> Spec:
-    """The spec of what every device has, on the mesh of the others."""
+    """Returns the spec of a replicated array, on the mesh of the others."""
     first = specs[0] if specs else PartitionSpec()
     return NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else PartitionSpec()

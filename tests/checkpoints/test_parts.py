@@ -34,7 +34,7 @@ def test_dynamic_scale_stays_within_the_bounds_of_the_target_and_moves_as_the_ta
 def test_a_saved_loss_scale_that_cannot_be_one_is_refused(scale, saver):
     target = {"opt": loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0)).init({"w": W})}
     bad = jax.tree.map(lambda x: jnp.full_like(x, scale) if x.dtype == jnp.float32 else x, target["opt"])
-    message = rf"\n  opt/loss_scale/loss_scale was saved as {scale}, and a scale is a positive finite number"
+    message = rf"\n  opt/loss_scale/loss_scale was saved as {scale}, but a scale is a positive finite number"
     with pytest.raises(ValueError, match=message):
         jmp.convert_state(SAVERS[saver]({"opt": bad}), target)
     kept = jmp.convert_state(SAVERS[saver]({"opt": bad}), target, ignore="opt/loss_scale")
@@ -88,7 +88,7 @@ def test_average_of_half_parameters_is_told_from_them_by_the_name_params():
     new = jmp.convert_state(saved, {"average": wide, "params": wide, "opt_state": optax.sgd(1.0).init(wide)})
     assert_same(new["params"], wide)
     assert not jnp.any(new["average"]["w"])
-    with pytest.raises(ValueError, match=r"^The memory at '2/master' may belong to the parameters at '0', '1'\. Give "):
+    with pytest.raises(ValueError, match=r"^The memory at '2/master' may belong to the parameters at '0', '1'\. Name "):
         jmp.convert_state((average, params, opt_state), (average, params, opt_state))
 
 
@@ -115,7 +115,7 @@ def test_module_that_is_called_like_a_memory_has_to_be_in_both(name):
     model = {"params": {name: {"w": W}}}
     with pytest.raises(ValueError, match=rf"\n  params/{name}/w is not in the checkpoint\n"):
         jmp.convert_state({}, model)
-    with pytest.raises(ValueError, match=rf"\n  params/{name}/w is in the checkpoint, and not in the target\n"):
+    with pytest.raises(ValueError, match=rf"\n  params/{name}/w is in the checkpoint, but not in the target\n"):
         jmp.convert_state(model, {})
 
 
@@ -144,7 +144,7 @@ def test_a_saved_weight_whose_scale_is_not_finite_is_refused(kind, saver):
     kernel = weight["dense"]["kernel"]
     bad = {"dense": {"kernel": dataclasses.replace(kernel, scale=jnp.full_like(kernel.scale, jnp.nan))}}
     for target in (weight, {"dense": {"kernel": W}}):
-        with pytest.raises(ValueError, match=r"\n  dense/kernel was saved with a scale of nan, which no weight"):
+        with pytest.raises(ValueError, match=r"\n  dense/kernel was saved with a scale of nan, which a weight"):
             jmp.convert_state(SAVERS[saver](bad), target)
 
 
@@ -199,7 +199,7 @@ def test_float8_state_begins_anew_or_is_dropped():
 def test_a_saved_float8_scale_of_zero_is_refused():
     saved = float8_variables(4)
     bad = saved | {"state": saved["state"] | {"input_scale": jnp.zeros_like(saved["state"]["input_scale"])}}
-    with pytest.raises(ValueError, match=r"\n  state/input_scale was saved as 0.0, and a scale is a positive finite"):
+    with pytest.raises(ValueError, match=r"\n  state/input_scale was saved as 0.0, but a scale is a positive finite"):
         jmp.convert_state(bad, saved)
 
 
@@ -264,16 +264,16 @@ def test_all_that_does_not_fit_is_listed_with_what_to_write():
     with pytest.raises(ValueError, match=r"^The checkpoint does not fit the target:\n") as error:
         jmp.convert_state(saved, target)
     assert str(error.value).splitlines()[1:] == [
-        "  opt_state/0/count is in the checkpoint, and not in the target",
-        "  opt_state/0/mu/w is in the checkpoint, and not in the target",
-        "  opt_state/0/nu/w is in the checkpoint, and not in the target",
+        "  opt_state/0/count is in the checkpoint, but not in the target",
+        "  opt_state/0/mu/w is in the checkpoint, but not in the target",
+        "  opt_state/0/nu/w is in the checkpoint, but not in the target",
         "  opt_state/0/trace/w is not in the checkpoint; the nearest there is opt_state/0/nu/w",
         "  params/body was saved as float32[64, 64], the target has float32[3, 64]",
-        "  params/head is in the checkpoint, and not in the target",
+        "  params/head is in the checkpoint, but not in the target",
         "  params/heads is not in the checkpoint; the nearest there is params/head",
-        "  params/old is in the checkpoint, and not in the target",
-        "Make the target as the saved run made its state, but for the policy. Or let what differs begin anew, as the "
-        "target has it: convert_state(saved, target, ignore=['opt_state', 'params']).",
+        "  params/old is in the checkpoint, but not in the target",
+        "Make the target like the state of the saved run, except for the policy. Or keep the target's values for these "
+        "paths: convert_state(saved, target, ignore=['opt_state', 'params']).",
     ]
 
 
@@ -335,7 +335,7 @@ def test_ignored_paths_keep_what_the_target_has():
         (
             save_with_msgpack(jmp.quant.quantize({"kernel": W}, "mxfp4_from_float32")),
             {"kernel": jnp.ones((6, 64))},
-            r"\n  kernel was saved in 2 blocks of 32, which are not the target's \(6, 64\)\n",
+            r"\n  kernel was saved in 2 blocks of 32, which do not fit the target's \(6, 64\)\n",
         ),
         (
             {"kernel": W[:3]},
@@ -364,7 +364,7 @@ def test_a_saved_range_goes_with_its_weight_and_the_target_has_one_otherwise(sav
 
 def test_abstract_target_has_no_value_for_what_begins_anew():
     target = {"x": jax.ShapeDtypeStruct((), "float32")}
-    with pytest.raises(ValueError, match=r"\n  x is to be ignored, and an abstract target has no value for it\n"):
+    with pytest.raises(ValueError, match=r"\n  x is ignored, and an abstract target has no value for it\n"):
         jmp.convert_state({"x": W[0, 0]}, target, ignore="x")
     weight = dataclasses.replace(
         jmp.quant.quantize({"kernel": W}, "int8_from_float32")["kernel"], input_clip=jnp.ones(1)
@@ -382,7 +382,7 @@ def test_abstract_target_has_no_value_for_what_begins_anew():
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (None, r"^convert_state takes the state that a checkpoint gave, got None\. For example: convert_state\(check"),
+        (None, r"^convert_state takes a restored state, got None\. For example: convert_state\(check"),
         ("run/3", r"got 'run/3'\. For example: convert_state\(checkpointer\.restore\(path\), target\)\.$"),
         (pathlib.PurePosixPath("run/3"), r"got PurePosixPath\('run/3'\)\. "),
         (b"msgpack", r"For example: convert_state\(flax\.serialization\.msgpack_restore\(data\), target\)\.$"),
@@ -396,5 +396,5 @@ def test_what_is_no_state_is_refused(saved, message):
 def test_pattern_that_matches_nothing_names_the_nearest_path():
     with pytest.raises(ValueError, match=r"^'optstate' of ignore matches no path\. Did you mean 'opt_state'\?$"):
         jmp.convert_state({"opt_state": W}, {"opt_state": W}, ignore="optstate")
-    with pytest.raises(ValueError, match=r"^'\(' of ignore is no valid pattern: .*For example: ignore='opt_state'\.$"):
+    with pytest.raises(ValueError, match=r"^'\(' of ignore is not a valid pattern: .*example: ignore='opt_state'\.$"):
         jmp.convert_state({"opt_state": W}, {"opt_state": W}, ignore=["("])

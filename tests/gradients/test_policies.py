@@ -185,7 +185,7 @@ def test_a_loss_that_decides_on_values_warns_once_and_runs():
         out = loss_of(APPLY, p)
         return out if float(p["b"].sum()) > -1 else -out  # which jax.grad allows, and tracing does not
 
-    with pytest.warns(UserWarning, match=r"^Gradients are not reduced in float32, the reduce dtype of a policy: that"):
+    with pytest.warns(UserWarning, match=r"^Gradients are not reduced in float32, the reduce dtype of a policy: thi"):
         found = jmp.grad(lambda p, b: loss({"w": p, "b": b}), loss_scale=PLAIN)(WEIGHTS["w"], WEIGHTS["b"])
     expected = jax.grad(lambda p, b: loss({"w": p, "b": b}))(WEIGHTS["w"], WEIGHTS["b"])
     np.testing.assert_array_equal(found, expected)

@@ -274,8 +274,8 @@ def test_a_narrower_reduction_is_refused_whatever_strict_says():
     params, x = make_arguments(one_example)
     wide = lambda p, x: jnp.mean((x.astype(jnp.float32) @ p["w"]) ** 2)
     message = (
-        r"^reduce_dtype='bfloat16' is narrower than what these gradients are summed in:\n  'w': dot_general in float32,"
-        r" at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*For example: reduce_dty"
+        r"^reduce_dtype='bfloat16' is narrower than the dtype in which these gradients are summed:\n  'w': "
+        r"dot_general in float32, at .*test_reduce_dtype\.py:\d+ (?s:.*)jax\.shard_map(?s:.*)jmp\.sharding.*reduce_dty"
     )
     for strict in (True, False):
         with pytest.raises(ValueError, match=message):

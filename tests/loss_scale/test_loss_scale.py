@@ -346,7 +346,7 @@ def test_a_floor_of_zero_is_taken_as_the_smallest_normal_number_and_reached_safe
 def test_a_scale_outside_its_bounds_starts_at_the_nearer_one_with_a_warning(start, bound, starts_at):
     (name,) = bound or ["max_loss_scale" if start > 1 else "min_loss_scale"]
     where = "below" if start < 1 else "above"
-    text = f"loss_scale={float(start)} is {where} {name}={starts_at}, where the scale starts instead. For example: Dyn"
+    text = f"loss_scale={float(start)} is {where} {name}={starts_at}, so the scale starts at {starts_at}. For"
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}"):
         scale = jmp.DynamicLossScale(start, **bound)
     assert float(scale.loss_scale) == starts_at

@@ -189,7 +189,7 @@ def test_steps_of_what_is_no_optimizer_or_no_state_say_what_to_write(step, text)
 def test_gradients_of_another_tree_are_named_beside_the_error_of_jax(tx, grads):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - whose text is JAX's
         jmp.optim.step(tx, grads, tx.init(PARAMS), PARAMS)
-    note = f"The gradients are a {type(grads).__name__} of another structure than the parameters, a dict. Take them of"
+    note = f"The gradients are a {type(grads).__name__} and the parameters a dict of another structure. Differentiate"
     assert any(note in text for text in error.value.__notes__)
 
 

@@ -330,7 +330,7 @@ def test_state_saved_without_a_loss_scale_is_an_error_that_says_where_it_goes(wa
 def test_gradients_of_another_shape_are_named():
     tx = jmp.optim.skip_nonfinite(optax.adam(1e-3))
     params = {"layer": {"w": jnp.ones((2, 3))}}
-    with pytest.raises(ValueError, match=r"\['layer'\]\['w'\] has the shape \(3, 2\), where the parameter has"):
+    with pytest.raises(ValueError, match=r"\['layer'\]\['w'\] has the shape \(3, 2\), but the parameter has"):
         jmp.optim.step(tx, {"layer": {"w": jnp.ones((3, 2))}}, tx.init(params), params)
 
 

@@ -137,5 +137,5 @@ def test_parameters_of_another_model_are_an_error(method):
     _, state = _trained(method)
     with pytest.raises(ValueError, match=r"^The parameters do not fit the \w+State that was given with them\.$"):
         optim.master_params(state, {"v": PARAMS["w"]})
-    with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(3,\), where the parame"):
+    with pytest.raises(ValueError, match=r"do not fit the parameters: \['w'\] has the shape \(3,\), but the parame"):
         optim.master_params(state, PARAMS | {"w": jnp.ones(4, jnp.bfloat16)})

@@ -56,8 +56,8 @@ NOT_IN_A_STEP = {
 def _error(state, nesting):
     return pytest.raises(
         ValueError,
-        match=r"^loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation whose state is "
-        rf"{state}, and which goes on where they skip a step\. For example: loss_scaled\(optax\.{nesting}\(",
+        match=r"^loss_scaled and skip_nonfinite go outermost, but one is inside of a transformation with the state "
+        rf"{state}, which advances when they skip a step\. For example: loss_scaled\(optax\.{nesting}\(",
     )
 
 

@@ -257,7 +257,7 @@ def test_last_skip_names_the_step_and_its_origin():
 
 def test_an_origin_that_is_not_in_the_gradient_is_sought_behind_it():
     _, state = take_steps(CARRYING, [INF], found=Provenance.empty())
-    why = "all was finite where first_nonfinite looked, so that the gradients became infinite after it"
+    why = "everything that first_nonfinite saw was finite, so the gradients became infinite after it"
     assert str(jmp.optim.last_skip(state)) == f"step 1 skipped: {why}"
     assert jmp.optim.last_skip(state).describe() == f"Step 1 was skipped: {why}."
 
@@ -298,7 +298,7 @@ def test_check_names_the_origin_and_what_helps_as_soon_as_no_smaller_scale_can()
 
 
 def test_last_skip_wants_a_state_with_provenance():
-    with pytest.raises(ValueError, match=r"^LossScaledState does not know why .*loss_scaled\(.*, provenance=True\)\."):
+    with pytest.raises(ValueError, match=r"^LossScaledState does not record why .*loss_scaled\(.*, provenance=True"):
         jmp.optim.last_skip(PLAIN.init(params_of()))
 
 
@@ -314,7 +314,7 @@ def test_a_step_without_its_provenance_is_an_error(way):
 @pytest.mark.parametrize("tx", [PLAIN, optax.adamw(1e-2)])
 def test_a_provenance_that_nothing_carries_is_an_error(tx):
     params = params_of()
-    with pytest.raises(ValueError, match=r"which its state, a (LossScaledState|tuple), does not carry\. .*nance=True"):
+    with pytest.raises(ValueError, match=r"but its state, a (LossScaledState|tuple), does not carry it\. .*nance=True"):
         by_step(tx, grads_of(0), tx.init(params), params, provenance=Provenance.empty())
 
 

@@ -137,7 +137,7 @@ def test_an_nnx_optimizer_that_carries_none_refuses_a_provenance():
     model = Model()
     optimizer = jmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     grads = jmp.nnx.grad(lambda model: model(GOOD), loss_scale=jmp.NoOpLossScale())(model)
-    with pytest.raises(ValueError, match=r"which its state, a \w+, does not carry"):
+    with pytest.raises(ValueError, match=r"but its state, a \w+, does not carry it"):
         optimizer.update(model, grads, provenance=jmp.numerics.Provenance.empty())
 
 

@@ -84,7 +84,7 @@ def test_gradients_that_are_summed_in_float32_are_reduced_in_it():
     with jax.set_mesh(mesh):
         variables, x = place(mesh, KERNELS["data"], P("data"))
         _, grads = reduced("float32")(variables, x)
-        with pytest.raises(ValueError, match=r"^reduce_dtype='bfloat16' is narrower than what these gradients are sum"):
+        with pytest.raises(ValueError, match=r"^reduce_dtype='bfloat16' is narrower than the dtype in which these"):
             reduced("bfloat16")(variables, x)
     assert_near(grads, jax.grad(loss_fn)(VARIABLES, X))
 

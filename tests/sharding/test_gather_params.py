@@ -257,7 +257,7 @@ def test_products_of_a_gathered_weight_do_not_overflow_before_they_are_reduced(l
 
 
 def test_where_jax_alone_takes_the_gradients_a_warning_says_so_once():
-    message = r"^The products that make gradients of gathered parameters sum in float16, which ends at 65504, before"
+    message = r"^The matmuls that make gradients of gathered parameters output float16, which overflows at 65504"
     with pytest.warns(UserWarning, match=message) as caught:
         assert jnp.isinf(take_large_gradient(jax.value_and_grad))
     assert len(caught) == 1

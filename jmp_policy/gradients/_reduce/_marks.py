@@ -1,7 +1,6 @@
-"""Finds the sums of a gradient program that are widened, from the gradients backwards."""
+"""Finds the sums of a gradient jaxpr to upcast, from the gradients backwards."""
 
 import enum
-import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,41 +12,24 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..._jaxpr import MATMULS, Fact, SubJaxpr, float_dtype, having, is_float, sub_jaxprs
 
 PRODUCTS = MATMULS
-"""Products of two tensors, which sum over what both have; a `scaled_dot` reads the scales of their blocks as well."""
-
 SUMS = having(Fact.SUMS)
-"""Sums over some axes of one tensor."""
-
-SCATTERED_SUM = "scatter-add"
-"""The sum of the rows of a table that were read several times: its operands are the table, the places and the rows."""
-
-MULTIPLICATIONS = frozenset({"div", "mul"})
-"""One number of a result for one of each operand, and linear in either; only one of them is a cotangent."""
-
+SCATTERED_SUM = "scatter-add"  # operands: the table, the indices and the rows
+MULTIPLICATIONS = frozenset({"div", "mul"})  # only one operand is a cotangent
+# Primitives that move elements, add elements at the same index, or bound them, and the collectives of a `shard_map`.
+# All of them compute in the dtype of their operands.
 MOVES = having(Fact.MOVES, Fact.ANNOTATES, Fact.TRANSFERS, Fact.DEVICE_SUMS, Fact.ADDS) | {
     "clamp", "convert_element_type", "max", "min", "neg", "reduce_precision", "scatter", "select_n",
 }  # fmt: skip
-"""Primitives that move elements, add those in the same place, or bound them; and the collectives of a `shard_map`.
-
-All of them work in the dtype of their operands.
-"""
-
 CALLS = having(Fact.CALLS) - {"custom_jvp_call", "custom_vjp_call"}
-"""What runs programs, which are looked into."""
 
 
 def is_pairwise(eqn: JaxprEqn) -> bool:
-    """Whether each result is of an operand of its own: of a barrier, or a `psum` of several values.
-
-    >>> import jax
-    >>> [is_pairwise(eqn) for eqn in jax.make_jaxpr(jax.lax.optimization_barrier)((1.0, 2.0)).eqns]
-    [True]
-    """
+    """True if each output belongs to one input, as in a barrier or a `psum` of several values."""
     return len(eqn.outvars) > 1 and len(eqn.outvars) == len(eqn.invars)
 
 
 class Origin(enum.IntEnum):
-    """What a value is made of; of several origins, the greatest counts."""
+    """Inputs that a value is made from; the greatest one counts."""
 
     CONSTANT = 0
     PARAMETER = 1
@@ -55,13 +37,9 @@ class Origin(enum.IntEnum):
 
 
 def find_origins(program: Jaxpr, arguments: Sequence[Origin]) -> dict[Var, Origin]:
-    """Finds what the values of a body are made of.
+    """Finds the origins of the values of a jaxpr. Looks into its sub-jaxprs, but does not list their values.
 
-    Arrays that a program closes over count as data: a loss function may close over its batch.
-
-    Args:
-      program: the body; the programs inside are looked into, and not listed.
-      arguments: what its arguments are made of.
+    Captured arrays count as data: a loss function may capture its batch.
 
     >>> import jax
     >>> body = jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 1.0).jaxpr
@@ -79,12 +57,7 @@ _ORIGINS: weakref.WeakKeyDictionary[Any, dict[tuple[Origin, ...], dict[Var, Orig
 
 
 def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[Origin, ...]:
-    """What the arguments of a body are made of, in all turns of a loop.
-
-    Args:
-      body: the body.
-      origins: those of the values around it.
-    """
+    """Returns the origins of the inputs of a sub-jaxpr over all iterations of a loop."""
     arguments = [read_origin(outer, origins) for outer, _ in body.inputs]
     while body.carry and body.outputs:
         inside = find_origins(body.program, arguments)
@@ -98,7 +71,6 @@ def list_argument_origins(body: SubJaxpr, origins: dict[Var, Origin]) -> tuple[O
 
 
 def read_origin(atom: Var | Literal, origins: dict[Var, Origin]) -> Origin:
-    """What a value is made of, in the body whose origins these are."""
     return Origin.CONSTANT if isinstance(atom, Literal) else origins[atom]
 
 
@@ -113,7 +85,7 @@ def _find_results(eqn: JaxprEqn, origins: dict[Var, Origin]) -> dict[Var, Origin
     bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
     if not bodies:
         return dict.fromkeys(eqn.outvars, _join(read_origin(atom, origins) for atom in eqn.invars))
-    # A result of several bodies, as of the branches of a cond, may be that of any of them.
+    # An output may come from any of several sub-jaxprs, such as the branches of a cond.
     results = dict.fromkeys(eqn.outvars, Origin.CONSTANT)
     if eqn.primitive.name == "cond":
         results = dict.fromkeys(eqn.outvars, read_origin(eqn.invars[0], origins))
@@ -129,24 +101,21 @@ def _join(origins: Iterable[Origin]) -> Origin:
 
 
 class Need(enum.IntEnum):
-    """Why a value is to be wide; where there are several reasons, the greatest counts."""
+    """Reason to upcast a value; the greatest one counts."""
 
     NONE = 0
-    SUMMED = 1
-    """A gradient is a sum of it: only if it is a sum itself, for this alone, is it widened."""
-    PERHAPS = 2
-    """A gradient is made of it, which may not be a cotangent: no sum of it is missed, and none asked for."""
-    GRADIENT = 3
-    """It is a gradient, but for moves, and not summed yet."""
+    SUMMED = 1  # a gradient is a sum of it; it is upcast only if it is itself a sum, used for nothing else
+    PERHAPS = 2  # a gradient is made from it, but it may not be a cotangent: its sums are upcast, and none is required
+    GRADIENT = 3  # it is a gradient, up to moves, and not yet summed
 
 
 class Place(NamedTuple):
-    """What is known of an equation of whose results some are wide.
+    """Upcast outputs of an equation.
 
     Attributes:
-      needs: why each result is; of an equation that runs programs, why each result of those is.
-      origins: what the arguments of these programs are made of.
-      enters: which operands enter these programs as they are, wide or not.
+      needs: the reason for each output, or for each output of its sub-jaxprs.
+      origins: the origins of the inputs of its sub-jaxprs.
+      enters: the inputs that enter its sub-jaxprs without a cast.
     """
 
     needs: tuple[Need, ...]
@@ -155,7 +124,7 @@ class Place(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """Where the walk ended: at an equation that is opaque, or whose dtype is wider than the one asked for."""
+    """End of a walk: an opaque equation, or one with a dtype wider than the reduce dtype."""
 
     eqn: JaxprEqn
     dtype: Any
@@ -163,13 +132,7 @@ class Obstacle(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What was found of a body.
-
-    Attributes:
-      places: of each equation, `None` where nothing is wide.
-      arguments: why each argument of the body is to be wide.
-      obstacles: where walks ended.
-    """
+    """Result for one jaxpr: the place of each equation (or None), the need of each input, and the ends of walks."""
 
     places: list[Place | None]
     arguments: tuple[Need, ...]
@@ -180,14 +143,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Marks]] = weakref.WeakKeyDictio
 
 
 def find_marks(program: Jaxpr, needs: Sequence[Need], origins: Sequence[Origin], dtype: np.dtype) -> Marks:
-    """Finds what of a body is to be wide, once for each combination of arguments.
-
-    Args:
-      program: the body.
-      needs: why each of its results is to be wide.
-      origins: what its arguments are made of.
-      dtype: the dtype of reductions.
-    """
+    """Finds the values of a jaxpr to upcast to `dtype`, from the needs of its outputs and the origins of its inputs."""
     known = _KNOWN.setdefault(program, {})
     key = tuple(needs), tuple(origins), dtype
     if key not in known:
@@ -196,7 +152,7 @@ def find_marks(program: Jaxpr, needs: Sequence[Need], origins: Sequence[Origin],
 
 
 def is_narrower(dtype: Any, other: np.dtype) -> bool:
-    """Whether a floating dtype holds less than another, which holds all of it.
+    """True if a floating dtype is a proper subset of another.
 
     >>> half, full = np.dtype("float16"), np.dtype("float32")
     >>> is_narrower(half, full), is_narrower(full, full), is_narrower(half, np.dtype("bfloat16"))
@@ -204,18 +160,12 @@ def is_narrower(dtype: Any, other: np.dtype) -> bool:
     """
     if dtype is None or dtype == other:
         return False
-    (mantissa, exponent), (other_mantissa, other_exponent) = _measure(dtype), _measure(other)
-    return mantissa <= other_mantissa and exponent <= other_exponent
-
-
-@functools.cache
-def _measure(dtype: Any) -> tuple[int, int]:
-    info = jnp.finfo(dtype)
-    return info.nmant, info.nexp
+    info, other_info = jnp.finfo(dtype), jnp.finfo(other)
+    return info.nmant <= other_info.nmant and info.nexp <= other_info.nexp
 
 
 class _Walk:
-    """The walk through one body, from its last equation to its first."""
+    """Walks through one jaxpr, from its last equation to its first."""
 
     def __init__(self, program: Jaxpr, origins: Sequence[Origin], dtype: np.dtype):
         self._program, self._dtype = program, dtype
@@ -237,7 +187,9 @@ class _Walk:
         return Marks(places, arguments, tuple(self._obstacles))
 
     def _ask(self, atom: Var | Literal, need: Need) -> None:
-        """Asks for a value to be wide; a constant may be summed over the batch, what parameters make alone may not."""
+        """Requests that a value is upcast, unless it is made from parameters alone, which are not summed over the
+        batch.
+        """
         if isinstance(atom, Var) and need and is_float(atom) and self._origin(atom) is not Origin.PARAMETER:
             self._needs[atom] = max(need, self._need_of(atom))
             self._asked[atom] = self._asked.get(atom, 0) + 1
@@ -249,7 +201,9 @@ class _Walk:
         return self._needs.get(atom, Need.NONE)
 
     def _visit(self, eqn: JaxprEqn) -> Place | None:
-        """What is wide of an equation, whose readers were all visited; asks for its operands."""
+        """Decides which outputs of `eqn` to upcast (all its consumers have been visited), and propagates this to its
+        inputs.
+        """
         needs = [self._need_of(var) for var in eqn.outvars]
         need, name = max(needs, default=Need.NONE), eqn.primitive.name
         if need is Need.NONE:
@@ -278,7 +232,7 @@ class _Walk:
         return None
 
     def _widen(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place:
-        """The place of an equation that sums: here it is that the dtype asked for must hold what the program has."""
+        """Returns the place of an equation that sums. A reduce dtype that is narrower than its dtype is an obstacle."""
         for var in eqn.outvars:
             dtype = float_dtype(var)
             if dtype is not None and dtype != self._dtype and not is_narrower(dtype, self._dtype):
@@ -286,7 +240,9 @@ class _Walk:
         return Place(tuple(needs))
 
     def _visit_product(self, eqn: JaxprEqn, need: Need) -> Place | None:
-        """A product with data sums over it. One with a parameter does not: what it is of may still be a gradient."""
+        """Visits a matmul. With data it sums over the batch; with a parameter its other operand may still be a
+        gradient.
+        """
         factors = [atom for atom in eqn.invars[:2] if self._origin(atom) is not Origin.PARAMETER]
         if len(factors) < 2 and need is not Need.GRADIENT:
             return None
@@ -307,7 +263,7 @@ class _Walk:
         return Place((max(needs),) * len(needs))
 
     def _enter(self, eqn: JaxprEqn, needs: Sequence[Need]) -> Place | None:
-        """What is wide in the programs that an equation runs; around a loop until the carry needs what it gives."""
+        """Visits an equation with sub-jaxprs, with a fixed point over the carry of a loop."""
         bodies = [body for body in sub_jaxprs(eqn) if body.outputs]
         wanted: dict[Any, Need] = dict(zip(eqn.outvars, needs, strict=True))
         wanted = {var: need for var, need in wanted.items() if need > Need.SUMMED or self._is_read_for_this(var)}
@@ -335,11 +291,11 @@ class _Walk:
             self._ask(atom, need)
 
     def _is_read_for_this(self, var: Var) -> bool:
-        """Whether all that reads a value is what asked for it."""
+        """True if all consumers of a value requested the upcast."""
         return self._asked.get(var, 0) == self._reads.get(var, 0)
 
     def _leads_to_sum(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation sums, or moves what another one sums for it alone."""
+        """True if an equation sums, or moves the output of a sum that has no other consumer."""
         name = eqn.primitive.name
         if name in SUMS or name == SCATTERED_SUM:
             return True
@@ -359,7 +315,7 @@ class _Walk:
 
 
 def _go_around(body: SubJaxpr, arguments: Sequence[Need], needs: Sequence[Need]) -> list[Need]:
-    """The needs of the results of a body, where those of its carry are what the next turn needs, too."""
+    """Adds the needs of the carry inputs of a loop to its carry outputs."""
     after = list(needs)
     for i in body.carry:
         result = i - body.carry.start

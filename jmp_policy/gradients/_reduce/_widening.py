@@ -1,4 +1,4 @@
-"""Rewrites a gradient program with its sums in another dtype, in forms that every platform can run."""
+"""Rewrites a gradient jaxpr with its sums in another dtype, in forms that run on every platform."""
 
 import dataclasses
 import functools
@@ -16,13 +16,10 @@ from ._marks import PRODUCTS, SCATTERED_SUM, Place, find_marks, is_narrower, is_
 
 
 def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np.dtype) -> Var:
-    """Writes a product whose sums and results have a dtype; what is multiplied keeps its own.
+    """Writes a matmul with an output dtype, and returns its output. The operands keep their dtypes if possible.
 
-    XLA:CPU cannot run all products of half-precision tensors whose result is wider, and cuDNN promises no such
-    convolution: where those are called, what is multiplied is cast first. TensorFloat-32 holds it exactly.
-
-    Returns:
-      The variable of the result.
+    XLA:CPU cannot run all half-precision matmuls with a wider output, and cuDNN does not promise such a convolution.
+    There the operands are cast first. TensorFloat-32 represents them exactly.
     """
     params = {**eqn.params, "preferred_element_type": dtype}
     outvars = [type(var)(_change_dtype(var, dtype)) for var in eqn.outvars]
@@ -41,8 +38,8 @@ def write_product(eqn: JaxprEqn, atoms: list[Any], body: JaxprBuilder, dtype: np
 
 
 def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
-    """A program that is one equation, of operands that are cast to a dtype before, if one is given."""
-    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=new_name_stack()))  # the choice has it
+    """Returns a jaxpr of one equation, with operands that are cast to `dtype` if it is given."""
+    eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=new_name_stack()))  # the outer equation has it
     arguments, results = [Var(atom.aval) for atom in eqn.invars], [Var(var.aval) for var in eqn.outvars]
     body, operands = JaxprBuilder(), list[Any](arguments)
     if dtype is not None:
@@ -52,7 +49,7 @@ def _make_branch(eqn: JaxprEqn, dtype: np.dtype | None) -> ClosedJaxpr:
 
 
 def make_scatter_params(eqn: JaxprEqn, dtype: np.dtype) -> dict[str, Any]:
-    """The parameters of a `scatter-add` in a dtype: it holds the program that adds two numbers."""
+    """Returns the parameters of a `scatter-add` in a dtype, which contain the jaxpr of an addition."""
     return {**eqn.params, **_trace_addition(dtype)}
 
 
@@ -68,7 +65,7 @@ def _trace_addition(dtype: np.dtype) -> dict[str, Any]:
 
 @functools.cache
 def _trace_choice(platforms: tuple[str, ...]) -> tuple[JaxprEqn, JaxprEqn]:
-    """The two equations of a choice between some platforms and all others."""
+    """Returns the two equations of a choice between some platforms and all others."""
     branches = dict.fromkeys(platforms, lambda x: x + 1)
     with without_mesh():
         program = jax.make_jaxpr(lambda x: lax.platform_dependent(x, **branches, default=lambda x: x))(1.0)
@@ -81,24 +78,19 @@ def _change_dtype(var: Var, dtype: np.dtype) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
-_CASTING = {"conv_general_dilated": ("cpu", "cuda", "rocm")}
-"""The platforms on which operands are cast first; for other products it is CPUs alone."""
+_CASTING = {"conv_general_dilated": ("cpu", "cuda", "rocm")}  # platforms that need cast operands; for others: CPUs
 
 _NAMELESS = DebugInfo("product", "product", None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Widening(Rule):
-    """Writes what is marked in the dtype of reductions, and all else as it was traced.
-
-    Attributes:
-      dtype: the dtype of reductions.
-    """
+    """Writes marked equations in the reduce dtype, and all others as traced."""
 
     dtype: np.dtype
 
     def contexts(self, outer: Place | None, program: Jaxpr) -> Sequence[Place | None]:
-        if outer is None or len(outer.needs) != len(program.outvars):  # the latter is the test of a `while`
+        if outer is None or len(outer.needs) != len(program.outvars):  # the latter is the condition of a `while`
             return [None] * len(program.eqns)
         return find_marks(program, outer.needs, outer.origins, self.dtype).places
 
@@ -153,7 +145,7 @@ class Widening(Rule):
         return False
 
     def _convert(self, eqn: JaxprEqn, value: Value, body: JaxprBuilder, kind: AbstractValue) -> list[Value]:
-        """A cast is left out where the value has the dtype, so that nothing rounds it on the way."""
+        """Writes a cast, or omits it if the value already has the dtype, so that nothing rounds it in between."""
         if value.kind.dtype == kind.dtype:
             return [Value(value.atom, kind)]
         if kind.dtype == float_dtype(eqn.outvars[0]):
@@ -164,7 +156,7 @@ class Widening(Rule):
         return body.cast_once(value.atom, self.dtype, eqn) if is_narrower(value.kind.dtype, self.dtype) else value.atom
 
     def _restore(self, eqn: JaxprEqn, values: list[Value], body: JaxprBuilder) -> list[Var | Literal]:
-        """The operands in the dtypes that the equation was traced with."""
+        """Returns the operands in the dtypes with which the equation was traced."""
         return [value.atom for value in self._restore_values(eqn, values, body, [False] * len(values))]
 
     def _restore_values(

@@ -1,4 +1,4 @@
-"""What optimizers of half-precision parameters have in common: they compute in float32, and store less."""
+"""Shared parts of optimizers of half-precision parameters, which compute in float32 and store less."""
 
 import abc
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from .._steps import (
 
 
 class Storage(abc.ABC):
-    """How float32 numbers are kept in half-precision parameters and a memory beside them.
+    """Storage of float32 values in half-precision parameters and a memory beside them.
 
-    Parameters of other dtypes are their own storage. Wide parameters are those that the optimizer inside sees.
+    Parameters of other dtypes are stored unchanged. The optimizer inside sees the decoded parameters.
 
     Attributes:
       name: the public name of the transformation.
-      state_type: the type of its state, of an inner state and a memory.
-      is_exact: true if `widen` returns every bit of what `narrow` stored in two parts.
+      state_type: the type of its state, made from an inner state and a memory.
+      is_exact: true if `decode` returns every bit that `encode` stored.
     """
 
     name: str
@@ -39,30 +39,25 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def init(self, params: PyTree) -> Any:
-        """The memory of parameters that were never updated."""
+        """Returns the memory of fresh parameters."""
 
     @abc.abstractmethod
-    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
-        """The wide parameters."""
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
+        """Returns the float32 parameters."""
 
     @abc.abstractmethod
-    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
-        """New parameters of the dtypes of `params`, and their memory."""
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+        """Returns new parameters in the dtypes of `params`, and their memory."""
 
 
 def half_parameters(inner: Transformation, storage: Storage) -> optax.GradientTransformationExtraArgs:
-    """The transformation that runs `inner` on wide parameters and float32 gradients.
-
-    Raises:
-      TypeError: `inner` is not an optax transformation.
-      ValueError: `inner` holds a `loss_scaled`.
-    """
+    """Builds the transformation that runs `inner` on decoded parameters and float32 gradients."""
     check_transformation(inner)
     check_not_outermost(inner, storage.name)
 
     def init(params: PyTree) -> Any:
         memory = storage.init(params)
-        inner_state = inner.init(storage.widen(params, memory))
+        inner_state = inner.init(storage.decode(params, memory))
         check_not_loss_scaled(inner_state, storage.name)
         return storage.state_type(inner_state, memory)
 
@@ -77,75 +72,70 @@ class _HalfParametersUpdate(ParameterUpdate):
     def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(grads, state, params)
         wide, inner_state = step(self._inner, wide_grads, state[0], wide, **extra)
-        params, memory = self._storage.narrow(wide, params, state[1])
+        params, memory = self._storage.encode(wide, params, state[1])
         return params, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         wide, wide_grads = self._wide(updates, state, params)
         wide_updates, inner_state = with_extra_args(self._inner).update(wide_grads, state[0], wide, **extra)
         wide = optax.apply_updates(wide, wide_updates)
-        target, memory = self._storage.narrow(wide, params, state[1])
-        if self._storage.is_exact:  # the value that was stored, which XLA may compute otherwise for another use of it
-            wide = self._storage.widen(target, memory)
+        target, memory = self._storage.encode(wide, params, state[1])
+        if self._storage.is_exact:  # the stored value; XLA may compute `wide` differently for each use
+            wide = self._storage.decode(target, memory)
         updates = map_half(_difference, params, target, wide_updates, otherwise=lambda p, t, update: update)
-        # A sum in float32 misses its target where a parameter shrinks to a small fraction of itself in one step, and
-        # at -0.0. What is remembered must fit the parameter that comes of it.
+        # A float32 sum misses its target if a parameter shrinks to a small fraction of itself in one step, and at -0.0.
+        # The memory must match the parameter that results.
         with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to half-precision parameters
             landed = optax.apply_updates(params, updates)
         wide = map_half(_where_reached, landed, target, wide, otherwise=lambda landed, t, w: w)
-        _, memory = self._storage.narrow(wide, params, state[1])
+        _, memory = self._storage.encode(wide, params, state[1])
         return updates, self._storage.state_type(keep_dtypes(state[0], inner_state), memory)
 
     def _wide(self, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and gradients for the transformation inside."""
+        """Returns the parameters and gradients for the transformation inside."""
         name = self._storage.name
         if params is None:
             raise ValueError(f"{name} needs the parameters: tx.update(grads, opt_state, params).")
         if not isinstance(state, self._storage.state_type):
             raise TypeError(
                 f"Expected the state of {name}, got {type(state).__name__}. Make one: tx.init(params). If the "
-                "optimizer inside was trained alone, or in another transformation, its state goes on in there, with "
-                "float32 moments: tx.init(params)._replace(inner_state=restored)."
+                "optimizer inside was trained alone, or in another transformation, insert its state, with float32 "
+                "moments: tx.init(params)._replace(inner_state=restored)."
             )
         check_fits(params, grads, "gradients")
-        wide = self._storage.widen(params, state[1])
+        wide = self._storage.decode(params, state[1])
         return wide, jax.tree.map(lambda g: widen(g) if is_half(g) else g, grads)
 
 
 def map_half(fun: Callable[..., Any], params: PyTree, *rest: PyTree, otherwise: Callable[..., Any]) -> PyTree:
-    """`jax.tree.map` of `fun` for half-precision parameters, and of `otherwise` for all others."""
+    """Maps `fun` over half-precision parameters, and `otherwise` over all others."""
     return jax.tree.map(lambda p, *x: fun(p, *x) if is_half(p) else otherwise(p, *x), params, *rest)
 
 
 def no_memory(*_: Any) -> Any:
-    """What stands in a memory for a parameter that needs none: a tree without leaves."""
+    """Returns the memory of a parameter that needs none: a tree without leaves."""
     return optax.MaskedNode()
 
 
 def widen(x: Any) -> jax.Array:
-    """A half-precision array as float32."""
     return lax.convert_element_type(x, jnp.float32)
 
 
 def widen_half(params: PyTree) -> PyTree:
-    """Half-precision parameters as float32, without any memory."""
+    """Upcasts half-precision parameters to float32, without any memory."""
     return map_half(widen, params, otherwise=lambda p: p)
 
 
 def check_fits(params: PyTree, tree: PyTree, what: str) -> None:
-    """Checks that a tree has an array of the same shape for each half-precision parameter.
-
-    Raises:
-      ValueError: it has not.
-    """
+    """Raises a `ValueError` if a tree has no array of the same shape for a half-precision parameter."""
     found = dict(jax.tree_util.tree_leaves_with_path(tree))
     for path, param in jax.tree_util.tree_leaves_with_path(params):
         if is_half(param) and (path not in found or found[path].shape != param.shape):
             has = f"has the shape {found[path].shape}" if path in found else "is missing"
             raise ValueError(
                 f"The {what} do not fit the parameters: {jax.tree_util.keystr(path) or 'the parameter'} "
-                f"{has}, where the parameter has the shape {param.shape}. Gradients are taken with respect to all "
-                "parameters, and a state is made for them with tx.init(params)."
+                f"{has}, but the parameter has the shape {param.shape}. Differentiate with respect to all parameters, "
+                "and make their state with tx.init(params)."
             )
 
 

@@ -14,11 +14,11 @@ from ._stochastic_rounding import COMPENSATED, KahanState, StochasticRoundingSta
 
 
 class MasterWeightsState(NamedTuple):
-    """The state of `master_weights`.
+    """State of `master_weights`.
 
     Attributes:
-      inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
-      master: the float32 parameters, for each that is half precision.
+      inner_state: the state of the wrapped transformation, initialized with float32 parameters.
+      master: the float32 values of half-precision parameters.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> jmp.optim.master_weights(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.float16)}).master
@@ -30,11 +30,11 @@ class MasterWeightsState(NamedTuple):
 
 
 class SplitWeightsState(NamedTuple):
-    """The state of `master_weights(inner, mode="split")`.
+    """State of `master_weights(inner, mode="split")`.
 
     Attributes:
-      inner_state: the state of the wrapped transformation, which was initialised with float32 parameters.
-      remainder: the low 16 bits of the float32 parameters, uint16, for each that is bfloat16.
+      inner_state: the state of the wrapped transformation, initialized with float32 parameters.
+      remainder: the low 16 bits of the float32 values of bfloat16 parameters, uint16.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> jmp.optim.master_weights(optax.sgd(1.0), mode="split").init({"w": jnp.ones(2, jnp.bfloat16)}).remainder
@@ -46,21 +46,22 @@ class SplitWeightsState(NamedTuple):
 
 
 def master_weights(inner: Transformation, mode: str = "float32") -> optax.GradientTransformationExtraArgs:
-    """Trains half-precision parameters as if they were float32.
+    """Trains half-precision parameters like float32 parameters.
 
-    `inner` sees float32 gradients and parameters, keeps float32 moments, and never notices. Parameters of other dtypes
-    are updated as `inner` would alone.
+    `inner` sees float32 gradients and parameters, and keeps float32 moments. Parameters of other dtypes are updated as
+    by `inner` alone.
 
-    With `"float32"` the state has a float32 copy, and every parameter is its copy rounded to nearest, bit for bit: 6
-    bytes each, without moments. With `"split"` a bfloat16 parameter is the high half of a float32 number, rounded to
-    nearest with ties away from zero, and the state has its low half: 4 bytes each, and exactly the same training.
+    With `"float32"` the state has a float32 copy, and every parameter is its copy rounded to nearest: 6 bytes per
+    parameter, without moments. With `"split"` a bfloat16 parameter is the high half of a float32 number, rounded to
+    nearest with ties away from zero, and the state has the low half: 4 bytes per parameter, and exactly the same
+    training.
 
-    Float32 copies are what is trained: what else changes a parameter, a transformation after this one in a chain or a
-    loop that clips weights, is undone by the next step. Put it into `inner`, or change both: `with_master_params`.
+    Float32 copies are trained. The next step reverts any other change of a parameter, by a later transformation in a
+    chain or by a loop that clips weights. Do it in `inner`, or change both with `with_master_params`.
 
-    It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`:
-    with `update` and `optax.apply_updates`, a parameter that shrinks to less than about 2**-16 (float16: 2**-13) of
-    itself in one step lands beside its target by a float32 rounding, and its float32 value moves there with it.
+    It goes inside `loss_scaled` and around `optax.MultiSteps`, which then averages in float32. Use `optim.step`: with
+    `update` and `optax.apply_updates`, a parameter that shrinks to less than about 2**-16 (float16: 2**-13) of itself
+    in one step misses its target by a float32 rounding, and its float32 value moves with it.
 
     Args:
       inner: the transformation to wrap.
@@ -97,11 +98,11 @@ class _Copies(Storage):
     def init(self, params: PyTree) -> Any:
         return map_half(widen, params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "master weights")
         return map_half(lambda p, master: master, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(lambda p, w: w, params, wide, otherwise=no_memory)
@@ -116,16 +117,16 @@ class _Split(Storage):
         for path, param in jax.tree_util.tree_leaves_with_path(params):
             if is_half(param) and param.dtype != jnp.bfloat16:
                 raise ValueError(
-                    f"mode='split' needs bfloat16 parameters, which are half of a float32, got {param.dtype} for "
+                    f"mode='split' needs bfloat16 parameters, the high half of a float32, got {param.dtype} for "
                     f"{jax.tree_util.keystr(path) or 'the parameter'}. For float16: master_weights(inner)."
                 )
         return map_half(lambda p: jnp.zeros_like(p, jnp.uint16), params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "remainders")
         return map_half(join_float32, params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         halves = map_half(lambda p, w: split_float32(w), params, wide, otherwise=lambda p, w: (w, no_memory()))
         narrowed = jax.tree.map(lambda p, pair: pair[0], params, halves)
@@ -141,20 +142,21 @@ _STORAGE_OF_STATE = {MasterWeightsState: COPIES, SplitWeightsState: SPLIT, Kahan
 
 
 def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The float32 values of parameters that are trained in half precision, to evaluate or to export.
+    """Returns the float32 values of half-precision parameters, for evaluation or export.
 
-    They are what the optimizer inside works on: the copies of `master_weights`, its two halves joined with
-    `mode="split"`, parameter plus compensation of `kahan`. Under `stochastic_rounding`, and where the optimizer does
-    not train a parameter (`optax.masked`), the parameter is all there is, and becomes float32.
+    These are the copies of `master_weights`, its two joined halves with `mode="split"`, or parameter plus compensation
+    of `kahan`. Under `stochastic_rounding`, and for parameters that the optimizer does not train (`optax.masked`), the
+    parameter itself is upcast.
 
     Args:
       opt_state: a tree that holds exactly one state of these transformations: an optax state, a `TrainState`, an
         `nnx.Optimizer`.
-      params: the parameters that belong to it; of an nnx model `nnx.state(model, nnx.Param)`.
+      params: the parameters that belong to it; for an nnx model `nnx.state(model, nnx.Param)`.
 
     Returns:
-      A tree like `params`, float32 where those are half precision. Float32 masters are the very arrays of the state:
-      a step that is given the state to donate deletes them.
+      A tree like `params`, with float32 in place of half precision. Float32 masters are the arrays of the state itself:
+        a
+      step to which the state is donated deletes them.
 
     Raises:
       ValueError: `opt_state` holds none of the states, or several; `params` do not fit it.
@@ -171,22 +173,22 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
         wide = widen_half(plain)
     else:
         trained = _trained(state, plain)
-        wide = _or_else(_STORAGE_OF_STATE[type(state)].widen(trained, state[1]), widen_half(plain))
+        wide = _or_else(_STORAGE_OF_STATE[type(state)].decode(trained, state[1]), widen_half(plain))
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(wide))
 
 
 def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tuple[PyTree, PyTree]:
-    """Half-precision parameters, and the state that goes with them, of given float32 values.
+    """Returns half-precision parameters and their state for given float32 values.
 
-    The inverse of `master_params`: a run with float32 parameters, or with another of these transformations, goes on in
-    half precision. `master_weights` keeps every bit of its parameters, `kahan` what two half-precision numbers can
-    hold; under `stochastic_rounding` they are rounded to nearest. With nnx, give the results of `nnx.as_pure`, and
-    write back with `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
+    The inverse of `master_params`: continues a run with float32 parameters, or with another of these transformations,
+    in half precision. `master_weights` keeps every bit, `kahan` as much as two half-precision numbers can hold;
+    `stochastic_rounding` rounds to nearest. In nnx, pass the results of `nnx.as_pure`, and write back with
+    `nnx.update(model, params)` and `nnx.update(optimizer.opt_state, nnx.state(opt_state))`.
 
     Args:
       opt_state: a tree that holds exactly one state of these transformations, for example `tx.init(params)`.
-      params: parameters in the dtypes that the results are to have.
-      master: a tree like `params` of the values, float32 where those are half precision.
+      params: parameters with the dtypes of the results.
+      master: a tree like `params` of the values, float32 in place of half precision.
 
     Returns:
       `(params, opt_state)`.
@@ -208,11 +210,11 @@ def with_master_params(opt_state: PyTree, params: PyTree, master: PyTree) -> tup
     rounded = map_half(lambda p, m: round_to_half(m, p.dtype), params, master, otherwise=lambda p, m: m)
     if isinstance(state, StochasticRoundingState):
         return rounded, opt_state
-    narrow = _STORAGE_OF_STATE[type(state)].narrow
-    narrowed, memory = narrow(_trained(state, master), _trained(state, params), state[1])
+    storage = _STORAGE_OF_STATE[type(state)]
+    encoded, memory = storage.encode(_trained(state, master), _trained(state, params), state[1])
     new_state = type(state)(state[0], memory)
     replaced = jax.tree.map(lambda node: new_state if node is state else node, opt_state, is_leaf=lambda x: x is state)
-    return _or_else(narrowed, rounded), replaced
+    return _or_else(encoded, rounded), replaced
 
 
 def _only_state(tree: PyTree) -> Any:
@@ -221,14 +223,14 @@ def _only_state(tree: PyTree) -> Any:
     if len(found) != 1:
         raise ValueError(
             "Expected a state that holds exactly one of master_weights, kahan and stochastic_rounding, got "
-            f"{type(tree).__name__} with {len(found)}. Without one, parameters have no other value than their own: "
+            f"{type(tree).__name__} with {len(found)}. Without one, parameters have no master values. For example: "
             "jmp_policy.cast_to_full(params)."
         )
     return found[0]
 
 
 def _trained(state: PyTree, params: PyTree) -> PyTree:
-    """The parameters without those that the optimizer of this state leaves alone, as `optax.masked` does."""
+    """Returns the parameters without those that the optimizer does not train (`optax.masked`)."""
     try:
         return jax.tree.map(lambda m, p: m if _is_masked(m) else p, state[1], params, is_leaf=_is_masked)
     except ValueError as error:

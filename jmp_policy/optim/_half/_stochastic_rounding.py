@@ -1,4 +1,4 @@
-"""Optimizers of half-precision parameters that round at random, or keep what rounding took."""
+"""Optimizers of half-precision parameters that round at random, or compensate rounding."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from ..._base import (
     PyTree,
     check_axes,
     complete_spec,
+    is_half,
     list_axes,
     round_as_float32,
     round_stochastically,
@@ -24,11 +25,11 @@ from ._half_parameters import Storage, check_fits, half_parameters, map_half, no
 
 
 class KahanState(NamedTuple):
-    """The state of `kahan`.
+    """State of `kahan`.
 
     Attributes:
       inner_state: the state of the wrapped transformation.
-      compensation: what to add to a half-precision parameter to get nearer to its true value, in its dtype.
+      compensation: the rounding error of each half-precision parameter, to be added to it, in its dtype.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.kahan(optax.sgd(1.0)).init({"w": jnp.ones(2, jnp.bfloat16)})
@@ -41,14 +42,14 @@ class KahanState(NamedTuple):
 
 
 def kahan(inner: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Keeps what rounding takes from half-precision parameters, in as many bytes as they have.
+    """Keeps the rounding errors of half-precision parameters, in as many bytes as the parameters.
 
     A parameter and its compensation together have about 16 significant bits in bfloat16 (22 in float16, above its
-    smallest numbers): updates that each are too small to move the parameter add up. `inner` sees the sum of the two,
-    and gradients, as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer bytes.
+    smallest numbers): updates that are too small to move the parameter add up. `inner` sees the sum of the two, and
+    gradients, as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer bytes.
 
-    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
-    would alone.
+    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as by `inner`
+    alone.
 
     Args:
       inner: the transformation to wrap.
@@ -82,11 +83,11 @@ class _Compensated(Storage):
     def init(self, params: PyTree) -> Any:
         return map_half(jnp.zeros_like, params, otherwise=no_memory)
 
-    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
         check_fits(params, memory, "compensations")
         return map_half(lambda p, c: widen(p) + widen(c), params, memory, otherwise=lambda p, _: p)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         del memory
         narrowed = map_half(lambda p, w: round_to_half(w, p.dtype), params, wide, otherwise=lambda p, w: w)
         return narrowed, map_half(_compensation, params, wide, otherwise=no_memory)
@@ -101,7 +102,7 @@ COMPENSATED: Storage = _Compensated()
 
 
 class StochasticRoundingState(NamedTuple):
-    """The state of `stochastic_rounding`.
+    """State of `stochastic_rounding`.
 
     Attributes:
       inner_state: the state of the wrapped transformation.
@@ -119,38 +120,37 @@ class StochasticRoundingState(NamedTuple):
 def stochastic_rounding(
     inner: Transformation, key: jax.Array, *, specs: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Rounds half-precision parameters to one of their neighbours, the nearer the likelier.
+    """Rounds half-precision parameters to one of their two neighbors; the nearer one is more likely.
 
-    The average over many roundings is the float32 result, so that updates which rounding to nearest would lose add up,
-    without a byte of memory beside the parameters; what remains is noise of about one unit in the last place. `inner`
-    sees parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in
-    fewer bytes.
+    The average over many roundings is the float32 result, so updates that rounding to nearest would lose add up,
+    without any memory beside the parameters. The remaining noise is about one unit in the last place. `inner` sees
+    parameters and gradients as float32, and its state has float32 moments; `optim.cast_state` stores them in fewer
+    bytes.
 
-    The result is a function of the key alone. Under `jit` it is the same bits whatever the mesh, and in
-    `jax.shard_map` with `specs`, by which each device takes its part of the noise for the whole array. Without them,
-    parameters that are replicated over devices are rounded alike on all of them, and shards each for itself, so that
-    the noise depends on the mesh (and with `check_vma=False`, JAX does not know which is which, and shards of equal
-    values are rounded alike).
+    The result depends on the key alone. Under `jit` it has the same bits on any mesh, and also in `jax.shard_map` with
+    `specs`, where each device takes its shard of the noise of the whole array. Without `specs`, replicated parameters
+    are rounded alike on all devices, and shards independently, so the noise depends on the mesh. (With
+    `check_vma=False` JAX does not know which is which, and shards with equal values are rounded alike.)
 
-    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as `inner`
-    would alone.
+    It goes inside `loss_scaled` and around `optax.MultiSteps`. Parameters of other dtypes are updated as by `inner`
+    alone.
 
     Args:
       inner: the transformation to wrap.
       key: a random key, `jax.random.key(seed)`.
-      specs: where steps are taken in `jax.shard_map`, a `jax.P` for each parameter, as in its `in_specs`; one may stand
-        for all that is below its place.
+      specs: for steps in `jax.shard_map`, a `jax.P` for each parameter or subtree, as in its `in_specs`.
 
     Returns:
       A transformation whose state is a `StochasticRoundingState`.
 
     Raises:
-      TypeError: `inner` is not an optax transformation, `key` is not one random key, or a leaf of `specs` is no spec.
+      TypeError: `inner` is not an optax transformation, `key` is not one random key, or a leaf of `specs` is not a
+        spec.
       ValueError: `inner` holds a `loss_scaled`; or in a step, `specs` does not fit the parameters, or names an axis
         that is not mapped.
 
-    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
-    BFloat16 Training, 2020.
+    Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting BFloat16
+    Training, 2020.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
@@ -173,48 +173,35 @@ class _Random(Storage):
 
     def init(self, params: PyTree) -> Any:
         del params
-        return jnp.array(self._data)  # an array of its own: a state may be donated, and another one be made
+        return jnp.array(self._data)  # a copy, since a state may be donated
 
-    def widen(self, params: PyTree, memory: PyTree) -> PyTree:
+    def decode(self, params: PyTree, memory: PyTree) -> PyTree:
         del memory
         return widen_half(params)
 
-    def narrow(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
+    def encode(self, wide: PyTree, params: PyTree, memory: PyTree) -> tuple[PyTree, Any]:
         key, of_step = jax.random.split(jax.random.wrap_key_data(memory, impl=self._implementation))
         leaves, structure = jax.tree.flatten(params)
-        keys = structure.unflatten(list(jax.random.split(of_step, len(leaves))))
+        keys = jax.random.split(of_step, len(leaves))
         specs = [None] * len(leaves) if self._specs is None else spread_specs(self._specs, params)
-        specs = structure.unflatten(list(map(_Spec, specs)))
-        narrowed = map_half(_round, params, wide, keys, specs, otherwise=lambda p, w, *_: w)
-        return narrowed, jax.random.key_data(key)
+        rows = zip(leaves, structure.flatten_up_to(wide), keys, specs, strict=True)
+        narrowed = [_round(p, w, k, spec) if is_half(p) else w for p, w, k, spec in rows]
+        return structure.unflatten(narrowed), jax.random.key_data(key)
 
 
-class _Spec:
-    """How a parameter is split, as a leaf of a tree; `None` where nothing is said of it."""
-
-    def __init__(self, spec: Any):
-        self.spec = spec
-
-
-def _round(param: jax.Array, wide: jax.Array, key: jax.Array, split: _Spec) -> jax.Array:
-    if split.spec is None:
-        # Inside shard_map, JAX knows along which axes of the mesh a parameter varies: its shards there are different.
+def _round(param: jax.Array, wide: jax.Array, key: jax.Array, spec: Any) -> jax.Array:
+    if spec is None:
+        # Inside shard_map, a parameter has different shards along the axes that it varies over.
         for axis in sorted(jax.typeof(wide).manual_axis_type.varying):
             key = jax.random.fold_in(key, lax.axis_index(axis))
         noise = jax.random.bits(key, wide.shape, jnp.uint16)
     else:
-        noise = _draw_part(key, wide.shape, complete_spec(split.spec, wide.ndim, "specs"))
+        noise = _draw_part(key, wide.shape, complete_spec(spec, wide.ndim, "specs"))
     return round_stochastically(wide, param.dtype, noise)
 
 
 def _draw_part(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """The noise of this device's part of an array, of the noise of the whole array.
-
-    Args:
-      key: for the array.
-      shape: of the part.
-      spec: how the whole array is split.
-    """
+    """Returns this device's shard of the noise of a whole array. `shape` is the shape of the shard."""
     splits = [tuple(axis for axis in list_axes(entry) if axis is not None) for entry in spec]
     check_axes(tuple(axis for axes in splits for axis in axes), "the specs of stochastic_rounding")
     counts = [math.prod(lax.axis_size(axis) for axis in axes) for axes in splits]
@@ -224,11 +211,7 @@ def _draw_part(key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> j
 
 
 def check_key(key: Any, name: str = "key") -> jax.Array:
-    """Makes the key one of `jax.random.key`; the older `jax.random.PRNGKey` makes arrays of uint32.
-
-    Raises:
-      TypeError: the argument of this name is not one random key.
-    """
+    """Returns one random key, also from the uint32 array of `jax.random.PRNGKey`. Anything else is a `TypeError`."""
     is_array = isinstance(key, jax.Array)
     if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
         return key

@@ -1,4 +1,4 @@
-"""The dtypes in which an optimizer stores its moments, by what they are moments of."""
+"""`cast_state`: dtypes for the moments of an optimizer, by role."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,26 +16,27 @@ from ._moment_codes import MU, NU, has_moments, roles_of
 def cast_state(
     inner: Transformation, *, mu_dtype: DTypeLike | None = None, nu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the moments of any optimizer in dtypes of their own.
+    """Stores the moments of any optimizer in given dtypes.
 
-    Adam's second moments in float32 under bfloat16 parameters, or momentum in bfloat16 under float32 parameters. The
-    optimizer computes with float32 moments, gradients and parameters whatever they are stored in, its updates are
-    float32, and every dtype is the same after each step.
+    For example, Adam's second moments in float32 under bfloat16 parameters, or momentum in bfloat16 under float32
+    parameters. The optimizer computes with float32 moments, gradients and parameters in any case, its updates are
+    float32, and all stored dtypes stay the same after each step.
 
-    Second moments in bfloat16 stand still where they should change by less than 1/512 a step. An average over 500 steps
-    or more (`b2=0.998`) falls by 1/500 at most, so that they rise and hardly fall again: keep those in float32.
+    A bfloat16 second moment does not change if its change is less than 1/512 per step. An average over 500 steps or
+    more (`b2=0.998`) decays by at most 1/500, so it grows and hardly decays again: keep it in float32.
 
-    Its state is `inner`'s. It goes next to the optimizer, inside everything else of `jmp_policy.optim`.
+    The state is the state of `inner`. It goes next to the optimizer, inside all other transformations of
+    `jmp_policy.optim`.
 
     Args:
       inner: the transformation to wrap.
-      mu_dtype: a floating dtype for averages of gradients: `mu` of adam and lion, the trace of momentum. `None` leaves
-        them as they are.
+      mu_dtype: a floating dtype for averages of gradients: `mu` of adam and lion, the trace of momentum. `None` keeps
+        their dtype.
       nu_dtype: a floating dtype for averages of squares: `nu` of adam, the factors of adafactor.
 
     Raises:
       TypeError: `inner` is not an optax transformation.
-      ValueError: no dtype is given, or names no floating dtype of 16 bits or more; `inner` is one of
+      ValueError: no dtype is given, or one is not a floating dtype of 16 bits or more; `inner` is a transformation of
         `jmp_policy.optim` that goes outside; at `init`, `inner` has no such moments.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
@@ -69,14 +70,14 @@ def _moment_dtype(dtype: DTypeLike, role: str) -> np.dtype:
     parsed = parse_dtype(dtype, where=f" for {role}_dtype")
     if parsed.itemsize < 2:
         raise ValueError(
-            f"{role}_dtype must have 16 bits or more, got {parsed.name!r}: moments of a narrower format need scales "
-            f"beside them, which quantize_state keeps. For example: {role}_dtype='bfloat16'."
+            f"{role}_dtype must have 16 bits or more, got {parsed.name!r}: moments in a narrower format need scales, "
+            f"which quantize_state stores. For example: {role}_dtype='bfloat16'."
         )
     return parsed
 
 
 def _cast_moments(state: PyTree, dtypes: Mapping[str, np.dtype | None]) -> PyTree:
-    """A state with its moments in the dtype of their role; `None` widens half precision to float32."""
+    """Casts the moments of a state to the dtype of their role; None upcasts half precision to float32."""
 
     def cast(node: Any) -> Any:
         if not has_moments(node):

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each number of a parameter by itself, which its program tells."""
+"""Checks from its jaxpr that an optimizer is elementwise."""
 
 import math
 from typing import Any
@@ -12,12 +12,9 @@ _ELEMENTWISE = having(Fact.ELEMENTWISE)
 
 
 def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
-    """The first equation in which numbers of an array meet, or which makes an array whose numbers differ.
+    """Finds the first equation that is not elementwise, after the equations that call it; empty if there is none.
 
-    A program without one does to each part of its arrays what it does to the whole.
-
-    Returns:
-      The equation, innermost, with those that call it before it; empty if there is none.
+    An elementwise jaxpr gives the same results on parts of its arrays.
 
     >>> import jax, jax.numpy as jnp
     >>> find_mixing(jax.make_jaxpr(lambda m, g: jnp.where(g > 0, 0.9 * m + g, m))(jnp.ones(3), jnp.ones(3)).jaxpr)
@@ -39,7 +36,7 @@ def find_mixing(program: Jaxpr) -> tuple[JaxprEqn, ...]:
 
 
 def find_constants(program: Jaxpr) -> list[float | None]:
-    """For each result of a program the number that all of its elements are; `None` where the program does not say.
+    """Returns for each output the constant that fills it, or None if the jaxpr does not tell.
 
     >>> import jax, jax.numpy as jnp
     >>> find_constants(jax.make_jaxpr(lambda x: (x, jnp.zeros_like(x), jnp.full(3, 0.5)))(jnp.ones(2)).jaxpr)
@@ -57,7 +54,7 @@ def _find_constant(eqn: JaxprEqn | None) -> float | None:
 
 
 def describe_mixing(eqns: tuple[JaxprEqn, ...]) -> str:
-    """What `find_mixing` found: the operation, and the line of a library or the user's that it comes from.
+    """Returns the op that `find_mixing` found, with its line in a library or the user's code.
 
     >>> import jax, jax.numpy as jnp
     >>> describe_mixing(find_mixing(jax.make_jaxpr(jnp.cumsum)(jnp.ones(3)).jaxpr)).split(" at ")[0]
@@ -77,14 +74,14 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     arrays = [atom for atom in eqn.invars if not _is_number(atom)]
-    if not arrays:  # an array of numbers: of one number alone
+    if not arrays:  # only scalars
         return eqn.primitive.name == "broadcast_in_dim"
     shapes = {_shape(atom) for atom in (*arrays, *eqn.outvars)}
     return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
-    """Whether the arrays that bodies of an equation read are those that it reads itself: no slices, as of a scan."""
+    """True if sub-jaxprs read the arrays of the equation itself, not slices as in a scan."""
     return eqn.primitive.name not in ("scan", "while") or all(
         isinstance(atom, Literal) or _is_number(atom) for atom in eqn.invars
     )

@@ -1,4 +1,4 @@
-"""Arrays of moments as 8-bit codes with a scale for each block, updated piece by piece."""
+"""Moments as 8-bit codes with a scale for each block, updated in chunks."""
 
 import dataclasses
 import math
@@ -12,33 +12,22 @@ from jax.sharding import NamedSharding
 
 from ._moment_codes import MomentCode
 
-_ROWS, _COLUMNS = 32, 8
-"""The sides of a block. TPUs keep bytes in tiles of 32 rows, and cannot split their columns without a copy."""
+_ROWS, _COLUMNS = 32, 8  # TPUs store bytes in tiles of 32 rows, and copy them to split columns
 
 Shape = tuple[int, ...]
 
 
 class Blocks(NamedTuple):
-    """A moment, in blocks.
-
-    Attributes:
-      codes: uint8 of the shape of the moment.
-      scale: the largest magnitude of each block, float32; each axis is as many times shorter as a block is long.
-    """
+    """A moment in blocks: uint8 `codes` of its shape, and the float32 `scale` of each block."""
 
     codes: jax.Array
     scale: jax.Array
 
 
 def choose_sides(shape: Shape, block_size: int) -> Shape | None:
-    """How many numbers of each axis a block has.
+    """Returns the sides of a block of at most `block_size` elements: powers of two that divide the axes.
 
-    Args:
-      shape: of the moment.
-      block_size: how many numbers a block has at most, a power of two.
-
-    Returns:
-      Powers of two that divide the axes; `None` where blocks of a quarter of that size do not fit.
+    None if only blocks of less than a quarter of that size fit.
 
     >>> choose_sides((768, 3072), 256), choose_sides((768, 12, 64), 256), choose_sides((3, 3), 256)
     ((32, 8), (8, 4, 8), None)
@@ -58,17 +47,9 @@ def choose_sides(shape: Shape, block_size: int) -> Shape | None:
 
 
 def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | None = None) -> Blocks:
-    """Writes a moment in blocks.
+    """Quantizes a float32 moment. `noise` is for stochastic rounding, as in `DynamicCode.encode`.
 
-    Args:
-      x: float32, whose axes are multiples of `sides`.
-      code: what a number is written as, relative to the largest magnitude of its block.
-      sides: of a block.
-      noise: for stochastic rounding, as `MomentCode.encode` takes it.
-
-    Returns:
-      The blocks. The scale of a block with a nan is nan, with an infinity infinite, so that all of its numbers are
-      nan once they are read.
+    The scale of a block with a nan is nan, and with an infinity infinite, so that dequantized blocks are all nan.
     """
     scale = _find_scales(x, sides)
     around = _spread(scale, sides)
@@ -77,39 +58,33 @@ def quantize(x: jax.Array, code: MomentCode, sides: Shape, noise: jax.Array | No
 
 
 def dequantize(blocks: Blocks, code: MomentCode, sides: Shape) -> jax.Array:
-    """The float32 numbers of a moment in blocks."""
     return code.decode(blocks.codes) * _spread(blocks.scale, sides)
 
 
 def read_sides(blocks: Blocks, shape: Shape) -> Shape:
-    """The sides of the blocks of a moment of this shape, by the shapes of its arrays.
-
-    Raises:
-      ValueError: its blocks are not whole, or its scales not on the device that has its codes.
-    """
+    """Returns the sides of the blocks of a moment of this shape, from the shapes of its arrays."""
     sides = tuple(length // max(count, 1) for length, count in zip(shape, blocks.scale.shape, strict=True))
     is_whole = scale_shape(shape, sides) == blocks.scale.shape and all(side & (side - 1) == 0 for side in sides)
     if not is_whole or _list_varying(blocks.codes) != _list_varying(blocks.scale):
         raise ValueError(
-            f"A moment of shape {shape} has scales of shape {blocks.scale.shape} here, which are not those of whole "
+            f"A moment of shape {shape} has scales of shape {blocks.scale.shape} here, which do not belong to whole "
             "blocks. Split a parameter over devices along multiples of the sides of its blocks (32 rows, 8 columns), "
-            "and scales as their parameter: jmp_policy.sharding.state_shardings(tx, params, specs) says where all lie."
+            "and scales like their parameter: jmp_policy.sharding.state_shardings(tx, params, specs)."
         )
     return sides
 
 
 def _list_varying(x: jax.Array) -> frozenset[Any]:
-    """The axes of `jax.shard_map` along which an array is split."""
+    """Returns the axes of `jax.shard_map` along which an array is split."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def scale_shape(shape: Shape, sides: Shape) -> Shape:
-    """The shape of the scales of a moment."""
     return tuple(length // side for length, side in zip(shape, sides, strict=True))
 
 
 def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
-    """Places a first scale on devices as its moment lies there, if whole blocks do."""
+    """Puts a new scale on the devices of its moment, if they hold whole blocks."""
     sharding = getattr(moment, "sharding", None)
     is_traced = isinstance(moment, Tracer)
     if is_traced or not isinstance(sharding, NamedSharding):
@@ -122,19 +97,19 @@ def place_alike(scale: jax.Array, moment: Any) -> jax.Array:
 
 
 def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
-    """The number of each block whose magnitude is largest, with its sign.
+    """Returns the element of each block with the largest magnitude, with its sign.
 
-    Divided by it, that number is 1, which all codes have: -1 they lack, and a moment that is written every step would
-    lose .7 % of a negative block's scale each time. Compared as integers with the sign in the last bit, since a maximum
-    of floats may lose a nan on CPUs.
+    Divided by it, that element is 1, which all codes contain. They lack -1: with unsigned scales a moment would lose
+    0.7 % of the scale of a negative block in each step.
     """
+    # Compares integers with the sign in the last bit, because a maximum of floats may lose a nan on CPUs.
     words = lax.bitcast_convert_type(x, jnp.uint32)
     bits = (words << 1) | (words >> 31)
     for axis, side in enumerate(sides[:-1]):
         if side > 1:
             bits = bits.reshape(*bits.shape[:axis], -1, side, *bits.shape[axis + 1 :]).max(axis + 1)
     step = 1
-    while step < sides[-1]:  # neighbours, then neighbours of neighbours: on TPUs, columns are dear to reshape
+    while step < sides[-1]:  # log-step maximum over neighbors: reshaping columns is expensive on TPUs
         bits = lax.max(bits, _shift(bits, -step))
         step *= 2
     bits = bits[..., :: sides[-1]]
@@ -142,7 +117,7 @@ def _find_scales(x: jax.Array, sides: Shape) -> jax.Array:
 
 
 def _spread(scale: jax.Array, sides: Shape) -> jax.Array:
-    """The scale of the block of each number."""
+    """Returns the scale of the block of each element."""
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     if sides[-1] > 1:
         gap = sides[-1] - 1
@@ -160,27 +135,24 @@ def _spread(scale: jax.Array, sides: Shape) -> jax.Array:
 
 
 def _shift(bits: jax.Array, by: int) -> jax.Array:
-    """The array with each column moved by so many places, and zeros where none came."""
+    """Moves each column by `by` places and fills with zeros."""
     return lax.pad(bits, bits.dtype.type(0), [*[(0, 0, 0)] * (bits.ndim - 1), (by, -by, 0)])
 
 
-_PARTS = 8
-"""Over so many devices each axis may be split, if it is long enough, and still every device has its part of a chunk."""
-
-_SMALL = 2**16
-"""A chunk with no more numbers takes less than a megabyte."""
+_PARTS = 8  # each long axis may be split over up to 8 devices such that every device has a shard of every chunk
+_SMALL = 2**16  # a chunk of this size takes less than a megabyte
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How an array is cut: a chunk has the same rows of each of several parts of the array.
+    """A partition of an array into chunks, where each chunk has the same rows of each of several parts of the array.
 
-    An axis that is cut counts its parts, the chunks of a part, and the blocks of a chunk. A device that has whole parts
-    has a part of every chunk: it waits for no other, and sends nothing.
+    An axis that is cut becomes three: its parts, the chunks of a part, and the blocks of a chunk. A device that holds
+    whole parts holds a shard of every chunk, so that chunks need no communication.
 
     Attributes:
-      parts: into how many parts each axis falls.
-      counts: how many chunks there are along each axis.
+      parts: the number of parts of each axis.
+      counts: the number of chunks along each axis.
     """
 
     parts: Shape
@@ -188,23 +160,22 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks."""
         return math.prod(self.counts)
 
     def split(self, x: jax.Array) -> jax.Array:
-        """The array with three axes for each that is cut; no number is moved."""
+        """Reshapes an array to three axes for each axis that is cut, without moving elements."""
         shape: list[int] = []
         for length, parts, count in zip(x.shape, self.parts, self.counts, strict=True):
             shape += [length] if count == 1 else [parts, count, length // (parts * count)]
         return x.reshape(shape)
 
     def take(self, split: jax.Array, i: jax.Array) -> jax.Array:
-        """Chunk `i` of a split array, which has as many axes as the array has."""
+        """Returns chunk `i` of a split array, with the axes of the array."""
         starts, sizes, shape = self._place(split.shape, i)
         return lax.dynamic_slice(split, starts, sizes).reshape(shape)
 
     def put(self, split: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
-        """The split array with another chunk `i`."""
+        """Replaces chunk `i` of a split array."""
         starts, sizes, _ = self._place(split.shape, i)
         return lax.dynamic_update_slice(split, chunk.reshape(sizes), starts)
 
@@ -213,7 +184,7 @@ class Chunks:
         return tuple(length // count for length, count in zip(shape, self.counts, strict=True))
 
     def _place(self, split: Shape, i: jax.Array) -> tuple[list[jax.Array], list[int], list[int]]:
-        """Where chunk `i` begins in a split array, its sizes there, and its shape."""
+        """Returns the start of chunk `i` in a split array, its sizes there, and its shape."""
         starts, sizes, shape, axis = [], [], [], 0
         zero = jnp.zeros_like(i)
         for parts, count in zip(self.parts, self.counts, strict=True):
@@ -232,13 +203,7 @@ class Chunks:
 
 
 def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = True) -> Chunks:
-    """Chooses chunks of whole blocks.
-
-    Args:
-      shape: of the array.
-      sides: of its blocks.
-      least: how many chunks there should be; there are fewer where the axes have too few divisors.
-      cuts_columns: whether the last axis may be cut.
+    """Chooses about `least` chunks of whole blocks; fewer if the axes have too few divisors.
 
     >>> plan_chunks((4096, 1024), (32, 8), 16)
     Chunks(parts=(8, 8), counts=(16, 1))
@@ -248,8 +213,8 @@ def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = 
     blocks = [length // side for length, side in zip(shape, sides, strict=True)]
     counts = [1] * len(shape)
     rows, columns = range(len(shape) - 2, -1, -1), [len(shape) - 1]
-    # Rows first, which cost nothing to cut anywhere. What would be left with too few parts for the devices comes last,
-    # and only if chunks are still large: each would be gathered.
+    # Rows are free to cut. Cuts that leave too few parts for the devices come last, and only if chunks are still large,
+    # because each chunk would be gathered.
     order = [(rows, _PARTS), (columns, _PARTS), (rows, 1), (columns, 1)]
     for axes, parts in order if cuts_columns else order[:1]:
         if parts == 1 and math.prod(shape) <= _SMALL * math.prod(counts):
@@ -257,13 +222,13 @@ def plan_chunks(shape: Shape, sides: Shape, least: int, *, cuts_columns: bool = 
         for axis in axes:
             need = math.ceil(least / math.prod(counts))
             counts[axis] *= _choose_divisor(blocks[axis] // counts[axis], need, parts)
-    # No more parts of the columns than that, for the runs of a part are contiguous, and short ones are slow on CPUs.
+    # At most `_PARTS` parts of the columns: short contiguous runs are slow on CPUs.
     parts = [n // count for n, count in zip(blocks, counts, strict=True)]
     parts[-1] = max(d for d in range(1, _PARTS + 1) if parts[-1] % d == 0)
     return Chunks(tuple(parts), tuple(counts))
 
 
 def _choose_divisor(n: int, need: int, parts: int) -> int:
-    """The smallest divisor of `n` that is `need` or a little more and leaves so many parts, or the largest below."""
+    """Returns the smallest divisor of `n` from `need` on that leaves `parts` parts, or the largest below."""
     divisors = [d for d in range(1, min(n, 4 * need) + 1) if n % d == 0 and (d == 1 or n // d >= parts)]
     return min((d for d in divisors if d >= need), default=max(divisors))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,14 @@ from jax import lax
 
 from ..._base import PyTree
 
-MU, NU = "mu", "nu"
-"""Averages of gradients, and averages of their squares."""
+MU, NU = "mu", "nu"  # averages of gradients, and averages of their squares
 
-# The names of fields that mean the same in every state of optax that has them ...
+# Names of fields with the same meaning in all optax states ...
 _ROLES = {
     "mu": MU, "trace": MU, "ema": MU, "exp_avg": MU,
     "nu": NU, "nu_max": NU, "exp_avg_sq": NU, "sum_of_squares": NU, "v_row": NU, "v_col": NU,
 }  # fmt: skip
-# ... and the states whose names mean something of their own.
+# ... and states in which names have another meaning.
 _ROLES_OF = {
     "FactoredState": {"v_row": NU, "v_col": NU, "v": NU},
     "ScaleByAdaDeltaState": {"e_g": NU, "e_x": NU},
@@ -31,12 +30,12 @@ _ROLES_OF = {
 
 
 def has_moments(node: object) -> bool:
-    """Whether a node of a state has fields that are moments."""
+    """True if a node of a state has fields that are moments."""
     return isinstance(node, tuple) and bool(roles_of(node))
 
 
 def roles_of(node: object) -> dict[str, str]:
-    """The roles of the fields of a node that are moments.
+    """Returns the roles of the fields of a node that are moments.
 
     >>> import optax
     >>> roles_of(optax.TraceState(trace=None))
@@ -48,7 +47,7 @@ def roles_of(node: object) -> dict[str, str]:
 
 
 def find_role(names: Sequence[str]) -> str | None:
-    """The role of a leaf by the names on its path, where what held it has lost its class; `None` if no name tells.
+    """Returns the role of a leaf from the names on its path, or None, if its container has lost its class.
 
     >>> find_role(("opt_state", "0", "mu", "dense", "kernel"))
     'mu'
@@ -57,7 +56,7 @@ def find_role(names: Sequence[str]) -> str | None:
 
 
 def map_moments(fun: Callable[[str, PyTree], Any], state: PyTree, otherwise: Callable[[Any], Any] = lambda x: x) -> Any:
-    """A state with `fun(role, field)` in place of each field of moments, and `otherwise` of each other leaf."""
+    """Applies `fun(role, field)` to each field of moments, and `otherwise` to each other leaf."""
 
     def visit(node: Any) -> Any:
         if not has_moments(node):
@@ -74,7 +73,7 @@ def map_moments(fun: Callable[[str, PyTree], Any], state: PyTree, otherwise: Cal
 
 
 def list_moments(state: PyTree) -> list[tuple[str, PyTree]]:
-    """The fields of moments of a state with their roles, in the order of its leaves.
+    """Lists the fields of moments of a state with their roles, in the order of its leaves.
 
     >>> import optax
     >>> [role for role, _ in list_moments(optax.adam(1e-3).init({}))]
@@ -86,7 +85,7 @@ def list_moments(state: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def list_roles(state: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[str | None]:
-    """For each leaf of a state its role; `None` where it is no moment."""
+    """Lists the role of each leaf of a state, or None if it is not a moment."""
     plain = jax.tree.map(lambda _: 0, state, is_leaf=is_leaf)
     marked = map_moments(lambda role, field: jax.tree.map(lambda _: role, field), plain, lambda _: "")
     return [role or None for role in jax.tree.leaves(marked)]
@@ -95,43 +94,18 @@ def list_roles(state: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> l
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
-class MomentCode(Protocol):
-    """Entries from -1 or 0 to 1, and the rounding of numbers to them.
-
-    A code is the place of its entry in ascending order. Scales are the caller's part: a block is divided by its number
-    that is largest in magnitude, with its sign, since every code has 1 and none has -1; and by nan, if it has one.
-    """
-
-    @property
-    def values(self) -> np.ndarray:
-        """All entries, ascending, in float32."""
-        ...
-
-    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        """Rounds to the nearest entry, of two equally near ones the lower; or at random to one of both neighbours.
-
-        Args:
-          x: float32. What is beyond the entries is clipped, and nan becomes any of them.
-          noise: uniformly random uint8 or uint16, of the shape of `x`. The nearer neighbour is the likelier: over all
-            noise of n bits, the average is right within 2**-n of the neighbours' distance.
-
-        Returns:
-          Codes, uint8.
-        """
-        ...
-
-    def decode(self, codes: jax.Array) -> jax.Array:
-        """The entries that codes stand for, in float32."""
-        ...
+# A code has 256 entries in [-1, 1], and is the index of its entry in ascending order. The caller divides each block by
+# its element with the largest magnitude, with its sign: every code has 1, and none has -1. `encode` rounds float32 to
+# the nearest entry (ties to the lower one), or with uniformly random uint8 or uint16 `noise` to one of both neighbors.
+# The average over all noise of n bits is right within 2**-n of their distance. Larger inputs are clipped.
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicCode:
-    """Decades below 1, each with twice the entries of the one below it; zero; and 1, of which the negative is missing.
+    """Code with decades below 1, each with twice the entries of the one below it; zero; and 1, but not -1.
 
-    A decade's entries are the middles of equal intervals between a tenth of a power of ten and that power. There is one
-    decade fewer than there are bits. They are bitsandbytes' `create_dynamic_map`, in every bit: as float32 of PyTorch
-    on a CPU that multiplies and adds in one rounding, from which a CPU without FMA is up to 2 ulp away.
+    The entries of a decade are the middles of equal intervals between a tenth of a power of ten and that power. They
+    equal bitsandbytes' `create_dynamic_map` bit for bit, as computed by float32 PyTorch on a CPU with FMA.
 
     Source: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016; Dettmers et al., 8-bit
     Optimizers via Block-wise Quantization, ICLR 2022.
@@ -140,8 +114,8 @@ class DynamicCode:
     ([0.9789, 0.993, 1.0], [0, 127, 255])
     """
 
-    # An entry's place is how many entries its decade has, a power of two, plus its place in the decade: in float32, the
-    # exponent of a place is the decade, and its mantissa the place there. Zero is before all of them, 1 after.
+    # The index of an entry (its place) is the number of entries of its decade, a power of two, plus its index there. So
+    # in float32 the exponent of a place is the decade, and the mantissa is the index there. Zero is first, 1 is last.
 
     @property
     def values(self) -> np.ndarray:
@@ -178,13 +152,10 @@ class DynamicCode:
         return jnp.where(place == _TOP, np.float32(1), value)
 
     def _find_nearest(self, magnitude: jax.Array, is_negative: jax.Array) -> jax.Array:
-        """Finds the place of the nearest entry.
-
-        Args:
-          magnitude: the bits of float32, without sign.
-          is_negative: where the larger of two equally near magnitudes is the lower entry.
+        """Finds the index of the nearest entry from the bits of a magnitude. If `is_negative`, ties round up in
+        magnitude.
         """
-        # The decade, by what lies half way between its first entry and the one before.
+        # Find the decade: its border is half way between its first entry and the one before.
         entries = self.values[_ZERO:].astype(np.float64)
         borders = (entries[:-1] + entries[1:]) / 2
         shift, tens = jnp.int32(0), jnp.float32(_UNIT)
@@ -193,8 +164,8 @@ class DynamicCode:
             shift = jnp.where(is_above, np.int32(8 - count.bit_length()), shift)
             tens = jnp.where(is_above, each, tens)
 
-        # The nearest end between two of its intervals, and both their entries. A quotient is precise enough for that,
-        # however a platform rounds it.
+        # Find the nearest end between two of its intervals, and both their entries. A quotient is precise enough for
+        # that on every platform.
         x = lax.bitcast_convert_type(magnitude, jnp.float32)
         count, length = 128 >> shift, 1 << shift
         distance = (x / tens * np.float32(_UNIT / 0.9 * 128) - np.float32(0.1 / 0.9 * 128)).astype(jnp.int32)
@@ -203,7 +174,7 @@ class DynamicCode:
         lower = (_find_end((nearest << shift) - length) + end) * tens
         upper = (end + _find_end((nearest << shift) + length)) * tens
 
-        # The nearer one, in integers: multiples of the last bit of a number at the decade's beginning.
+        # Choose the nearer one in integers: multiples of the last bit of a number at the start of the decade.
         exponent = lax.bitcast_convert_type(tens, jnp.int32) & 0x7F800000
         scale = lax.bitcast_convert_type(np.int32(250 << 23) - exponent, jnp.float32)
         both = (lower * scale).astype(jnp.int32) + (upper * scale).astype(jnp.int32)
@@ -224,10 +195,10 @@ class DynamicCode:
 
 @dataclasses.dataclass(frozen=True)
 class UnsignedFloatCode:
-    """Floating numbers of 5 exponent and 3 mantissa bits, of which the largest is 1; zero stands for zero alone.
+    """Code of floats with 5 exponent and 3 mantissa bits and largest value 1; only zero is encoded as zero.
 
-    A positive number, however small, becomes 1.25 * 2**-32 or more, so that nothing is divided by the root of a second
-    moment that was rounded to zero.
+    Every positive number becomes at least 1.25 * 2**-32, so that no update is divided by the root of a second moment
+    that was rounded to zero.
 
     >>> code = UnsignedFloatCode()
     >>> code.decode(code.encode(jnp.float32([0, 1e-30, 0.3, 1]))).tolist()
@@ -240,7 +211,7 @@ class UnsignedFloatCode:
         return np.where(np.arange(256) > 0, values, np.float32(0))
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        # A code differs by a constant from the exponent and the first three bits of the mantissa of float32.
+        # A code is the float32 exponent and the first three bits of the mantissa, minus a constant.
         words = jnp.minimum(jnp.maximum(lax.bitcast_convert_type(x, jnp.int32), 0), _ONE)
         up = np.int32(2**19 - 1) if noise is None else (_make_chance(noise) * np.float32(2**20)).astype(jnp.int32)
         codes = ((words + up) >> 20) - _WORD_OF_0
@@ -252,31 +223,30 @@ class UnsignedFloatCode:
         return lax.bitcast_convert_type(words, jnp.float32)
 
 
+MomentCode = DynamicCode | UnsignedFloatCode
 DYNAMIC = DynamicCode()
 UNSIGNED_FLOAT = UnsignedFloatCode()
 
-_ZERO, _TOP = 127, 128
-"""The dynamic code of zero, and the place of 1."""
-
+_ZERO, _TOP = 127, 128  # the dynamic code of zero, and the place of 1
 _ONE = 127 << 23  # the bits of 1
 _WORD_OF_0 = (_ONE >> 20) - 255  # the code 255 is 1
 
-# Ends of intervals between .1 and 1 are integers of 30 bits, which conversion to float32 rounds to nearest. PyTorch
-# counts those below the middle from .1 as float32 has it, the others from 1.
+# Ends of intervals between 0.1 and 1 are 30-bit integers, which conversion to float32 rounds to nearest. PyTorch
+# computes ends below the middle from float32 0.1, and the others from 1.
 _LENGTH, _FIRST_END, _CORRECTION = np.int32(7549747), np.int32(107374184), np.int32(24)
 _UNIT = np.float32(2.0**-31)  # of the sum of two ends
 
+# The number of entries of each decade, and the power of ten at its end, times `_UNIT`.
 _DECADES = [(1 << i, np.float32(10.0 ** (i - 6)) * _UNIT) for i in range(7)]
-"""How many entries each decade has, and the power of ten at its end, times `_UNIT`."""
 
 
 def _find_end(k: Array) -> Array:
-    """The end that is `k` 128ths of the way from .1 to 1."""
+    """Returns the end that is `k` 128ths of the way from 0.1 to 1."""
     return (k * _LENGTH + (k >= 64).astype(np.int32) * _CORRECTION + _FIRST_END).astype(np.float32)
 
 
 def _is_above(magnitude: jax.Array, is_negative: jax.Array, border: float) -> jax.Array:
-    """Compares bits of float32 with a float64 number; where they are equal, negative numbers are above it."""
+    """Compares bits of float32 with a float64 number; on a tie, negative numbers are above it."""
     nearest = np.float32(border)
     if nearest == border:
         return magnitude + is_negative.astype(jnp.int32) > nearest.view(np.int32)
@@ -284,6 +254,6 @@ def _is_above(magnitude: jax.Array, is_negative: jax.Array, border: float) -> ja
 
 
 def _make_chance(noise: jax.Array) -> jax.Array:
-    """Numbers between 0 and 1, of which neither is one: a decay by less than a step of them is not always rounded."""
+    """Returns numbers in the open interval (0, 1), so that a decay of less than one step is not always rounded away."""
     bits = 8 * noise.dtype.itemsize
     return (noise.astype(jnp.int32) * 2 + 1).astype(jnp.float32) * np.float32(0.5**bits / 2)

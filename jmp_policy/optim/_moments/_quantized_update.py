@@ -1,4 +1,4 @@
-"""The update of an optimizer whose moments are in 8 bits, piece by piece."""
+"""The update of an optimizer with 8-bit moments, in chunks."""
 
 import functools
 import math
@@ -19,17 +19,17 @@ from ._elementwise import describe_mixing, find_mixing
 from ._moment_blocks import Blocks, Chunks, Shape, dequantize, plan_chunks, quantize, read_sides
 from ._moment_codes import MomentCode, list_roles
 
-_CHUNKS = 128
-"""Into how many chunks all quantized moments together are cut: the update of one takes 8 to 12 bytes a number."""
+_CHUNKS = 128  # of all quantized moments together; the update of a chunk takes 8 to 12 bytes per element
 
 
 class QuantizedMomentsState(NamedTuple):
-    """The state of `quantize_state`.
+    """State of `quantize_state`.
 
     Attributes:
-      inner_state: the state of the wrapped transformation; moments that are quantized are uint8 codes.
-      scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones for what is not quantized.
-      key: the data of the random key for the next step, uint32; `None` where codes are rounded to nearest.
+      inner_state: the state of the wrapped transformation, with uint8 codes in place of quantized moments.
+      scales: for each field of moments a tree of float32 arrays, the scales of blocks; ones if the moment is not
+        quantized.
+      key: the data of the random key for the next step, uint32; `None` if codes are rounded to nearest.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.quantize_state(optax.lion(1e-3)).init({"kernel": jnp.ones((256, 256))})
@@ -43,13 +43,10 @@ class QuantizedMomentsState(NamedTuple):
 
 
 class QuantizedUpdate:
-    """The `update` of `quantize_state`.
+    """`update` of `quantize_state`.
 
-    Args:
-      inner: the transformation that computes.
-      codes: by role, what moments are written as.
-      implementation: of the random key; `None` to round to nearest.
-      elementwise: whether `inner` treats each number by itself, and so is run on chunks.
+    `codes` has the code of each role. `implementation` is the PRNG implementation of the key; None rounds to nearest.
+    An `elementwise` optimizer runs on chunks.
     """
 
     def __init__(self, inner: Transformation, codes: dict[str, MomentCode], implementation: Any, elementwise: bool):
@@ -64,7 +61,7 @@ class QuantizedUpdate:
             raise TypeError(
                 f"Expected the state of quantize_state, got {type(state).__name__}. Make one: tx.init(params)."
             )
-        # Outside of jit, JAX would trace and compile the loops anew at each step.
+        # In eager mode, JAX would trace and compile the loops at each step.
         leaves = jax.tree.leaves((updates, state, params, extra))
         is_eager = all(isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) for x in leaves)
         return (self._compiled if is_eager else self._update)(updates, state, params, extra)
@@ -78,7 +75,7 @@ class QuantizedUpdate:
         return new_updates, QuantizedMomentsState(inner_state, scales, key)
 
     def _split_key(self, data: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        """The key of this step, and the data of that of the next."""
+        """Returns the key of this step, and the data of the key of the next step."""
         if data is None:
             return None, None
         key, noise = jax.random.split(jax.random.wrap_key_data(data, impl=self._implementation))
@@ -86,7 +83,7 @@ class QuantizedUpdate:
 
 
 class _Call:
-    """One update: the leaves of all that it reads, in one list, and which parameter each of them belongs to."""
+    """One update: the leaves of all inputs in one list, and the parameter that each of them belongs to."""
 
     def __init__(self, update: Any, codes: dict[str, MomentCode], tree: tuple[Any, ...], scales: tuple[Any, ...]):
         self._update = update
@@ -94,31 +91,26 @@ class _Call:
         self._leaves = [leaf for _, leaf in paths]
         self._results = jax.tree.structure(tree[:2])  # updates and state
 
-        # Moments are fields with a role; where they are bytes, they are codes.
+        # Moments are fields with a role. Moments in uint8 are codes.
         first = len(jax.tree.leaves(tree[0]))
         moments = [(first + i, role) for i, role in enumerate(list_roles(tree[1])) if role is not None]
         self._scales = dict(zip([i for i, _ in moments], jax.tree.leaves(scales), strict=True))
         self._scales_structure = jax.tree.structure(scales)
         self._codes = {i: codes[role] for i, role in moments if self._leaves[i].dtype == jnp.uint8}
 
-        # A leaf belongs to the parameter whose path is the end of its own, and whose shape it has.
+        # A leaf belongs to a parameter if its path ends with the parameter's path and the shapes are equal.
         grads = {path[1:]: i for i, (path, _) in enumerate(paths[:first])}
         self._owners = [self._find_owner(path[1:], leaf, grads) for path, leaf in paths]
         self._large = sorted({self._owner(i) for i in self._codes})
 
     def run_whole(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
-        """Runs the optimizer on whole float32 moments."""
         new = self._run([self._read(i, self._blocks(i)) for i in range(len(self._leaves))])
         for i in self._codes:
             new[i] = self._write(i, new[i], self._sides(i), noise)
         return self._join(new)
 
     def run_in_chunks(self, noise: jax.Array | None) -> tuple[PyTree, Any, Any]:
-        """Runs the optimizer on chunks of the parameters whose moments are codes, and on all others at once.
-
-        Raises:
-          ValueError: the optimizer is not elementwise.
-        """
+        """Runs the optimizer on chunks of the parameters with quantized moments, and on all others at once."""
         if self._large:
             self._check_elementwise()
         new = self._run(self._select(lambda i: self._owners[i] not in self._large))
@@ -130,7 +122,7 @@ class _Call:
         return self._join(new)
 
     def _run_loop(self, owner: int, least: int, noise: jax.Array | None) -> dict[int, Any]:
-        """Updates one parameter chunk by chunk: its update, and all of the state that belongs to it."""
+        """Updates one parameter and all of its state chunk by chunk."""
         own = [i for i, other in enumerate(self._owners) if other == owner]
         written = [i for i in own if i < self._results.num_leaves]
         rest = [i for i, other in enumerate(self._owners) if other is None or (other == owner and i not in written)]
@@ -140,22 +132,22 @@ class _Call:
         def run(chunks: Chunks, carried: list[Any], read: list[Any], key: jax.Array | None) -> list[Any]:
             read = [chunks.split(x) if self._owners[i] == owner else x for i, x in zip(rest, read, strict=True)]
 
-            def turn(n: jax.Array, carry: list[Any]) -> list[Any]:
-                # What belongs to the parameter is a chunk, in float32; what belongs to no parameter is as it is.
+            def update_chunk(n: jax.Array, carry: list[Any]) -> list[Any]:
+                # Leaves of the parameter are float32 chunks; leaves without a parameter are passed whole.
                 values: list[Any] = [optax.MaskedNode()] * len(self._leaves)
                 for i, x in zip(written, carry, strict=True):
                     values[i] = self._read(i, jax.tree.map(lambda x: chunks.take(x, n), x), sides)
                 for i, x in zip(rest, read, strict=True):
                     values[i] = chunks.take(x, n) if self._owners[i] == owner else x
                 new = self._run(values)
-                # The results overwrite what they were made of.
+                # The results overwrite their inputs.
                 noise = None if key is None else jax.random.fold_in(key, n)
                 chunk = [self._write(i, new[i], sides, noise) if i in self._codes else new[i] for i in written]
                 put = lambda old, new: chunks.put(old, lax.convert_element_type(new, old.dtype), n)
                 return jax.tree.map(put, carry, chunk)
 
             carry = jax.tree.map(chunks.split, carried)
-            carry = lax.fori_loop(0, chunks.count, turn, carry)
+            carry = lax.fori_loop(0, chunks.count, update_chunk, carry)
             return jax.tree.map(lambda x, old: x.reshape(old.shape), carry, carried)
 
         carried = [_widen(self._leaves[i]) if i == owner else self._blocks(i) for i in written]
@@ -169,7 +161,7 @@ class _Call:
         return dict(zip(written, results, strict=True))
 
     def _run(self, values: Sequence[Any]) -> list[Any]:
-        """The updates and the state that the optimizer makes of these leaves; no leaf stands for what is masked."""
+        """Runs the optimizer on leaves that may be masked, and returns its updates and its state."""
         updates, state, params, extra = self._structure.unflatten(values)
         widen = lambda tree: jax.tree.map(_widen, tree)
         return self._results.flatten_up_to(self._update(widen(updates), state, widen(params), **extra))
@@ -178,11 +170,11 @@ class _Call:
         return [leaf if is_seen(i) else optax.MaskedNode() for i, leaf in enumerate(self._leaves)]
 
     def _blocks(self, i: int) -> Any:
-        """Leaf `i`, with its scales where it is a moment in blocks."""
+        """Returns leaf `i`, with its scales if it is quantized."""
         return Blocks(self._leaves[i], self._scales[i]) if i in self._codes else self._leaves[i]
 
     def _owner(self, i: int) -> int:
-        """The parameter of a moment in blocks."""
+        """Returns the parameter of a quantized moment."""
         owner = self._owners[i]
         assert owner is not None
         return owner
@@ -191,18 +183,18 @@ class _Call:
         return read_sides(self._blocks(i), self._leaves[self._owner(i)].shape)
 
     def _read(self, i: int, leaf: Any, sides: Shape | None = None) -> Any:
-        """Leaf `i`, or a chunk of it, as the optimizer sees it."""
+        """Dequantizes leaf `i`, or a chunk of it."""
         return dequantize(leaf, self._codes[i], sides or self._sides(i)) if i in self._codes else leaf
 
     def _write(self, i: int, moment: jax.Array, sides: Shape, key: jax.Array | None) -> Blocks:
-        """Leaf `i`, or a chunk of it, in blocks."""
+        """Quantizes leaf `i`, or a chunk of it."""
         noise = None
         if key is not None:
             noise = jax.random.bits(_fold_in_devices(jax.random.fold_in(key, i), moment), moment.shape, jnp.uint16)
         return quantize(_widen(moment), self._codes[i], sides, noise)
 
     def _join(self, new: list[Any]) -> tuple[PyTree, Any, Any]:
-        """The updates, the state and the scales, all of the dtypes that they had."""
+        """Returns the updates, the state and the scales, in their old dtypes."""
         scales = [new[i].scale if i in self._codes else scale for i, scale in self._scales.items()]
         leaves = [x.codes if i in self._codes else x for i, x in enumerate(new)]
         updates, state = self._results.unflatten(leaves)
@@ -210,12 +202,12 @@ class _Call:
         return updates, keep_dtypes(old, state), self._scales_structure.unflatten(scales)
 
     def _find_owner(self, path: tuple[Any, ...], leaf: Any, grads: dict[tuple[Any, ...], int]) -> int | None:
-        """The number of the update of the parameter that a leaf belongs to."""
+        """Returns the index of the update of the parameter that a leaf belongs to, or None."""
         owner = next((grads[path[n:]] for n in range(len(path) + 1) if path[n:] in grads), None)
         return owner if owner is not None and jnp.shape(leaf) == self._leaves[owner].shape else None
 
     def _check_elementwise(self) -> None:
-        """Checks that the optimizer does to a part of a large parameter what it does to the whole."""
+        """Checks that the optimizer is elementwise on large parameters."""
         values = self._select(lambda i: self._owners[i] is None or self._owners[i] in self._large)
         arrays = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array | np.ndarray)}
         dtypes = {i: jnp.float32 if i in self._codes else x.dtype for i, x in arrays.items()}
@@ -224,7 +216,7 @@ class _Call:
         try:
             mixing = find_mixing(jax.make_jaxpr(run)(kinds).jaxpr)
         except Exception as error:
-            jax.eval_shape(self.run_whole, None)  # raises what is wrong with the whole, too: an argument is missing
+            jax.eval_shape(self.run_whole, None)  # raises errors that do not depend on chunks
             raise _refuse(f"it cannot be run on some of the parameters alone ({type(error).__name__})") from error
         if mixing:
             raise _refuse(describe_mixing(mixing))
@@ -232,10 +224,10 @@ class _Call:
 
 def _refuse(why: str) -> ValueError:
     return ValueError(
-        f"quantize_state runs an optimizer on one piece of a parameter after the other, and this one is not "
-        f"elementwise: {why}. Put what looks at whole parameters outside, for example "
-        "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or have whole float32 "
-        "moments made at each step: quantize_state(tx, elementwise=False)."
+        f"quantize_state runs an optimizer on one chunk of a parameter after the other, and this one is not "
+        f"elementwise: {why}. Put transformations of whole parameters outside, for example "
+        "optax.chain(optax.clip_by_global_norm(1.0), quantize_state(optax.adamw(1e-3))); or use whole float32 moments "
+        "in each step: quantize_state(tx, elementwise=False)."
     )
 
 
@@ -244,16 +236,15 @@ def _widen(x: Any) -> Any:
 
 
 def _fold_in_devices(key: jax.Array, x: jax.Array) -> jax.Array:
-    """A key for each device along the axes of `jax.shard_map` along which an array is split."""
+    """Makes the key different on devices along the axes of `jax.shard_map` that split an array."""
     for axis in sorted(jax.typeof(x).manual_axis_type.varying):
         key = jax.random.fold_in(key, lax.axis_index(axis))
     return key
 
 
 def _choose_by_platform(run: Callable[..., Any], *, tpu: Chunks, default: Chunks) -> Callable[..., Any]:
-    """`run` with the chunks for the platform that it is compiled for.
-
-    To cut columns, a TPU copies the whole array into another layout and back. It keeps larger chunks in fast memory.
+    """Chooses chunks by platform. To cut columns a TPU copies the whole array, and it keeps larger chunks in fast
+    memory.
     """
     if tpu == default:
         return functools.partial(run, default)
@@ -262,7 +253,7 @@ def _choose_by_platform(run: Callable[..., Any], *, tpu: Chunks, default: Chunks
 
 
 def _run_on_automatic_axes(run: Any, carried: list[Any], *rest: Any) -> list[Any]:
-    """`run`, on a mesh whose axes are part of types: chunks have more axes, and lie where their arrays do."""
+    """Runs under automatic axes if the mesh has explicit ones, whose types do not fit chunks."""
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, carried)
     meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
     if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):

@@ -1,4 +1,4 @@
-"""An optax transformation that carries a loss scale and skips the steps that overflowed."""
+"""`loss_scaled`, an optax transformation that carries a loss scale and skips non-finite steps."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -22,7 +22,7 @@ from ...numerics._nonfinite import Provenance
 from ._provenance import ProvenanceState, begin_provenance, carry_provenance, has_provenance, take_provenance
 from ._skip import Operands, Result, make_skippable
 from ._step import (
-    HOLE,
+    MASKED,
     ParameterUpdate,
     Transformation,
     check_transformation,
@@ -36,7 +36,7 @@ from ._step import (
 
 
 class LossScaledUpdate(ParameterUpdate):
-    """The `update` of `loss_scaled`; the updates are -0.0 on a skipped step."""
+    """`update` of `loss_scaled`. On a skipped step the updates are -0.0."""
 
     overwrites = True
 
@@ -44,25 +44,24 @@ class LossScaledUpdate(ParameterUpdate):
         self._inner = inner
         self._axis_name = axis_name
         self._provenance = provenance
-        self._update = _update(inner, {})
-        self._update_and_apply = _update_and_apply(inner, {})
+        self._update, self._update_and_apply = _update(inner, {}), _update_and_apply(inner, {})
 
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         provenance, extra = self._open(state, extra)
-        updates, gradient = split_state(updates, HOLE)
+        updates, gradient = split_state(updates, MASKED)
         if gradient is not None and params is None:
             raise ValueError(
-                "There is float8 state among the gradients, which is overwritten and not added to: update needs the "
-                "parameters. For example: tx.update(grads, opt_state, params)."
+                "There is float8 state among the gradients, which replaces the old state: update needs the parameters. "
+                "For example: tx.update(grads, opt_state, params)."
             )
-        # A gradient without state may come with parameters that have some, which the inner optimizer then sees.
-        params, old = (params, None) if gradient is None else split_state(params, HOLE)
+        # Without state among the gradients, the inner optimizer sees the state among the parameters.
+        params, old = (params, None) if gradient is None else split_state(params, MASKED)
         zeros = zero_float0(updates)
         arrays, others = _split(extra)
         take_or_skip = _update(self._inner, others) if others else self._update
         operands = Operands(zeros, NoOpLossScale(), state.inner_state, params, arrays)
         new_updates, after = self._unless_nonfinite(take_or_skip, operands, state, provenance)
-        # What is added to float8 state is what makes it the next one, up to a rounding.
+        # Adding the difference to float8 state gives the next state, up to rounding.
         difference = jax.tree.map(jnp.subtract, overwrite_state(old, gradient, state, after), old)
         return join_state(restore_float0(updates, new_updates, zeros), difference), after
 
@@ -74,9 +73,9 @@ class LossScaledUpdate(ParameterUpdate):
     def step_scaled(
         self, grads: PyTree, scale: LossScale, state: LossScaledState, params: PyTree, extra: dict[str, Any]
     ) -> tuple[PyTree, LossScaledState]:
-        """As `step`, from gradients that are multiplied by `scale` and may be narrower than their parameters."""
+        """Like `step`, for gradients that are multiplied by `scale` and may be narrower than their parameters."""
         provenance, extra = self._open(state, extra)
-        (grads, gradient), (params, old) = split_state(grads, HOLE), split_state(params, HOLE)
+        (grads, gradient), (params, old) = split_state(grads, MASKED), split_state(params, MASKED)
         arrays, others = _split(extra)
         take_or_skip = _update_and_apply(self._inner, others) if others else self._update_and_apply
         operands = Operands(grads, scale, state.inner_state, params, arrays)
@@ -84,7 +83,7 @@ class LossScaledUpdate(ParameterUpdate):
         return join_state(new_params, overwrite_state(old, gradient, state, after)), after
 
     def _open(self, state: LossScaledState, extra: dict[str, Any]) -> tuple[Provenance | None, dict[str, Any]]:
-        """Checks a state, and takes the provenance of the step out of its extra arguments."""
+        """Checks a state, and takes the provenance of the step out of the extra arguments."""
         _check_state(state)
         if self._provenance and not has_provenance(state):
             raise TypeError(_WITHOUT_PROVENANCE)
@@ -124,7 +123,7 @@ def _check_state(state: PyTree) -> None:
 def _update(inner: Transformation, others: dict[str, Any]) -> Callable[[jax.Array, Operands], Result]:
     update = with_extra_args(inner).update
 
-    @jax.jit  # skip asks for its shapes, too
+    @jax.jit  # skip needs its shapes too
     def take(operands: Operands) -> Result:
         extra = operands.extra | others
         updates, inner_state = update(operands.grads, operands.inner_state, operands.params, **extra)
@@ -152,26 +151,26 @@ def _update_and_apply(inner: Transformation, others: dict[str, Any]) -> Callable
 
 
 def _differentiated(params: PyTree) -> PyTree:
-    """The parameters that gradients are like: of the two trees that `optax.lookahead` trains, one."""
+    """Returns the parameters that gradients match: one of the two trees that `optax.lookahead` trains."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _as_wide(grad: Any, param: Any) -> Any:
-    """A half-precision gradient in the dtype of a parameter that is wider."""
+    """Upcasts a half-precision gradient to the dtype of a wider parameter."""
     return lax.convert_element_type(grad, param.dtype) if is_half(grad) and not is_half(param) else grad
 
 
 def _negative_zeros(update: jax.ShapeDtypeStruct) -> jax.Array:
-    """The number that changes no parameter it is added to; +0.0 would turn -0.0 into +0.0."""
+    """Returns an update that changes no parameter; +0.0 would change -0.0 to +0.0."""
     if jnp.issubdtype(update.dtype, jnp.complexfloating):
         zero = complex(-0.0, -0.0)
     else:
         zero = -0.0 if jnp.issubdtype(update.dtype, jnp.floating) else 0
-    return lax.full_like(update, zero)  # which has the sharding of the update, as what is skipped must
+    return lax.full_like(update, zero)  # keeps the sharding; both branches of the cond must have the same one
 
 
 def _split(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The extra arguments that are trees of arrays, and the others (functions, say), which `jax.jit` cannot receive."""
+    """Splits extra arguments into trees of arrays, and others (such as functions) that `jax.jit` cannot receive."""
     arrays = {name: tree for name, tree in extra.items() if all(map(_is_array, jax.tree.leaves(tree)))}
     return arrays, {name: value for name, value in extra.items() if name not in arrays}
 
@@ -181,7 +180,7 @@ def _is_array(leaf: object) -> bool:
 
 
 _WITHOUT_PROVENANCE = (
-    "This optimizer carries the provenance of its steps, and the state that it got was made without. Convert it: "
+    "This optimizer carries the provenance of its steps, but its state was made without. Convert it: "
     "opt_state = jmp_policy.convert_state(opt_state, tx.init(params))."
 )
 
@@ -189,12 +188,12 @@ _WITHOUT_PROVENANCE = (
 if TYPE_CHECKING:
 
     class LossScaling(optax.GradientTransformationExtraArgs):
-        """A transformation of which a type checker knows the state."""
+        """Transformation with a state type for type checkers."""
 
         init: Callable[[PyTree], LossScaledState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     class LossScalingWithProvenance(LossScaling):
-        """One whose state carries provenance."""
+        """Transformation with a state that carries provenance."""
 
         init: Callable[[PyTree], ProvenanceState]  # pyright: ignore[reportIncompatibleVariableOverride]
 else:
@@ -212,92 +211,48 @@ def loss_scaled(
 def loss_scaled(
     inner: Transformation, loss_scale: LossScale, *, axis_name: AxisName | None = None, provenance: bool = False
 ) -> LossScaling:
-    """Carries a loss scale beside an optimizer's state, and skips steps whose
-    gradients are not finite.
+    """Carries a loss scale beside an optimizer's state, and skips steps with non-finite gradients.
 
-    A step that overflowed changes no parameter, and halves the scale:
+    A skipped step changes only the loss scale and the skip counters. `optim.step` keeps every bit of the parameters and
+    of the inner state. So does `update` followed by `optax.apply_updates`, except for subnormal parameters on backends
+    that flush them. The decision is made on the device.
 
-    >>> import jax.numpy as jnp, optax
-    >>> import jmp_policy as jmp
-    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
-    >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.inf, 1.0])}
-    >>> opt_state = tx.init(params)
-    >>> params, opt_state = jmp.optim.step(tx, grads, opt_state, params)
-    >>> params["w"].tolist(), int(opt_state.skipped_steps)
-    ([1.0, 1.0], 1)
-    >>> float(opt_state.loss_scale.loss_scale)
-    2.0
+    It goes outermost, once: `loss_scaled(chain(clip, adamw))`, `loss_scaled(MultiSteps(adamw, k))`,
+    `loss_scaled(partition({"a": adamw, "b": sgd}, f))`. Only `inject_hyperparams` of numbers may be outside. In any
+    other position, part of the optimizer still advances on a skipped step, or hides the non-finite gradient. `init`,
+    `optim.step` and `value_and_grad` raise an error if they can tell. Around `MultiSteps` it skips a non-finite
+    microbatch, and its scale counts microbatches: PyTorch's `GradScaler` counts steps of k, so use `period=2000 * k`.
 
-    What it does:
-
-    1. A skipped step changes nothing but the loss scale and the skip counters.
-       `optim.step` keeps every bit of the parameters and of the inner state.
-       `update` followed by `optax.apply_updates` does as well (the updates are
-       -0.0), subnormal parameters excepted where the backend flushes them.
-    2. The decision is made on the device.
-    3. It goes outermost, once, around everything else. Elsewhere something goes
-       on where it skips a step, or hides from it that it should; `init`,
-       `optim.step` and `value_and_grad` raise where they can tell.
-    4. Around `MultiSteps` it drops a bad microbatch and keeps the rest; inside,
-       the accumulator would be nan for ever. Its scale counts microbatches,
-       where PyTorch's `GradScaler` counts steps of k: `period=2000 * k` grows
-       as often.
-    5. A clip outside of it hides an infinity; weight decay and schedules
-       outside go on. `inject_hyperparams` of numbers may be outside.
-
-    6. With `provenance` its state remembers the last step that was skipped, and
-       which operation made the infinities: what `numerics.first_nonfinite`
-       finds, and each step then hands over. `optim.last_skip` reads it.
-
-    These work:
-
-        loss_scaled(chain(clip, adamw, add_decayed_weights))
-        loss_scaled(MultiSteps(adamw, k))
-        loss_scaled(partition({"a": adamw, "b": sgd}, f))
-        loss_scaled(inject_hyperparams(adamw)(schedule))
-        loss_scaled(adamw)
-
-    These do not:
-
-        chain(clip, loss_scaled(adamw), add_decayed_weights)
-        MultiSteps(loss_scaled(adamw), k)
-        partition({"a": loss_scaled(adamw), "b": sgd}, f)
-        inject_hyperparams(scaled_adamw)(schedule)
-        apply_if_finite(loss_scaled(adamw), n)
-
-    Restoring a saved state:
-
-    1. `jmp_policy.convert_state` makes of it the state of a run under any
-       policy: with another loss scale, or saved without `loss_scaled`.
-    2. A running state goes on with another scale, a new policy's say, by
-       `state._replace(loss_scale=policy.loss_scale())`; in nnx, which keeps
-       each array in a Variable, by
-       `jax.tree.map(nnx.OptArray, policy.loss_scale())`.
+    `jmp_policy.convert_state` restores a state that was saved with another loss scale, or without `loss_scaled`. To
+    change the scale of a running state, use `state._replace(loss_scale=policy.loss_scale())`, or in nnx
+    `state._replace(loss_scale=jax.tree.map(nnx.OptArray, policy.loss_scale()))`.
 
     Args:
-      inner: the transformation to wrap. It receives true gradients, as
-        `jmp_policy.value_and_grad` returns them.
-      loss_scale: the loss scale to start from, for example
-        `policy.loss_scale()`.
-      axis_name: a mapped axis, or several, on which gradients differ from
-        device to device; a step is then skipped on all of its devices if it
-        overflowed on one. Not needed where gradients are averaged before.
-      provenance: whether the state carries where the infinities of the last
-        skipped step came from. `update` and `optim.step` then need an extra
-        argument `provenance`, of each step; `optim.minimize` finds it itself.
+      inner: the transformation to wrap. It receives true gradients, from `jmp_policy.value_and_grad`.
+      loss_scale: the initial loss scale, for example `policy.loss_scale()`.
+      axis_name: a mapped axis, or several, along which gradients differ between devices: a step that overflows on one
+        of them is skipped on all. Not needed if gradients are averaged before.
+      provenance: whether the state records the origin of the last skipped step, for `optim.last_skip`. `update` and
+        `optim.step` then need the extra argument `provenance`, from `numerics.first_nonfinite`; `optim.minimize` finds
+        it.
 
     Returns:
-      A transformation whose state is a `LossScaledState` (with `provenance` a
-      `ProvenanceState`) and whose `update` passes extra arguments on.
+      A transformation with a `LossScaledState` as its state (with `provenance`, a `ProvenanceState`). Its `update`
+      passes
+      extra arguments on.
 
     Raises:
-      TypeError: `inner` is not an optax transformation, or `loss_scale` no loss
-        scale.
-      ValueError: `inner` is a `loss_scaled` itself, or holds one, which `init`
-        finds.
+      TypeError: `inner` is not an optax transformation, or `loss_scale` is not a loss scale.
+      ValueError: `inner` is a `loss_scaled`, or holds one (`init` raises this).
 
-    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018,
-    section 3.2.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+
+    >>> import jax.numpy as jnp, optax, jmp_policy as jmp
+    >>> tx = jmp.optim.loss_scaled(optax.sgd(1.0), jmp.DynamicLossScale(4.0))
+    >>> params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.inf, 1.0])}
+    >>> params, opt_state = jmp.optim.step(tx, grads, tx.init(params), params)
+    >>> params["w"].tolist(), int(opt_state.skipped_steps), float(opt_state.loss_scale.loss_scale)
+    ([1.0, 1.0], 1, 2.0)
     """
     check_transformation(inner)
     if not isinstance(loss_scale, LossScale):
@@ -308,10 +263,10 @@ def loss_scaled(
 
     def init(params: PyTree) -> Any:
         register_with_flax()
-        inner_state = inner.init(split_state(params, HOLE)[0])
+        inner_state = inner.init(split_state(params, MASKED)[0])
         if has_scaled_state(inner_state):
             raise ValueError(_WRAPPED_TWICE)
-        # Arrays of their own, each: a fresh state may be donated, and the loss scale may begin another one.
+        # Copies: the state may be donated, and the loss scale may initialize another one.
         own_scale = jax.tree.map(jnp.array, loss_scale)
         skipped_steps, consecutive_skips = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         state = LossScaledState(inner_state, own_scale, jnp.array(True), skipped_steps, consecutive_skips)
@@ -331,13 +286,13 @@ def skip_nonfinite(
 def skip_nonfinite(
     inner: Transformation, *, axis_name: AxisName | None = None, provenance: bool = False
 ) -> LossScaling:
-    """`loss_scaled` without a scale: for bfloat16 and float32, where one infinity would poison the moments for good.
+    """Skips steps with non-finite gradients; `loss_scaled` without a scale, for bfloat16 and float32.
 
-    Unlike `optax.apply_if_finite`, it never lets a non-finite step through; `optim.check` says when it skips only. Its
-    arguments, its state and its errors are `loss_scaled`'s.
+    Unlike `optax.apply_if_finite`, it never applies a non-finite step; `optim.check` raises an error if it only skips.
+    It has the arguments, state and errors of `loss_scaled`.
 
-    It also serves a loop that keeps its loss scales itself. Several losses have a scale each, which only their own
-    infinities lower, and share a step that is skipped where one of them overflows:
+    It also serves a loop that keeps its own loss scales. Several losses can have a scale each and share a step, which
+    is skipped if one of them overflows:
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx, losses = jmp.optim.skip_nonfinite(optax.sgd(0.5)), {"fit": lambda w: (w - 1.0) ** 2, "size": lambda w: w**2}
@@ -348,8 +303,8 @@ def skip_nonfinite(
     >>> float(params)
     -1.0
 
-    Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip each for itself; the scale
-    is adjusted once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
+    Several optimizers (a GAN's) on one scale have a `skip_nonfinite` each, and skip independently. Adjust the scale
+    once, after all of them: `scale.adjust(state.grads_finite & other_state.grads_finite)`.
     """
     return loss_scaled(inner, NoOpLossScale(), axis_name=axis_name, provenance=provenance)
 

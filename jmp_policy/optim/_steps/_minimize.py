@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, NamedTuple, overload
+from typing import Any, Concatenate, Literal, overload
 
 import jax
 import numpy as np
@@ -38,15 +38,6 @@ def minimize(
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[Concatenate[Params, Any, P], tuple[Params, Any, Loss, Aux]]: ...
-@overload
-def minimize(
-    fun: Callable[Concatenate[Params, P], Any],
-    tx: Transformation,
-    has_aux: bool = False,
-    *,
-    reduce_dtype: DTypeLike | None = None,
-    strict: bool = True,
-) -> Callable[Concatenate[Params, Any, P], tuple[Any, ...]]: ...
 def minimize(
     fun: Callable[..., Any],
     tx: Transformation,
@@ -55,33 +46,34 @@ def minimize(
     reduce_dtype: DTypeLike | None = None,
     strict: bool = True,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Makes the training step of a loss function, in the fewest bytes.
+    """Builds the training step of a loss function that moves the fewest bytes.
 
-    It does what `value_and_grad` and `optim.step` do one after the other. But where nobody looks at the gradients,
-    they need not be true before the optimizer gets them: gradients of parameters that the model casts to half precision
-    stay half, and scaled, until the branch that takes the step, where they become float32 without being written to
-    memory. What wants to see true gradients is part of the optimizer (`optax.chain(optax.clip_by_global_norm(1.0),
-    optax.adamw(1e-3))`), or takes the two functions.
+    It is `value_and_grad` followed by `optim.step`, but gradients are not visible between them, so they do not have to
+    be true: gradients of parameters that the model casts to half precision stay half-precision and scaled until the
+    branch that takes the step. There they become float32 without being written to memory. Code that reads true
+    gradients belongs in the optimizer (`optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))`); otherwise use
+    the two functions.
 
-    Where `tx` carries provenance, the step finds it, and its gradients are true ones, as those of `value_and_grad`. So
-    they are with a `reduce_dtype`: what was reduced in float32 is not rounded to half before the step.
+    If `tx` carries provenance, the step finds it, and its gradients are true. They are true with a `reduce_dtype` too:
+    gradients that were reduced in float32 are not rounded before the step.
 
     Args:
       fun: `(params, *args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in
         float32.
-      tx: an optax transformation; what is said of half precision is true of `loss_scaled` and `skip_nonfinite`.
-      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
-      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`: by
-        default that of the policies that `fun` meets.
-      strict: whether it is an error where a gradient cannot be followed to its sum, as in `value_and_grad`.
+      tx: an optax transformation. Only with `loss_scaled` and `skip_nonfinite` do gradients stay half-precision.
+      has_aux: whether `fun` returns auxiliary data, which is returned untouched.
+      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in `value_and_grad`. By
+        default it is the reduce dtype of the policies that `fun` uses.
+      strict: whether an op of unknown semantics between a gradient and its sum is an error, as in `value_and_grad`.
 
     Returns:
-      A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary
-      data as a fourth with `has_aux`. The loss is as `fun` computed it, at the parameters before the step.
+      A function `(params, opt_state, *args, **kwargs)` that returns `(params, opt_state, loss)`, and the auxiliary data
+      as
+      a fourth with `has_aux`. The loss is taken at the parameters before the step.
 
     Raises:
-      ValueError: at the step, as `value_and_grad` and `optim.step` do: `opt_state` holds no loss scale though `tx` is
-        `loss_scaled`, or that is inside of a transformation that goes on where it skips a step.
+      ValueError: at the step, as `value_and_grad` and `optim.step`: `opt_state` holds no loss scale but `tx` is
+        `loss_scaled`, or `loss_scaled` is inside a transformation that advances when it skips a step.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.loss_scaled(optax.sgd(0.5), jmp.DynamicLossScale(2.0**8))
@@ -92,7 +84,6 @@ def minimize(
     >>> params.tolist(), float(loss)
     ([0.0, 0.75], 1.25)
     """
-    is_scaled = isinstance(tx.update, LossScaledUpdate)
 
     @functools.wraps(fun)
     def minimizing_step(params: PyTree, opt_state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -105,7 +96,8 @@ def minimize(
             return _plain_step(call_on_params, tx, has_aux, params, opt_state, reduction)
 
         reduction = {"reduce_dtype": reduce_dtype, "strict": strict}
-        # Provenance reads the paths of modules while it traces them, which taking casts out has done before.
+        # `first_nonfinite` reads module paths while it traces the modules; `extract_half_casts` has traced them before.
+        is_scaled = isinstance(tx.update, LossScaledUpdate)
         if is_scaled and reduce_dtype is None and not has_provenance(opt_state):
             new_params, new_state, out = search_reduce_dtype(take_step)
         else:
@@ -117,14 +109,14 @@ def minimize(
 
 
 def _declare_signature(minimizing_step: Any, fun: Callable[..., Any]) -> None:
-    """Says where the arguments of `fun` are in the step: one place further, which jit asks for static and donated ones.
+    """Declares the signature of the step: `jit` needs it for static and donated arguments.
 
-    `functools.wraps` says that they are where `fun` has them, by a link to it and by a copy of what it declares.
+    `functools.wraps` sets the signature of `fun`, in which each argument is one place earlier.
     """
     for name in ("__wrapped__", "__signature__"):
         vars(minimizing_step).pop(name, None)
     step_signature = inspect.signature(minimizing_step)
-    # `fun` may not tell, or have an argument named like one of ours: jit then sees `*args`.
+    # `fun` may have no signature, or an argument named like one of ours: jit then sees `*args`.
     with contextlib.suppress(IndexError, TypeError, ValueError):
         given = list(inspect.signature(fun).parameters.values())
         ours = list(step_signature.parameters.values())[:2]
@@ -140,7 +132,7 @@ def _plain_step(
     opt_state: PyTree,
     reduction: dict[str, Any],
 ) -> tuple[PyTree, PyTree, Any]:
-    # Not outermost it may stand in optax.inject_hyperparams, which makes it anew in each step.
+    # `optax.inject_hyperparams` outside of `loss_scaled` makes it anew in each step, so only the state tells.
     scale = get_loss_scale(opt_state) if has_scaled_state(opt_state) else NoOpLossScale()
     differentiated = value_and_grad(fun, has_aux=has_aux, loss_scale=scale, **reduction)
     (out, grads), extra = _find_provenance(differentiated, opt_state, params)
@@ -166,45 +158,21 @@ def _scaled_step(
 def _find_provenance(
     differentiated: Callable[[PyTree], tuple[Any, PyTree]], opt_state: PyTree, params: PyTree
 ) -> tuple[tuple[Any, PyTree], dict[str, Any]]:
-    """The results of a differentiated function, and as an extra argument where its gradients went wrong, if asked for.
-
-    It does not look at the loss and at auxiliary data: the gradients decide whether a step is skipped.
-    """
+    """Calls a function that returns a loss and gradients, and finds the origin of non-finite gradients if asked for."""
     if not has_provenance(opt_state):
         return differentiated(params), {}
-    from ...numerics import first_nonfinite  # which needs most of the library
+    from ...numerics import first_nonfinite  # loads most of the library
 
     made, provenance = first_nonfinite(differentiated, of=lambda out: out[1])(params)
     return made, {"provenance": provenance}
 
 
-class HalfCasts(NamedTuple):
-    """A function of parameters as one of their copies, some of which are already in half precision.
+def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> tuple[PyTree, Callable[[PyTree], Any]]:
+    """Takes the casts of parameters to half precision out of `fun`. Returns the cast parameters, and a function of
+    them.
 
-    Attributes:
-      copies: what to differentiate with respect to: the parameters, as their casts where there is one.
-      fun: a function of the copies.
-    """
-
-    copies: PyTree
-    fun: Callable[[PyTree], Any]
-
-
-def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCasts:
-    """Takes the casts of parameters to half precision out of a function.
-
-    Only a cast that is all that the function does with a parameter: where it is cast twice, or used uncast as well,
-    the parts of its gradient must be summed in its own dtype.
-
-    Args:
-      fun: a function of parameters that JAX can trace.
-      params: its argument, a tree of arrays.
-
-    >>> import jax.numpy as jnp
-    >>> loss_fn = lambda w: jnp.sum(w["a"].astype(jnp.float16)) * w["b"]
-    >>> copies, fun = extract_half_casts(loss_fn, {"a": jnp.ones(2), "b": 3.0})
-    >>> copies["a"].dtype, copies["b"], float(fun(copies))
-    (dtype('float16'), 3.0, 6.0)
+    A cast is taken out only if it is the only use of a parameter. The gradients of several uses must be summed in the
+    dtype of the parameter.
     """
     leaves, structure = jax.tree.flatten(params)
     trees = []
@@ -218,11 +186,11 @@ def extract_half_casts(fun: Callable[[PyTree], Any], params: PyTree) -> HalfCast
     casts = [_only_use(traced.jaxpr, var) for var in traced.jaxpr.invars]
     evaluate = core.jaxpr_as_fun(_without(traced, casts))
     copies = [leaf if cast is None else _replay(cast, leaf) for leaf, cast in zip(leaves, casts, strict=True)]
-    return HalfCasts(structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies))))
+    return structure.unflatten(copies), lambda copies: trees[0].unflatten(evaluate(*jax.tree.leaves(copies)))
 
 
 def _only_use(jaxpr: core.Jaxpr, var: core.Var) -> core.JaxprEqn | None:
-    """The cast to half precision that is the only equation to read a variable, or `None`."""
+    """Returns the cast to half precision that is the only equation to read a variable, or None."""
     readers = [eqn for eqn in jaxpr.eqns for read in eqn.invars if read is var]
     if len(readers) != 1 or any(out is var for out in jaxpr.outvars):
         return None
@@ -234,7 +202,7 @@ def _only_use(jaxpr: core.Jaxpr, var: core.Var) -> core.JaxprEqn | None:
 
 
 def _without(traced: core.ClosedJaxpr, casts: list[core.JaxprEqn | None]) -> core.ClosedJaxpr:
-    """The traced function that takes the results of casts in place of the variables that they cast."""
+    """Returns the jaxpr with the outputs of casts as its inputs, in place of their operands."""
     jaxpr = traced.jaxpr
     invars = [var if cast is None else cast.outvars[0] for var, cast in zip(jaxpr.invars, casts, strict=True)]
     taken = {id(cast) for cast in casts if cast is not None}

@@ -1,4 +1,4 @@
-"""What a skipped step leaves in the state of `loss_scaled`: its number, and where its infinities came from."""
+"""State of `loss_scaled` that records the last skipped step and the origin of its infinities."""
 
 from typing import Any, NamedTuple
 
@@ -23,14 +23,14 @@ class _FieldsWithProvenance(NamedTuple):
 
 
 class ProvenanceState(_FieldsWithProvenance, LossScaledState):  # pyright: ignore
-    """The state of `optim.loss_scaled` with `provenance=True`: a `LossScaledState` that knows why it skipped.
+    """State of `optim.loss_scaled` with `provenance=True`: a `LossScaledState` that records why it skipped.
 
-    A type of its own, so that a state without provenance has the structure that it always had.
+    It is a type of its own, so that a state without provenance keeps its structure.
 
     Attributes:
-      steps: how many steps there were, the skipped ones among them, an int32 scalar.
-      nonfinite_step: which of them was the last to be skipped, from 1; 0 if none was. An int32 scalar.
-      provenance: why it was, a `numerics.Provenance`.
+      steps: the number of steps, skipped ones included, an int32 scalar.
+      nonfinite_step: the number of the last skipped step, from 1; 0 if no step was skipped. An int32 scalar.
+      provenance: the origin of its infinities, a `numerics.Provenance`.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> state = jmp.optim.skip_nonfinite(optax.sgd(1.0), provenance=True).init({"w": jnp.ones(2)})
@@ -43,12 +43,11 @@ class ProvenanceState(_FieldsWithProvenance, LossScaledState):  # pyright: ignor
 
 
 def has_provenance(state: PyTree) -> bool:
-    """Whether a tree holds the state of `optim.loss_scaled` with `provenance=True`."""
     return bool(find_nodes(state, ProvenanceState))
 
 
 def begin_provenance(state: LossScaledState) -> ProvenanceState:
-    """Makes of a fresh state one that carries provenance; its arrays are its own, so that it may be donated."""
+    """Adds empty provenance to a fresh state. Its arrays are copies, so that the state may be donated."""
     empty = jax.tree.map(jnp.array, Provenance.empty())
     return ProvenanceState(*state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), empty)
 
@@ -56,13 +55,9 @@ def begin_provenance(state: LossScaledState) -> ProvenanceState:
 def carry_provenance(
     before: LossScaledState, after: LossScaledState, provenance: Provenance | None, axis_name: Any
 ) -> LossScaledState:
-    """Gives a state what the one before it remembers of skipped steps, and what a skipped one is to remember.
+    """Adds to `after` the records of `before`, and `provenance` if the step was skipped.
 
-    Args:
-      before: the state before the step.
-      after: the state after it, without provenance.
-      provenance: what `take_provenance` returned.
-      axis_name: a mapped axis, or several, on which it may differ; the first device that has one decides.
+    Along `axis_name` provenance may differ between devices; the first device that has one decides.
     """
     if provenance is None or not isinstance(before, ProvenanceState):
         return after
@@ -74,15 +69,7 @@ def carry_provenance(
 
 
 def take_provenance(state: PyTree, extra: dict[str, Any]) -> tuple[Provenance | None, dict[str, Any]]:
-    """Takes the provenance of a step out of its extra arguments.
-
-    Returns:
-      The provenance, `None` where the state carries none, and the other arguments.
-
-    Raises:
-      TypeError: it is missing, or no `Provenance`.
-      ValueError: there is one, and the state carries none; an optimizer would pass over it without a word.
-    """
+    """Takes the provenance of a step, None if the state carries none, out of its extra arguments."""
     given = extra.get("provenance")
     if not has_provenance(state):
         if isinstance(given, Provenance):
@@ -103,10 +90,10 @@ def _share(provenance: Provenance, axis_name: Any) -> Provenance:
 
 _MISSING = (
     "This optimizer carries the provenance of its steps, and got {}. Compose jmp_policy.numerics.first_nonfinite "
-    "around the gradient, and hand over what it found: (loss, grads), provenance = first_nonfinite(grad_fn)(params, "
+    "around the gradient, and pass its second result: (loss, grads), provenance = first_nonfinite(grad_fn)(params, "
     "batch), and params, opt_state = jmp_policy.optim.step(tx, grads, opt_state, params, provenance=provenance)."
 )
 _NOT_CARRIED = (
-    "The step was given a provenance, which its state, a {}, does not carry. Make the optimizer with it: "
+    "The step got a provenance, but its state, a {}, does not carry it. Make the optimizer with provenance: "
     "loss_scaled(optax.adamw(1e-3), policy.loss_scale(), provenance=True)."
 )

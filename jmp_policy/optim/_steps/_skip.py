@@ -1,4 +1,4 @@
-"""A step that is taken or skipped, and what a host may ask about skipped steps."""
+"""A step that is taken or skipped, and functions that tell a host about skipped steps."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ from ._provenance import ProvenanceState
 
 
 class Operands(NamedTuple):
-    """What a step is made from.
+    """Inputs of a step.
 
     Attributes:
-      grads: the gradients.
-      scale: the loss scale that they are still multiplied by.
+      grads: the gradients, still multiplied by `scale`.
+      scale: the loss scale.
       inner_state: the state of the wrapped transformation.
       params: the parameters.
-      extra: further arguments that are trees of arrays.
+      extra: extra arguments that are trees of arrays.
     """
 
     grads: PyTree
@@ -33,22 +33,17 @@ class Operands(NamedTuple):
     extra: dict[str, Any]
 
 
-Result = tuple[PyTree, PyTree]
-"""Updates or parameters, and the next inner state."""
+Result = tuple[PyTree, PyTree]  # updates or parameters, and the next inner state
 
 
 def make_skippable(
     take: Callable[[Operands], Result], skip: Callable[[Operands], Result], stores_half: bool
 ) -> Callable[[jax.Array, Operands], Result]:
-    """Makes the function `(finite, operands)` that takes a step or skips it.
+    """Builds the function `(finite, operands)` that takes a step or skips it, in the form of the platform it is lowered
+    for.
 
-    Where the function is lowered, it gets the form of its platform: exports for several platforms have one for each.
-    Make it once and keep it: a function that JAX has not seen before is compiled at each eager call.
-
-    Args:
-      take: the step, under `jax.jit`, which traces it once for both forms.
-      skip: what is left where it is not taken, in the shapes and dtypes of `take`.
-      stores_half: whether the step keeps half-precision parameters in a storage of their own.
+    Build it once: JAX compiles a function that it has not seen before at each eager call. `take` is jitted, so that
+    both forms trace it once. `stores_half` is true if the step stores half-precision parameters in their own way.
     """
 
     def branch(finite: jax.Array, operands: Operands) -> Result:
@@ -57,7 +52,7 @@ def make_skippable(
     def select(finite: jax.Array, operands: Operands) -> Result:
         return select_tree(finite, take(operands), skip(operands))
 
-    # Where it is called eagerly, JAX would otherwise wait for the device to learn the platform.
+    # Without jit, an eager `platform_dependent` waits for the device to learn the platform.
     @functools.partial(jax.jit, inline=True)
     def take_or_skip(finite: jax.Array, operands: Operands) -> Result:
         branching = ("cpu", "tpu") if stores_half or _are_mostly_half(operands.grads) else ("cpu",)
@@ -73,13 +68,13 @@ def _are_mostly_half(tree: PyTree) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SkippedStep:
-    """A step that was skipped, and why; `str` of it is one line.
+    """A skipped step and its cause; `str` of it is one line.
 
     Attributes:
-      step: its number, from 1. The skipped ones count, and so do the microbatches of `optax.MultiSteps`.
-      provenance: where its infinities came from.
-      is_search: whether it is part of the search for a loss scale, which the next one may end: the backward pass made
-        an infinity, under a dynamic scale that can still fall.
+      step: the number of the step, from 1. Skipped steps and the microbatches of `optax.MultiSteps` count.
+      provenance: the origin of its infinities.
+      is_search: whether it is part of the search for a loss scale, which the next step may end: the backward pass
+        overflowed, under a dynamic scale that can still fall.
 
     >>> import jax, jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(0.1), provenance=True)
@@ -99,24 +94,24 @@ class SkippedStep:
         return f"step {self.step:,} skipped: {_say_why(self.provenance)}"
 
     def describe(self) -> str:
-        """The number of the step, and a paragraph: what happened, to which numbers, and what helps."""
+        """Returns the number of the step and a paragraph: the op, its elements, and suggestions."""
         if not _has_reason(self.provenance):
             return f"Step {self.step:,} was skipped: {_say_why(self.provenance)}."
         return f"Step {self.step:,} was skipped. {self.provenance.describe()}"
 
 
 def last_skip(state: PyTree) -> SkippedStep | None:
-    """Says which step was skipped last, and why.
+    """Returns the last skipped step and its cause.
 
-    Call it on the host: it reads a few numbers, and so waits for the device. `jmp_policy.metrics` has the number of
-    the step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.provenance)` the rest.
+    Call it on the host: it reads a few numbers, and so waits for the device. `jmp_policy.metrics` has the number of the
+    step as `nonfinite_step`, without waiting, and `jax.device_get(opt_state.provenance)` has the rest.
 
     Args:
       state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`, with `provenance=True`: an
         optax state, a `TrainState`, an `nnx.Optimizer`.
 
     Returns:
-      The step; `None` if none was skipped so far.
+      The step; `None` if no step was skipped.
 
     Raises:
       ValueError: `state` holds no such state, or several, or one without provenance.
@@ -138,7 +133,7 @@ def last_skip(state: PyTree) -> SkippedStep | None:
     found = find_scaled_state(state)
     if not isinstance(found, ProvenanceState):
         raise ValueError(
-            f"{type(state).__name__} does not know why steps were skipped: make its optimizer with provenance, for "
+            f"{type(state).__name__} does not record why steps were skipped: make its optimizer with provenance, for "
             "example jmp_policy.optim.loss_scaled(optax.adamw(1e-3), policy.loss_scale(), provenance=True)."
         )
     step = int(found.nonfinite_step)
@@ -149,19 +144,21 @@ def last_skip(state: PyTree) -> SkippedStep | None:
 
 
 def check(state: PyTree, *, patience: int = 10) -> None:
-    """Raises when training is stuck: when it does nothing but skip steps, and no smaller loss scale can help.
+    """Raises an error if training is stuck: it only skips steps, and no smaller loss scale can help.
 
     Call it on the host, every few hundred steps: it reads three scalars, and so waits for the device.
 
+    A dynamic scale is stuck if it is at its floor and the last two steps were skipped. With provenance it is stuck
+    earlier: after `patience` skips, if the scale did not cause the last one.
+
     Args:
       state: a tree that holds the state of `optim.loss_scaled` or `optim.skip_nonfinite`.
-      patience: how many skips in a row are too many for a scale that does not change; where the loop keeps dynamic
-        scales itself, beside `skip_nonfinite`, more than their way down takes, 24 from the highest. A dynamic scale is
-        stuck once it has reached its floor and the last two steps were skipped, of which at least one was taken at
-        the floor. With provenance it is stuck before that, after so many skips, if the last one was not its doing.
+      patience: the number of skips in a row after which a scale that does not change is stuck. If the loop adjusts
+        dynamic scales itself, beside `skip_nonfinite`, use more than their number of backoffs, 24 from the default
+        ceiling.
 
     Raises:
-      FloatingPointError: training is stuck. With provenance the error names the origin, and what helps.
+      FloatingPointError: training is stuck. With provenance the error names the origin, and suggests a fix.
       ValueError: `state` holds no such state, or several.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
@@ -173,7 +170,7 @@ def check(state: PyTree, *, patience: int = 10) -> None:
     value = float(scale.loss_scale)
     if not isinstance(scale, DynamicLossScale):
         stuck, where = skips >= patience, " and does not change"
-    elif value <= np.float32(scale.min_loss_scale):  # as the scale holds it
+    elif value <= np.float32(scale.min_loss_scale):  # the scale is float32
         stuck, where = skips >= 2, f" and is at its floor {scale.min_loss_scale}"
     else:
         stuck, where = last is not None and not last.is_search and skips >= patience, ", which is not to blame"
@@ -186,7 +183,7 @@ def check(state: PyTree, *, patience: int = 10) -> None:
 
 
 def is_search(provenance: Provenance, scale: LossScale) -> bool:
-    """Whether a skipped step is part of the search for a loss scale; see `SkippedStep`."""
+    """True if a skipped step is part of the search for a loss scale; see `SkippedStep`."""
     if not isinstance(scale, DynamicLossScale) or float(scale.loss_scale) <= np.float32(scale.min_loss_scale):
         return False
     root = provenance.cause or provenance
@@ -208,4 +205,4 @@ def _say_why(provenance: Provenance) -> str:
     if _has_reason(provenance):
         cause = provenance.cause
         return str(provenance) if cause is None else f"{provenance}; made of {cause}"
-    return "all was finite where first_nonfinite looked, so that the gradients became infinite after it"
+    return "everything that first_nonfinite saw was finite, so the gradients became infinite after it"

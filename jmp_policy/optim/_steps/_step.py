@@ -1,4 +1,4 @@
-"""One step of an optimizer, from gradients to new parameters, and how gradients are combined."""
+"""One step of an optimizer, from gradients to new parameters, and functions that combine gradients."""
 
 import abc
 import contextlib
@@ -16,25 +16,19 @@ from ..._base import AxisName, PyTree, at_least_float32, describe, join_state, l
 from ...loss_scale import check_outermost, find_scaled_state, has_scaled_state
 from ._provenance import take_provenance
 
-HOLE = optax.MaskedNode()
-"""What stands for state that no optimizer sees: transformations of optax pass over it."""
+MASKED = optax.MaskedNode()  # replaces float8 state: optax transformations skip it
 
 
 def fill_zeros(rest: PyTree, state: PyTree) -> PyTree:
-    """Puts zeros where state was split from a tree: they make no update, and add nothing to the norm of a tree."""
+    """Puts zeros in the place of float8 state. They make no update, and add nothing to the norm of a tree."""
     return join_state(rest, jax.tree.map(jnp.zeros_like, state))
 
 
 def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """Makes the state after a step of an optimizer: the next one, unless the step was skipped.
+    """Returns the next float8 state, or `state` itself if the step was skipped.
 
-    Args:
-      state: the state among parameters, as `split_state` gives it, or among the two of `optax.lookahead`, which share
-        theirs; `None` if there is none.
-      gradient: its gradient.
-      before: the state of the optimizer. In the middle of `optax.MultiSteps`, the largest magnitudes of microbatches
-        stand for one step.
-      after: the next state of the optimizer.
+    `before` and `after` are states of the optimizer. In the middle of `optax.MultiSteps` the amaxes of microbatches
+    combine by maximum.
     """
     if state is None:
         return None
@@ -48,7 +42,7 @@ def overwrite_state(state: PyTree, gradient: PyTree, before: PyTree, after: PyTr
 
 
 def _is_first(opt_state: PyTree) -> Any:
-    """Whether no microbatch of the step was taken before; a step ends where all groups of parameters take theirs."""
+    """True if the step has no earlier microbatch. A step ends when all groups of parameters have taken theirs."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_is_multi_steps)
     found = [node.mini_step == 0 for node in nodes if _is_multi_steps(node)]
     return functools.reduce(jnp.logical_and, found) if found else True
@@ -59,17 +53,16 @@ def _is_multi_steps(node: object) -> bool:
 
 
 def has_float0(grads: PyTree) -> bool:
-    """Whether some gradients are `float0`."""
     return any(map(_is_float0, jax.tree.leaves(grads)))
 
 
 def zero_float0(grads: PyTree) -> PyTree:
-    """The gradients with integer zeros for those that are `float0`."""
+    """Replaces `float0` gradients by integer zeros."""
     return jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.int32) if _is_float0(g) else g, grads)
 
 
 def restore_float0(grads: PyTree, tree: PyTree, otherwise: PyTree) -> PyTree:
-    """The leaves of `tree`, and those of `otherwise` where the gradient is `float0`."""
+    """Replaces the leaves of `tree` with a `float0` gradient by the leaves of `otherwise`."""
     if not has_float0(grads):
         return tree
     return jax.tree.map(lambda g, x, y: y if _is_float0(g) else x, grads, tree, otherwise)
@@ -83,14 +76,14 @@ T = TypeVar("T")
 
 
 def accumulate(total: T, grads: PyTree) -> T:
-    """Adds the gradients of a microbatch to those before it.
+    """Adds the gradients of a microbatch to the sum of earlier ones.
 
-    `jax.tree.map(jnp.add, total, grads)`, but for the state of float8 layers, of which it takes the maximum: the
-    largest magnitude of all microbatches. Divide the loss by their number, or the gradients inside of the optimizer
-    (`optax.scale`): state divided is state lost.
+    This is `jax.tree.map(jnp.add, total, grads)`, but float8 state combines by maximum: the largest magnitude of all
+    microbatches. Divide the loss by the number of microbatches, or the gradients inside the optimizer (`optax.scale`).
+    Do not divide the sum: float8 state must not be divided.
 
     Args:
-      total: gradients, as `jmp_policy.value_and_grad` returns them, or zeros like them.
+      total: gradients from `jmp_policy.value_and_grad`, or zeros like them.
       grads: the gradients of another microbatch, taken at the same parameters.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -107,11 +100,11 @@ def accumulate(total: T, grads: PyTree) -> T:
 def pmean(grads: T, axis_name: Any) -> T:
     """Averages gradients over devices.
 
-    `jax.lax.pmean`, but for the state of float8 layers, of which it takes the maximum. In `jax.shard_map` with its
-    account of what varies, and with arrays that are sharded under `jax.jit`, JAX has done both already.
+    This is `jax.lax.pmean`, but float8 state combines by maximum. It is not needed in `jax.shard_map` with `check_vma`,
+    or for arrays that are sharded under `jax.jit`: JAX averages there.
 
     Args:
-      grads: gradients, as `jmp_policy.value_and_grad` returns them.
+      grads: gradients from `jmp_policy.value_and_grad`.
       axis_name: a mapped axis, or several.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
@@ -126,16 +119,16 @@ def pmean(grads: T, axis_name: Any) -> T:
 
 
 def global_norm(grads: PyTree) -> jax.Array:
-    """The Euclidean norm of the gradients of parameters, to log it.
+    """Returns the Euclidean norm of the gradients of all parameters, for logging.
 
-    As `optax.tree.norm`, but the state of float8 layers, which is not a gradient, does not count, and the squares of
-    half-precision gradients are summed in float32. To clip by it, chain `clip_by_global_norm` before the optimizer.
+    Like `optax.tree.norm`, but float8 state, which is not a gradient, does not count, and squares of half-precision
+    gradients are summed in float32. To clip by it, chain `clip_by_global_norm` before the optimizer.
 
     Args:
-      grads: gradients, as `jmp_policy.value_and_grad` returns them, for nnx models too; `float0` counts as zero.
+      grads: gradients from `jmp_policy.value_and_grad`, also of nnx models; `float0` counts as zero.
 
     Returns:
-      A real scalar, float32 or wider; not finite where a gradient is not.
+      A real scalar, float32 or wider; non-finite if a gradient is.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> grads = {"w": jnp.float16([300.0, 400.0]), "_overwrite_with_gradient": {"input_scale": jnp.float32([7.0])}}
@@ -147,24 +140,24 @@ def global_norm(grads: PyTree) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
-    """Clips gradients by their global norm, of which each device may have a part.
+    """Clips gradients by their global norm, also if each device has a shard of them.
 
-    `optax.clip_by_global_norm`, but squares are summed and gradients are scaled in float32, the state of float8 layers
-    is left alone, and in `jax.shard_map` the norm is that of all devices: one `psum` of one number. There an array that
-    is the same on all devices along an axis counts once. With `check_vma=False`, and in `jax.vmap`, JAX does not tell
-    which arrays are: each counts as a part of its own.
+    Like `optax.clip_by_global_norm`, but squares are summed and gradients are scaled in float32, and float8 state does
+    not change. In `jax.shard_map` the norm is taken over all devices, with one `psum` of a scalar. An array that is
+    replicated along an axis counts once there. With `check_vma=False`, and in `jax.vmap`, JAX does not know which
+    arrays are replicated, and each counts as a shard.
 
     Args:
-      max_norm: the largest norm that gradients keep.
-      axis_name: the mapped axes along which devices have parts; `None` where each has all of the gradients.
+      max_norm: the largest norm that is not clipped.
+      axis_name: the mapped axes along which gradients are sharded; `None` if each device has all gradients.
 
     Raises:
       ValueError: `max_norm` is not positive.
 
     >>> import jax, jax.numpy as jnp, jmp_policy as jmp
     >>> clip = jmp.optim.clip_by_global_norm(1.0, axis_name="fsdp")
-    >>> parts = {"w": jnp.float32([3, 4])}  # one number of each of two devices
-    >>> clipped = jax.vmap(lambda grads: clip.update(grads, clip.init(grads))[0], axis_name="fsdp")(parts)
+    >>> shards = {"w": jnp.float32([3, 4])}  # one element on each of two devices
+    >>> clipped = jax.vmap(lambda grads: clip.update(grads, clip.init(grads))[0], axis_name="fsdp")(shards)
     >>> [round(float(x), 3) for x in clipped["w"]]
     [0.6, 0.8]
     """
@@ -183,7 +176,7 @@ def clip_by_global_norm(max_norm: float, axis_name: AxisName | None = None) -> o
 
 
 def _share_square(square: jax.Array, grad: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """What one device adds to a sum over devices: a part of the square of an array that several devices have."""
+    """Divides the square of an array by the number of devices that have a copy of it."""
     axes = () if axis_name is None else list_axes(axis_name)
     known = [axis for axis in axes if axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying]
     shared = [axis for axis in known if axis not in jax.typeof(grad).manual_axis_type.varying]
@@ -220,53 +213,50 @@ Params = TypeVar("Params")
 
 
 class ParameterUpdate(abc.ABC):
-    """The `update` of a transformation that can also make the new parameters itself, which `optim.step` then takes.
+    """`update` of a transformation that can also make the new parameters itself, for `optim.step`.
 
-    It has its reasons: `loss_scaled` takes or skips update and application together, and a half-precision parameter
-    that is rounded in a way of its own cannot always be reached by adding an update.
-
-    Attributes:
-      overwrites: whether it sees to float8 state among the parameters itself.
+    `loss_scaled` takes or skips update and application together, and a half-precision parameter with its own rounding
+    cannot always be reached by adding an update. `overwrites` is true if it handles float8 state itself.
     """
 
     overwrites = False
 
     @abc.abstractmethod
     def __call__(self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        """The updates and the next state; `updates` are gradients, as optax calls them."""
+        """Returns the updates and the next state. As in optax, `updates` are gradients."""
 
     @abc.abstractmethod
     def step(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> tuple[PyTree, Any]:
-        """The updated parameters and the next state."""
+        """Returns the updated parameters and the next state."""
 
 
 def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **extra: Any) -> tuple[Params, State]:
     """Updates the parameters.
 
-    Where `tx` is `loss_scaled` or `skip_nonfinite`, update and application are skipped together, by a branch or a
-    select, whichever costs less on the platform that the step is compiled for: an overflowed step keeps every bit, and
-    a good one writes no array of updates. The transformations for half-precision parameters round them here, and bit
-    for bit. For any other transformation this is `tx.update` followed by `optax.apply_updates`.
+    If `tx` is `loss_scaled` or `skip_nonfinite`, a non-finite step skips update and application together, so that every
+    bit of the parameters stays, and a finite step writes no array of updates. Depending on the platform, this is a
+    branch or a select. Transformations for half-precision parameters round them here, bit for bit. For any other
+    transformation this is `tx.update` followed by `optax.apply_updates`.
 
     Args:
       tx: an optax transformation.
-      grads: true gradients, a tree like `params`. Where they are `float0`, as for integers, the parameter
-        stays as it is.
+      grads: true gradients, a tree like `params`. The parameter of a `float0` gradient, as for integers, does not
+        change.
       opt_state: the state of `tx`.
-      params: the parameters; their dtypes are kept. The state of float8 layers among them takes the value of its
-        gradient, and `tx` sees zeros for it; inside of `loss_scaled` and `skip_nonfinite` it sees nothing, which
-        optimizers that remember distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
-      **extra: extra arguments for `tx.update`, such as the `value` that `optax.contrib.reduce_on_plateau` takes, and
-        the `provenance` of the gradients where `tx` carries it, as `numerics.first_nonfinite` found it.
+      params: the parameters; their dtypes are kept. Float8 state among them takes the value of its gradient, and `tx`
+        sees zeros for it. Inside `loss_scaled` and `skip_nonfinite` it sees nothing, as optimizers that remember
+        distances or draw noise (`optax.contrib.dog`, `optax.noisy_sgd`) need.
+      **extra: extra arguments for `tx.update`, such as the `value` of `optax.contrib.reduce_on_plateau`, and the
+        `provenance` of the gradients, from `numerics.first_nonfinite`, if `tx` carries it.
 
     Returns:
       `(params, opt_state)`.
 
     Raises:
-      ValueError: gradients do not have the shapes of their parameters; or `tx` is a transformation of optax with a
-        `loss_scaled` inside. `optax.inject_hyperparams` of numbers may be outside of it, and nothing else. Or there
-        is a provenance, and `tx` does not carry it.
-      TypeError: `tx` carries provenance, and there is none.
+      ValueError: gradients do not have the shapes of their parameters; `tx` is an optax transformation with a
+        `loss_scaled` inside (only `optax.inject_hyperparams` of numbers may be outside); or provenance is given and
+        `tx` does not carry it.
+      TypeError: `tx` carries provenance, and none is given.
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
     >>> tx = jmp.optim.skip_nonfinite(optax.sgd(1.0))
@@ -278,85 +268,68 @@ def step(tx: Transformation, grads: PyTree, opt_state: State, params: Params, **
     check_transformation(tx, "tx")
     _check_shapes(grads, params)
     with _explain_structure(grads, params):
-        return _step_any(tx, grads, opt_state, params, extra)
-
-
-def _step_any(
-    tx: Transformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
-) -> tuple[PyTree, PyTree]:
-    """Steps with gradients that may be `float0`, and with float8 state among the parameters."""
-    if has_float0(grads):
-        new_params, opt_state = _step_any(tx, zero_float0(grads), opt_state, params, extra)
-        return restore_float0(grads, new_params, params), opt_state
-    if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
-        return _step(tx, grads, opt_state, params, extra)
-    take_provenance(opt_state, extra)  # which a transformation of optax would pass over without a word
-    (rest, state), (grads, gradient) = split_state(params), split_state(grads)
-    new_params, after = _step(tx, fill_zeros(grads, gradient), opt_state, fill_zeros(rest, state), extra)
-    return join_state(new_params, overwrite_state(state, gradient, opt_state, after)), after
-
-
-def _step(
-    tx: Transformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
-) -> tuple[PyTree, PyTree]:
-    if isinstance(tx.update, ParameterUpdate):
-        return tx.update.step(grads, opt_state, params, extra)
-    check_outermost(opt_state)
-    updates, opt_state = with_extra_args(tx).update(grads, opt_state, params, **extra)
-    return optax.apply_updates(params, updates), opt_state
+        real_grads = zero_float0(grads) if has_float0(grads) else grads
+        if isinstance(tx.update, ParameterUpdate) and tx.update.overwrites:
+            new_params, after = tx.update.step(real_grads, opt_state, params, extra)
+            return restore_float0(grads, new_params, params), after
+        take_provenance(opt_state, extra)  # an optax transformation would ignore it silently
+        (rest, state), (rest_grads, gradient) = split_state(params), split_state(real_grads)
+        filled, filled_grads = fill_zeros(rest, state), fill_zeros(rest_grads, gradient)
+        after: Any
+        if isinstance(tx.update, ParameterUpdate):
+            new_params, after = tx.update.step(filled_grads, opt_state, filled, extra)
+        else:
+            check_outermost(opt_state)
+            update: Any = with_extra_args(tx).update
+            updates, after = update(filled_grads, opt_state, filled, **extra)
+            new_params = optax.apply_updates(filled, updates)
+        new_params = join_state(new_params, overwrite_state(state, gradient, opt_state, after))
+        return restore_float0(grads, new_params, params), after
 
 
 def _check_shapes(grads: PyTree, params: PyTree) -> None:
-    if jax.tree.structure(grads) != jax.tree.structure(params):  # of lookahead, say; or optax says so
+    if jax.tree.structure(grads) != jax.tree.structure(params):  # as for lookahead; else optax raises
         return
     for (path, grad), param in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
-        if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):  # of each example, as some optimizers take
+        if jnp.shape(param) not in (jnp.shape(grad), jnp.shape(grad)[1:]):  # some optimizers take one per example
             raise ValueError(
                 f"The gradients do not fit the parameters: {jax.tree_util.keystr(path) or 'the gradient'} has the "
-                f"shape {jnp.shape(grad)}, where the parameter has the shape {jnp.shape(param)}. Take them of the "
-                "same parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
+                f"shape {jnp.shape(grad)}, but the parameter has the shape {jnp.shape(param)}. Differentiate the same "
+                "parameters, for example: loss, grads = jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
             )
 
 
 @contextlib.contextmanager
 def _explain_structure(grads: PyTree, params: PyTree) -> Iterator[None]:
-    """Adds to the error of JAX about two trees that differ, which of the step's arguments these are."""
+    """Adds a note to JAX's error about two trees of different structure."""
     try:
         yield
     except (ValueError, TypeError) as error:
         if jax.tree.structure(grads) != jax.tree.structure(params):
             error.add_note(
-                f"The gradients are a {type(grads).__name__} of another structure than the parameters, a "
-                f"{type(params).__name__}. Take them of the same parameters, for example: loss, grads = "
+                f"The gradients are a {type(grads).__name__} and the parameters a {type(params).__name__} of another "
+                "structure. Differentiate the same parameters, for example: loss, grads = "
                 "jmp.value_and_grad(loss_fn, loss_scale=opt_state)(params)."
             )
         raise
 
 
 def with_extra_args(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.with_extra_args_support`, and `MultiSteps` too, which takes extra arguments but would lose them there."""
+    """Like `optax.with_extra_args_support`, but passes extra arguments to `MultiSteps` too."""
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # pyright: ignore[reportArgumentType]
     return optax.with_extra_args_support(tx)
 
 
 def check_transformation(tx: object, name: str = "inner") -> None:
-    """Checks that an argument of this name is an optax transformation.
-
-    Raises:
-      TypeError: it is not.
-    """
+    """Raises a `TypeError` if an argument of this name is not an optax transformation."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         called = f"{getattr(tx, '__name__', 'optax.adamw')}(1e-3)" if callable(tx) else "optax.adamw(1e-3)"
         raise TypeError(f"{name} must be an optax transformation, got {describe(tx)}. For example: {called}.")
 
 
 def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
-    """Checks that no loss scaling happens inside the transformation `name`.
-
-    Raises:
-      ValueError: it does, and `name` would go on where it skips a step.
-    """
+    """Raises a `ValueError` if there is loss scaling inside the transformation `name`."""
     if has_scaled_state(inner_state):
         raise ValueError(
             f"loss_scaled and skip_nonfinite go outside of {name}, which would change parameters on a step that they "
@@ -365,11 +338,7 @@ def check_not_loss_scaled(inner_state: PyTree, name: str) -> None:
 
 
 def check_not_outermost(inner: Transformation, name: str) -> None:
-    """Checks that a transformation may stand inside the transformation `name`.
-
-    Raises:
-      ValueError: it makes parameters itself, and so must not stand inside.
-    """
+    """Raises a `ValueError` if `inner` makes parameters itself, and so must not be inside the transformation `name`."""
     if isinstance(inner.update, ParameterUpdate):
         raise ValueError(
             f"{name} goes inside of loss_scaled, master_weights, kahan and stochastic_rounding, and only one of the "
@@ -379,10 +348,7 @@ def check_not_outermost(inner: Transformation, name: str) -> None:
 
 
 def keep_dtypes(old: PyTree, new: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`: an optimizer under wider gradients than its state would widen its state.
-
-    Python's numbers have no dtype to keep.
-    """
+    """Casts `new` to the dtypes of `old`. Under wider gradients, an optimizer promotes its state."""
 
     def like(old_leaf: Any, new_leaf: Any) -> Any:
         dtype = getattr(old_leaf, "dtype", None)
