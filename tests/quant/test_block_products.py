@@ -239,11 +239,11 @@ FORMATS_OF = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
     ("make", "error", "text"),
     [
         (lambda x, w: dot_general(x, w[:12], ROWS, quantization="mxfp8/8"), ValueError,
-         r"^Blocks of 8 do not divide the 12 inputs of the weight\. The largest that do are of 6: 'mxfp8/6', or "),
+         r"^Blocks of 8 do not divide the 12 inputs of the weight\. The largest size that does is 6: 'mxfp8/6', or "),
         (lambda x, w: dot_general(x, w[:15], ROWS, quantization="nvfp4/8"), ValueError,
          r"^Blocks of 8 do not divide the 15 inputs of the weight\. Leave the weight out by a rule of a PolicyMap: "),
         (lambda x, w: dot_general(x, w[:14], ROWS, quantization="mxfp4/8"), ValueError,
-         r"^Blocks of 8 do not divide the 14 inputs of the weight\. The largest that do are of 2: 'mxfp4/2', or "),
+         r"^Blocks of 8 do not divide the 14 inputs of the weight\. The largest size that does is 2: 'mxfp4/2', or "),
         (lambda x, w: einsum("bd,nm->bdnm", x, w, quantization="mxfp8/8"), ValueError,
          r"^Blocks of 8 do not divide the 1 inputs of the weight\. "),
         (lambda x, w: dot_general(x, w.astype(int), ROWS, quantization="mxfp8/8"), TypeError,

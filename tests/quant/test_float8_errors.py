@@ -33,7 +33,7 @@ def product(x, w, quantization, state=None):
         (lambda x, state: product(x, quantize_array(x, "int8"), CURRENT), ValueError,
          r"^The weight is quantized already, as 'int8', and cannot be as 'float8\(recipe=current,min_size=0\)'\. Lea"),
         (lambda x, state: einsum("ab,bc", x, x, quantization=CURRENT), ValueError,
-         r"^The equation 'ab,bc' is not of two operands and a result, all without diagonals\. For example: 'abc,cd"),
+         r"^The equation 'ab,bc' must have two operands and an output, without repeated labels\. For example: 'abc,cd"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_computed_is_an_error(make, error, text):

@@ -175,5 +175,5 @@ def test_a_key_for_a_format_without_noise_is_refused(quantization):
 
 
 def test_the_transform_is_of_a_power_of_two():
-    with pytest.raises(ValueError, match=r"Hadamard transform of block_size numbers is of a power of two, got 24\."):
+    with pytest.raises(ValueError, match=r"Hadamard transform needs a block_size that is a power of two, got 24\."):
         NVFP4(block_size=24, hadamard=True)

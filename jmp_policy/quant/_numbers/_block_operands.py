@@ -1,4 +1,4 @@
-"""How each operand of a product is rounded in blocks, by the format of its policy."""
+"""Rounds the operands of block-scaled matmuls."""
 
 import functools
 from typing import Any
@@ -18,21 +18,11 @@ _MX_DTYPES = {
 }
 
 
-# No operand passes a derivative on: JAX would find zero in the arithmetic on bits, and say nothing.
+# These have no derivative: JAX would silently differentiate the arithmetic on bits to zero.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope(ROUNDING_SCOPE)
 def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
-    """Rounds the input of a layer in blocks along an axis.
-
-    Args:
-      x: floating, `(batch, rows, inputs)`.
-      format: of the policy.
-      axis: the axis that the product sums over, which blocks divide.
-      block: how many numbers share a scale.
-
-    Raises:
-      TypeError: it is differentiated, which happens where the derivative of a product is differentiated once more.
-    """
+    """Rounds the input of a layer, `(batch, rows, inputs)`, in blocks along an axis."""
     if isinstance(format, NVFP4):
         return quantize_nv(x, axis, block, tensor_axes=(-2, -1))
     return quantize_mx(x, _narrow_dtype(format), axis, block, rounding=format.scale_rounding)
@@ -41,19 +31,13 @@ def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blo
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope(ROUNDING_SCOPE)
 def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
-    """Rounds a weight in blocks along an axis: the numbers that `quantize` stores are these, along its inputs.
+    """Rounds a weight, `(*stack, inputs, outputs)`, in blocks along an axis.
 
-    Args:
-      w: floating, `(*stack, inputs, outputs)`.
-      format: of the policy.
-      axis: the axis that the product sums over: -2 in the forward pass, -1 in the backward pass.
-      block: how many numbers share a scale.
-
-    Raises:
-      TypeError: as `round_input`.
+    The axis is -2 in the forward pass, where the values are the ones that `quantize` stores, and -1 in the backward
+    pass.
     """
     if isinstance(format, NVFP4):
-        # Without activations no backward pass sums over the outputs.
+        # Without activations, no backward matmul sums over the outputs.
         square_axis = -3 - axis if format.square_weights and format.activations else None
         return quantize_nv(w, axis, block, square_axis=square_axis, tensor_axes=(-2, -1))
     return quantize_mx(w, _narrow_dtype(format), axis, block, rounding=format.scale_rounding)
@@ -62,18 +46,7 @@ def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Bl
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 @jax.named_scope(ROUNDING_SCOPE)
 def round_gradient(g: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int, block: int) -> Blocks:
-    """Rounds the gradient of a layer's result in blocks along an axis.
-
-    Args:
-      g: floating, `(batch, rows, outputs)`.
-      key: of the noise, with `stochastic_rounding`.
-      format: of the policy.
-      axis: the axis that the product sums over.
-      block: how many numbers share a scale.
-
-    Raises:
-      TypeError: as `round_input`.
-    """
+    """Rounds the gradient of a layer's output, `(batch, rows, outputs)`; `key` is for stochastic rounding."""
     if isinstance(format, NVFP4):
         return quantize_nv(g, axis, block, tensor_axes=(-2, -1), key=key)
     dtype = _narrow_dtype(format, format.gradients if isinstance(format, MXFP8) else None)
@@ -86,11 +59,10 @@ def _narrow_dtype(format: BlockFormat, name: str | None = None) -> Any:
 
 
 def _refuse_derivative(*args: Any) -> Any:
-    """Raises an error, as the casts of `Float8` do."""
     format = next(arg for arg in args if isinstance(arg, BlockFormat))
     raise TypeError(
-        f"A product in blocks ({str(format)!r}) has a first derivative, and no second one. For example, give layers "
-        "that are differentiated twice the policy 'mixed_bfloat16'."
+        f"Block-scaled matmuls ({str(format)!r}) have no second derivative. For example, give layers that are "
+        "differentiated twice the policy 'mixed_bfloat16'."
     )
 
 
@@ -99,14 +71,10 @@ for _round in (round_input, round_weight, round_gradient):
 
 
 def mix_rows(x: jax.Array, block: int) -> jax.Array:
-    """Multiplies each block of rows by a Hadamard matrix with fixed signs, in float32.
+    """Multiplies each block of rows of `(batch, rows, features)` by a Hadamard matrix with fixed signs, in float32.
 
-    It is orthonormal, so that a product of two operands that sums over rows is the same of mixed ones, while a number
-    that is much larger than its neighbours is spread among all of them.
-
-    Args:
-      x: floating, `(batch, rows, features)`.
-      block: how many rows are mixed, a power of two that divides their number.
+    The matrix is orthonormal: a matmul that sums over rows gives the same result for two mixed operands, but outliers
+    are spread over the block. `block` is a power of two that divides the number of rows.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4, 2025, section 4 (random Hadamard transforms).
     """
@@ -118,10 +86,10 @@ def mix_rows(x: jax.Array, block: int) -> jax.Array:
 
 @functools.cache
 def make_hadamard(size: int) -> np.ndarray:
-    """An orthonormal Hadamard matrix, Sylvester's, whose columns have fixed signs.
+    """Returns Sylvester's orthonormal Hadamard matrix with fixed column signs.
 
-    The signs are a bent function of the bits of the column. Equal rows, and rows whose signs alternate in any way of
-    Sylvester's, become rows of equal magnitudes; without signs all of them would come together in one.
+    The signs are a bent function of the bits of the column. Constant rows, and rows with signs that alternate like a
+    row of Sylvester's matrix, are spread evenly; without signs they would be concentrated in one row.
 
     >>> (make_hadamard(4) * 2).astype(int).tolist()
     [[1, 1, 1, -1], [1, -1, 1, 1], [1, 1, -1, 1], [1, -1, -1, -1]]
@@ -132,7 +100,7 @@ def make_hadamard(size: int) -> np.ndarray:
 
 
 def pad_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Adds zeros behind an axis, so that blocks divide it: to a sum they add nothing."""
+    """Pads an axis with zeros to a multiple of `block`."""
     missing = -x.shape[axis] % block
     if not missing:
         return x
