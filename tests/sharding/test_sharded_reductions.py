@@ -152,7 +152,7 @@ def test_an_axis_that_nothing_maps_is_an_error(name):
     collective = getattr(jmp.sharding, name)
     with pytest.raises(ValueError, match=r"'fsdp' in axis_name is not a mapped axis here. There is no mesh: "):
         collective(jnp.ones(4), "fsdp", POLICY)
-    with pytest.raises(ValueError, match=r"'fdsp' in axis_name .* The mesh has 'data', 'fsdp', and of these 'data', "):
+    with pytest.raises(ValueError, match=r"'fdsp' in axis_name .* The mesh has 'data', 'fsdp', of which 'data', "):
         on_devices(lambda x: collective(x, ("data", "fdsp"), POLICY)).trace(jnp.ones(4))
     with pytest.raises(ValueError, match=r"'fsdp' in axis_name .* of which 'data' is manual. Name a manual axis, or "):
         jax.jit(
