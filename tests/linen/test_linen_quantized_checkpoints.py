@@ -73,8 +73,8 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
     message = (
         r"^The target at 'params/dense/kernel' is QuantizedArray\(int8\(min_size=0\), shape=\(16, 8\), dtype=float32\)"
         r", of the arrays {'scale': 'float32\[1, 8\]', 'values': 'int8\[16, 8\]'}; the checkpoint has " + found + r"\. "
-        "Quantize the target with the policy"
-        r"is restored into an unquantized one\.$"
+        r"Quantize the target with the policy of the checkpoint, or restore into an unquantized "
+        r"target and quantize that\.$"
     )
     with pytest.raises(ValueError, match=message):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), saved)
