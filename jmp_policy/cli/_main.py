@@ -30,7 +30,7 @@ _DEMO_PACKAGES = ("orbax", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `jmp-policy` with the given arguments, by default those of the process.
+    """Runs `jmp-policy` with the given arguments, by default the arguments of the process.
 
     Returns the exit status: 0; 1 if training is stuck; 2 for errors of the user; 130 after Ctrl-C.
 

@@ -19,7 +19,7 @@ def load_call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns a user's function, whose errors become `UserError`s, and its arguments.
 
-    `look` rejects classes and Flax modules. `verb` (what the command does) and `example` (of an argument) are for
+    `look` rejects classes and Flax modules. `verb` (of the command) and `example` (of an argument) are for
     errors.
     """
     fun = load_function(name)

@@ -42,13 +42,13 @@ class Policy:
         `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, a string such as `"int4/64"`, or `None`.
         It applies to modules; a plain function has no weights to quantize.
       reduce_dtype: dtype in which gradients are summed over devices; `None` leaves that to the function.
-        `value_and_grad`, `grad`, those of `jmp_policy.nnx` and `optim.minimize` read it from the policies of the
+        `value_and_grad` and `grad`, also in `jmp_policy.nnx`, and `optim.minimize` read it from the policies of the
         function that they trace. `jax.grad` does not.
       accumulate_dtype: output dtype of matmuls and convolutions in Flax layers and in `autocast`, as
         `preferred_element_type`. The bias is added in it. The result is then cast once: to the compute dtype inside the
         model, to the output dtype at its boundary. A head under `"p=f32,c=bf16,o=f32,a=f32"` returns logits that were
         never rounded to bfloat16, and its float32 weight gets a float32 gradient. `None` means the compute dtype. A
-        `jnp.dot` in a module's own code is not affected, except in `autocast`. There is no forward-mode derivative.
+        `jnp.dot` in a module's own code is not affected, except in `autocast`. Forward mode is not supported.
 
     Raises:
       ValueError: a dtype is not floating, the accumulate dtype cannot represent all values of the compute dtype, or the
@@ -132,7 +132,7 @@ class Policy:
         return Policy(**vars(self) | fields)
 
     def resolve(self, *inputs: Any) -> "Policy":
-        """Fills in a missing compute dtype: that of the first floating array of the inputs, else float32.
+        """Fills in a missing compute dtype from the first floating array of the inputs, else float32.
 
         Raises:
           ValueError: the accumulate dtype cannot represent all of its values.

@@ -53,7 +53,7 @@ def dot_general(
       rhs: a `QuantizedArray`, or a floating array to quantize by `quantization`.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       precision: as for JAX; ignored by 8-bit matmuls.
-      preferred_element_type: the dtype of the output; by default that of `lhs`.
+      preferred_element_type: the dtype of the output; by default the dtype of `lhs`.
       out_sharding: as for JAX.
       quantization: `Int8`, `Int4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating `rhs`; `None`
         calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the backward pass. Only
@@ -97,7 +97,7 @@ def einsum(
 ) -> jax.Array:
     """Computes `jax.numpy.einsum` of two operands with a quantized right operand.
 
-    Arguments, output and errors are those of `dot_general`; the equation needs `->` and may have an ellipsis.
+    Arguments, output and errors are as for `dot_general`; the equation needs `->` and may have an ellipsis.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
@@ -121,7 +121,7 @@ def conv_general_dilated(
 
     With `Int8`, each example has one scale, because windows overlap. With `Float8`, float8 values are multiplied in
     bfloat16 or float32. Block formats round the filter only, and compute in the dtype of `lhs`. Other arguments, output
-    and errors are those of JAX's operation and of `dot_general`.
+    and errors are as for JAX's operation and `dot_general`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
@@ -137,7 +137,7 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
     Args:
       table: a `QuantizedArray` of shape `(rows, features)` with a scale per row, or an `Unquantized`.
       indices: integers of any shape.
-      dtype: dtype of the output; by default that of the table.
+      dtype: dtype of the output; by default the dtype of the table.
 
     Returns:
       An array of shape `(*indices.shape, features)`.

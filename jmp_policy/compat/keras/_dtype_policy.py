@@ -12,7 +12,7 @@ from ...policy import Policy as JmpPolicy, default_policy, parse_policy
 class DTypePolicy:
     """A dtype policy under Keras's name, with Keras's attributes.
 
-    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` take it as it is.
+    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` accept it.
 
     Args:
       name: the name of a floating dtype, `"mixed_float16"`, `"mixed_bfloat16"`, or any other string that

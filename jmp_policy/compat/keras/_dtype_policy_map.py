@@ -13,14 +13,14 @@ from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize
 class DTypePolicyMap(DTypePolicy, MutableMapping):
     """A mutable mapping from layer paths, or patterns of them, to dtype policies.
 
-    Looking a path up gives the policy of that very key; else of the one pattern that `re.fullmatch`es the path; else
-    the default. Layers inherit nothing from the layers around them. `jmp_policy.get_policy` freezes the map, as it is
-    at that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
-    first there, and keys without a wildcard before patterns.
+    A lookup returns the policy of the exact key, else of the one pattern that matches the path (`re.fullmatch`), else
+    the default. Layers do not inherit from the layers around them. `jmp_policy.get_policy` converts the current
+    contents to a `PolicyMap`, where a rule also covers the layers inside: deeper keys come first there, and exact keys
+    before patterns.
 
     Args:
-      default_policy: a dtype policy or the name of one; `None` for the global policy of the moment of the lookup.
-      policy_map: a dictionary of what the map starts with; it is copied, unlike by Keras.
+      default_policy: a dtype policy or the name of one; `None` for the global policy at the time of a lookup.
+      policy_map: the initial contents; the dictionary is copied, unlike in Keras.
 
     Raises:
       TypeError: `policy_map` is not a dictionary, or a key is not a string.

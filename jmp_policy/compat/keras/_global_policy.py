@@ -12,7 +12,7 @@ def dtype_policy() -> DTypePolicy:
     """Returns the global policy: `jmp_policy.default_policy()` as a dtype policy or map.
 
     It is the object that was set, here or by `jmp_policy.use_policy`, with its name, class and loss scale. A map that
-    was changed since is returned as it was when it was set.
+    was changed since then is returned with its contents at that time.
 
     Raises:
       ValueError: the default policy is a `PolicyMap` with type keys, or quantizes to int8 with float16 compute, which

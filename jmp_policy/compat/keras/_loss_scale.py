@@ -182,7 +182,7 @@ class Policy(DTypePolicy):
         return self.variable_dtype != self.compute_dtype
 
     def resolve(self, *inputs: Any) -> "Policy":
-        """This policy with what it infers filled in from the first floating input, as at a layer's first call.
+        """Returns this policy with inferred dtypes taken from the first floating input, as at a layer's first call.
 
         >>> import jax.numpy as jnp
         >>> from jmp_policy.compat import keras

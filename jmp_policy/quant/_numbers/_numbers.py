@@ -67,7 +67,7 @@ def measure_bounds(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.
 
 
 def quantize_asymmetric(x: jax.Array, low: jax.Array, high: jax.Array) -> Quantized:
-    """Rounds to the nearest of 16 values from `low` to `high`, one of which is zero, as uint8 from 0 to 15.
+    """Rounds to the nearest of 16 values from `low` to `high`, including zero, as uint8 from 0 to 15.
 
     `low` (at most 0) and `high` (at least 0) are float32, broadcastable to `x`. Where either is not finite, the scale
     is not. Scale (float32) and zero point (uint8) have the shape of `low`.

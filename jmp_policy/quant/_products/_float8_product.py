@@ -137,7 +137,7 @@ def _scale_operand(
     *,
     records: bool = True,
 ) -> Scaled:
-    """Scales an operand to float8; with `records`, also replaces its memory by that of the next step."""
+    """Scales an operand to float8; with `records`, also replaces its memory by the next step's."""
     if isinstance(x, Scaled):
         return x
     if not isinstance(spec.format.recipe, DelayedScaling):

@@ -51,7 +51,7 @@ def multiply_quantized(
 
 
 def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
-    """True if the operation multiplies blocks: those of the weight span all of its summed axes."""
+    """True if the operation multiplies blocks, because the weight's blocks span all of its summed axes."""
     if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
         return False
     blocked = {axis % weight.ndim for axis in weight.layout.axes}

@@ -23,7 +23,7 @@ def wide_product(
     """Computes `operation(left, right)` with operands in `compute_dtype` and the output in `dtype`.
 
     The backward pass has operands in `compute_dtype` and float32 sums too. JAX's own would have a float32 operand, and
-    would round the gradient of a float32 weight. There is no forward-mode derivative. In `jax.shard_map`, the gradient
+    would round the gradient of a float32 weight. It has no forward-mode derivative. In `jax.shard_map`, the gradient
     of a replicated weight is summed in the dtype of the weight. The operation's `preferred_element_type` is ignored.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3.

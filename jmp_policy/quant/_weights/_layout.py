@@ -29,7 +29,7 @@ class Layout:
         return math.prod(self.contracted)
 
     def of(self, shape: tuple[int, ...]) -> "Layout":
-        """Returns the layout for another shape, such as that of a shard in `shard_map`."""
+        """Returns the layout for another shape, such as a shard's in `shard_map`."""
         return Layout(tuple(shape[axis] for axis in self.axes), self.channels)
 
 
@@ -38,7 +38,7 @@ def kernel_layout(shape: tuple[int, ...], bias_shape: tuple[int, ...] | None = N
 
     A shape alone is ambiguous: `(4, 8, 16)` may be a query projection of an attention with 8 heads, an output
     projection, a convolution, or a stack of four Dense layers. The bias tells these apart. `stacked` is the number of
-    leading axes of a stack (`nn.scan`, `nn.vmap`); it is needed if there is no bias, or if the stack is as deep as its
+    leading axes of a stack (`nn.scan`, `nn.vmap`); it is needed without a bias, or if the stack is as deep as its
     layers are wide.
 
     >>> kernel_layout((64, 4, 16), (4, 16)), kernel_layout((4, 16, 64), (64,))
