@@ -9,28 +9,23 @@ import numpy as np
 from jax import lax
 
 from ..._jaxpr import ROUNDING_SCOPE
-from ...policy import MXFP8, NVFP4, BlockFormat
+from ...policy import MXFP4, MXFP8, NVFP4, BlockFormat
 from ._block_numbers import Blocks, quantize_mx, quantize_nv
-
-_MX_DTYPES = {
-    "MXFP8": {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2},
-    "MXFP4": {"e2m1": jnp.float4_e2m1fn},
-}
 
 
 # These have no derivative: JAX would silently differentiate the arithmetic on bits to zero.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @jax.named_scope(ROUNDING_SCOPE)
-def round_input(x: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
+def round_input(x: jax.Array, format: BlockFormat, axis: int) -> Blocks:
     """Rounds the input of a layer, `(batch, rows, inputs)`, in blocks along an axis."""
     if isinstance(format, NVFP4):
-        return quantize_nv(x, axis, block, tensor_axes=(-2, -1))
-    return quantize_mx(x, _narrow_dtype(format), axis, block, rounding=format.scale_rounding)
+        return quantize_nv(x, axis, format.block_size, tensor_axes=(-2, -1))
+    return _quantize_mx(x, format, axis)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @jax.named_scope(ROUNDING_SCOPE)
-def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Blocks:
+def round_weight(w: jax.Array, format: BlockFormat, axis: int) -> Blocks:
     """Rounds a weight, `(*stack, inputs, outputs)`, in blocks along an axis.
 
     The axis is -2 in the forward pass, where the values are the ones that `quantize` stores, and -1 in the backward
@@ -39,23 +34,23 @@ def round_weight(w: jax.Array, format: BlockFormat, axis: int, block: int) -> Bl
     if isinstance(format, NVFP4):
         # Without activations, no backward matmul sums over the outputs.
         square_axis = -3 - axis if format.square_weights and format.activations else None
-        return quantize_nv(w, axis, block, square_axis=square_axis, tensor_axes=(-2, -1))
-    return quantize_mx(w, _narrow_dtype(format), axis, block, rounding=format.scale_rounding)
+        return quantize_nv(w, axis, format.block_size, square_axis=square_axis, tensor_axes=(-2, -1))
+    return _quantize_mx(w, format, axis)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 @jax.named_scope(ROUNDING_SCOPE)
-def round_gradient(g: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int, block: int) -> Blocks:
+def round_gradient(g: jax.Array, key: jax.Array | None, format: BlockFormat, axis: int) -> Blocks:
     """Rounds the gradient of a layer's output, `(batch, rows, outputs)`; `key` is for stochastic rounding."""
     if isinstance(format, NVFP4):
-        return quantize_nv(g, axis, block, tensor_axes=(-2, -1), key=key)
-    dtype = _narrow_dtype(format, format.gradients if isinstance(format, MXFP8) else None)
-    return quantize_mx(g, dtype, axis, block, rounding=format.scale_rounding)
+        return quantize_nv(g, axis, format.block_size, tensor_axes=(-2, -1), key=key)
+    return _quantize_mx(g, format, axis, format.gradients if isinstance(format, MXFP8) else "e4m3")
 
 
-def _narrow_dtype(format: BlockFormat, name: str | None = None) -> Any:
-    dtypes = _MX_DTYPES[type(format).__name__]
-    return dtypes[name] if name else next(iter(dtypes.values()))
+def _quantize_mx(x: jax.Array, format: MXFP8 | MXFP4, axis: int, kind: str = "e4m3") -> Blocks:
+    float8 = jnp.float8_e5m2 if kind == "e5m2" else jnp.float8_e4m3fn
+    dtype = float8 if isinstance(format, MXFP8) else jnp.float4_e2m1fn
+    return quantize_mx(x, dtype, axis, format.block_size, rounding=format.scale_rounding)
 
 
 def _refuse_derivative(*args: Any) -> Any:

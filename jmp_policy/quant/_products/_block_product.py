@@ -140,8 +140,8 @@ def _multiply_rows(
 def _forward(
     format: BlockFormat, dtype: np.dtype, rows: jax.Array, weight: jax.Array | Blocks, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    inputs, is_stored = round_input(rows, format, 2, format.block_size), isinstance(weight, Blocks)
-    right = weight if is_stored else round_weight(weight, format, -2, format.block_size)
+    inputs, is_stored = round_input(rows, format, 2), isinstance(weight, Blocks)
+    right = weight if is_stored else round_weight(weight, format, -2)
     # Only the gradient of the weight needs the rows; the dtype is enough for their own.
     return _multiply(inputs, right, dtype), (jnp.zeros((), rows.dtype) if is_stored else rows, weight, key)
 
@@ -173,8 +173,8 @@ _multiply_rows.defvjp(_forward_for_gradient, _backward)
 
 def _grad_rows(format: BlockFormat, grad: jax.Array, weight: jax.Array, key: jax.Array | None) -> jax.Array:
     block = format.block_size
-    grads = round_gradient(pad_axis(grad, 2, block), key, format, 2, block)
-    columns = round_weight(pad_axis(weight, 2, block), format, -1, block)
+    grads = round_gradient(pad_axis(grad, 2, block), key, format, 2)
+    columns = round_weight(pad_axis(weight, 2, block), format, -1)
     return _multiply(grads, _transpose(columns), jnp.float32)
 
 
@@ -183,8 +183,8 @@ def _grad_weight(format: BlockFormat, grad: jax.Array, rows: jax.Array, key: jax
     rows, grad = pad_axis(rows, 1, block), pad_axis(grad, 1, block)
     if isinstance(format, NVFP4) and format.hadamard:
         rows, grad = mix_rows(rows, block), mix_rows(grad, block)
-    inputs = round_input(rows, format, 1, block)
-    return _multiply(_transpose(inputs), round_gradient(grad, key, format, 1, block), jnp.float32)
+    inputs = round_input(rows, format, 1)
+    return _multiply(_transpose(inputs), round_gradient(grad, key, format, 1), jnp.float32)
 
 
 def _transpose(blocks: Blocks) -> Blocks:

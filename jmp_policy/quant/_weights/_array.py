@@ -281,7 +281,7 @@ def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, w
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2, block)
+    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2)
     blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
     values = blocks if format.bits == 8 else pack_e2m1(blocks, len(stack) + 1)
     scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
