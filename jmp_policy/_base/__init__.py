@@ -1,4 +1,4 @@
-"""Helpers that every package uses: error messages, memory, JAX contexts, dtypes, casts of trees, float8 state."""
+"""Shared helpers: error messages, memoization, JAX contexts, dtypes, casts of trees, float8 state, mesh axes."""
 
 from ._float8_state import (
     OVERWRITE as OVERWRITE,

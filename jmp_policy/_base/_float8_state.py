@@ -1,9 +1,7 @@
-"""State whose gradient is its next value: the scales and histories of float8 layers, among parameters.
+"""Float8 state among parameters: scales and amax histories, whose gradient is their next value.
 
-A function that trains takes state out of its trees once, with `split_state`, and puts the next state in again, with
-`join_state`. In between it knows nothing of it. State is known by its names in any tree, of variables, gradients or
-optimizer states. Flax keeps it under a name of its own, in a collection of linen or in an attribute of nnx. Anywhere
-else, the six names that one product has together tell.
+`split_state` takes the state out of a tree, and `join_state` puts the next state back. State is recognized by name in
+any tree: below Flax's key (a collection of linen, an attribute of nnx), or by the six names of one layer's state.
 """
 
 import contextlib
@@ -19,37 +17,23 @@ from jax import lax
 from jax.typing import ArrayLike
 
 T = TypeVar("T")
-KeyPath = tuple[Any, ...]  # the keys of JAX along the way to a leaf
+KeyPath = tuple[Any, ...]
 
-OVERWRITE = "_overwrite_with_gradient"
-"""The key of float8 state in a mapping, as `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`; no cast may touch it."""
-
+OVERWRITE = "_overwrite_with_gradient"  # as flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT
 STATE_NAMES = frozenset(
     f"{operand}_{kind}" for operand in ("input", "kernel", "output_grad") for kind in ("scale", "amax_history")
 )
-"""The names of the state of one product in float8: what has all of them holds state, wherever it stands."""
-
-_OUTPUT_GRAD = "output_grad_"
-"""How the names begin of leaves that describe gradients, and so grow with the loss scale."""
+_OUTPUT_GRAD = "output_grad_"  # prefix of the leaves that grow with the loss scale
 _HISTORY = "amax_history"
 
 
-def has_state(tree: object) -> bool:
-    """Whether a tree holds float8 state."""
-    return any(name_state(tree))
+def split_state(
+    tree: T, placeholder: object = None, *, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[T, T | None]:
+    """Splits a tree into the tree without its float8 state, and its state (None if there is none).
 
-
-def split_state(tree: T, hole: object = None, *, is_leaf: Callable[[Any], bool] | None = None) -> tuple[T, T | None]:
-    """Takes the float8 state out of a tree.
-
-    Args:
-      tree: a pytree.
-      hole: what stands for state in the first result; a tree without leaves, which `jax.tree.map` passes over.
-      is_leaf: what else counts as one leaf, as in `jax.tree.map`.
-
-    Returns:
-      The tree with holes for its state, and a tree of the same structure that has the state and `None` for all else.
-      A tree without state is the first result itself, and `None` is the second.
+    Both results have the structure of the tree. In the first, `placeholder` (a pytree without leaves) replaces state;
+    in the second, None replaces the other leaves.
 
     >>> split_state({"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}})
     ({'_overwrite_with_gradient': {'input_scale': None}, 'w': 1.0},
@@ -59,13 +43,13 @@ def split_state(tree: T, hole: object = None, *, is_leaf: Callable[[Any], bool] 
     names = _name_leaves([path for path, _ in keyed])
     if not any(names):
         return tree, None
-    rest = [hole if name else leaf for name, (_, leaf) in zip(names, keyed, strict=True)]
+    rest = [placeholder if name else leaf for name, (_, leaf) in zip(names, keyed, strict=True)]
     state = [leaf if name else None for name, (_, leaf) in zip(names, keyed, strict=True)]
     return structure.unflatten(rest), structure.unflatten(state)
 
 
 def join_state(tree: T, state: T | None) -> T:
-    """Puts state into a tree, the inverse of `split_state`; it replaces whatever stands in its places.
+    """Inverse of `split_state`.
 
     >>> join_state(*split_state({"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}))
     {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 1.0}
@@ -76,7 +60,7 @@ def join_state(tree: T, state: T | None) -> T:
 
 
 def map_rest(fun: Callable[[Any], Any], tree: T, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Maps a function over what `split_state` leaves of a tree, and joins the state again, in one walk.
+    """Maps a function over the leaves that are not float8 state, in one walk.
 
     >>> map_rest(lambda x: 2 * x, {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}})
     {'_overwrite_with_gradient': {'input_scale': 2.0}, 'w': 2.0}
@@ -87,10 +71,10 @@ def map_rest(fun: Callable[[Any], Any], tree: T, *, is_leaf: Callable[[Any], boo
 
 
 def map_parts(map_rest: Callable[[T], T], map_state: Callable[[list[Any]], list[Any]], tree: T) -> T:
-    """Maps the state of a tree, a list of leaves, by one function, and the list of all other leaves by another.
+    """Maps the list of state leaves by one function, and the list of other leaves by another.
 
-    The tree is rebuilt once, of leaves: a class of the user's may refuse to be made of `None`, as `split_state` makes
-    it. A tree without state is given to `map_rest` itself.
+    Unlike `split_state`, this rebuilds the tree from leaves only: user classes may reject `None`. A tree without state
+    is passed to `map_rest` whole.
 
     >>> tree = {"w": 1.0, "_overwrite_with_gradient": {"input_scale": 2.0}}
     >>> map_parts(lambda leaves: [-x for x in leaves], lambda leaves: leaves, tree)
@@ -107,23 +91,15 @@ def map_parts(map_rest: Callable[[T], T], map_state: Callable[[list[Any]], list[
 
 
 def name_state(tree: object) -> list[str]:
-    """Lists for each leaf the name that it has as state, and `""` for any other leaf."""
+    """Returns the state name of each leaf, and an empty string for other leaves."""
     return _name_leaves([path for path, _ in jax.tree_util.tree_leaves_with_path(tree)])
 
 
 def prepare_state(tree: T, loss_scale: ArrayLike) -> T:
-    """Makes of a tree what is to be differentiated: its state is scaled as gradients are, and combined by max.
+    """Prepares a tree for differentiation: scales float8 state like gradients, and combines its cotangents by max.
 
-    Where state is used more than once, by a layer that is called again or in the steps of a scan, autodiff would sum
-    its cotangents. It takes their maximum, if they are of this dtype of Flax's from here on.
-
-    Args:
-      tree: a tree of arrays, in which state is float32.
-      loss_scale: what the loss is multiplied by, a scalar. What a float8 layer sees in its backward pass is
-        multiplied by it too.
-
-    Raises:
-      ValueError: a leaf is named as an amax history, and the other state of its product is missing.
+    Where state is used twice, by a layer that is called again or in a scan, autodiff would sum its cotangents. It takes
+    their maximum for Flax's extended dtype.
     """
     keyed, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = _name_leaves([path for path, _ in keyed])
@@ -135,49 +111,42 @@ def prepare_state(tree: T, loss_scale: ArrayLike) -> T:
 
 
 def prepare_leaf(name: str, leaf: jax.Array, loss_scale: ArrayLike) -> jax.Array:
-    """Makes of one leaf of state, which has this name, what is to be differentiated."""
     if is_prepared(leaf):
         return leaf
-    is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # a `NoOpLossScale` costs no operation
+    is_one = isinstance(loss_scale, float) and loss_scale == 1.0  # no operation for a `NoOpLossScale`
     scaled = _scale(leaf, loss_scale) if name.startswith(_OUTPUT_GRAD) and not is_one else leaf
     return lax.convert_element_type(scaled, _max_dtype())
 
 
 def is_prepared(leaf: jax.Array) -> bool:
-    """Whether autodiff combines the cotangents of an array by max."""
+    """True if autodiff combines the cotangents of this array by max."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def read_leaf(leaf: jax.Array) -> jax.Array:
-    """Reads a leaf of state as float32 numbers, to compute with."""
+    """Returns a leaf of state as float32."""
     return lax.convert_element_type(leaf, jnp.float32) if is_prepared(leaf) else leaf
 
 
 def write_leaf(values: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Makes numbers the cotangent of a leaf of state."""
+    """Returns values as the cotangent of a leaf of state."""
     return lax.convert_element_type(values, leaf.dtype)
 
 
 def read_state(tree: T) -> T:
-    """Makes the prepared state in a tree float32 numbers again, to be stored."""
+    """Converts the prepared state of a tree back to float32, for storage."""
     rest, state = split_state(tree)
-    # What is stored has no derivative. The derivative of the conversion fails in JAX 0.10.
+    # The derivative of the conversion fails in JAX 0.10, and stored state needs none.
     read = lambda leaf: lax.stop_gradient(read_leaf(leaf)) if is_prepared(leaf) else leaf
     return join_state(rest, jax.tree.map(read, state))
 
 
 def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
-    """Makes the next state from the state of a step and its gradient.
+    """Returns the next state, given the state of a step (`old`) and its gradient (`new`).
 
-    The gradient is the next state, but a layer that did not run has a gradient of zeros, where a scale is positive: it
-    keeps its state. So does a layer whose gradient is not finite: operations of Flax's own clip an infinity, and
-    remember it.
-
-    Args:
-      old: a tree of float32 state and nothing else.
-      new: its gradient.
-      is_first: false in the second and later microbatches of one step; their largest magnitudes join what the first
-        recorded.
+    The gradient is the next state. But layers that did not run have a gradient of zeros and keep their state, and so do
+    layers with a non-finite gradient: Flax's own ops clip an infinity and would record it. With `is_first` False, in
+    later microbatches of a step, the largest magnitudes join those of the first.
     """
 
     def next_leaf(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -190,39 +159,35 @@ def next_state(old: T, new: T, is_first: bool | jax.Array = True) -> T:
 
 
 def zero_unused(gradient: T) -> T:
-    """Puts zero for the least float, which the maximum over no use gives the state of a layer that did not run."""
+    """Replaces the least float, the maximum over no uses, by zero: the layer did not run."""
     return jax.tree.map(lambda leaf: jnp.maximum(leaf, 0.0), gradient)
 
 
 @contextlib.contextmanager
 def explain_reuse() -> Iterator[None]:
-    """Says what to do where JAX cannot add arrays of the dtype that is combined by max.
-
-    Raises:
-      ValueError: a layer with state was used twice, outside of `jax.jit`; or `jax.vmap` selects whether it is used.
-    """
+    """Replaces JAX's errors about adding arrays of the extended dtype by an explanation."""
     try:
         yield
     except KeyError as error:
         if "EArray" not in str(error):
             raise
         raise ValueError(
-            "A float8 layer with state was used twice outside of jax.jit, where JAX cannot take the maximum of what "
-            "both uses saw. For example: loss, grads = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=scale))(params)."
+            "A float8 layer with state was used twice outside of jax.jit, where JAX cannot combine its state by "
+            "maximum. For example: loss, grads = jax.jit(jmp.value_and_grad(loss_fn, loss_scale=scale))(params)."
         ) from error
     except TypeError as error:
         if "reduce_sum does not accept dtype fp8" not in str(error):
             raise
         raise ValueError(
-            "A float8 layer with state is in a branch for each example of jax.vmap, over which JAX cannot take the "
-            "maximum of what the layer saw. Loop over the examples. For example: jax.lax.map(of_example, examples)."
+            "A float8 layer with state is in a branch that jax.vmap selects per example, where JAX cannot "
+            "combine its state by maximum. Loop over the examples. For example: jax.lax.map(of_example, examples)."
         ) from error
 
 
 def _name_leaves(paths: Sequence[KeyPath]) -> list[str]:
-    if not _is_suspect(paths):  # as most trees
+    if not _is_suspect(paths):
         return [""] * len(paths)
-    # State has the six names beside each other, or Flax's name anywhere above.
+    # A leaf is state below Flax's key, or where all six names of a layer's state are siblings.
     places, siblings = [_words(path) for path in paths], defaultdict(set)
     for *place, name in places:
         siblings[*place].add(name)
@@ -232,20 +197,20 @@ def _name_leaves(paths: Sequence[KeyPath]) -> list[str]:
 
 
 def _is_suspect(paths: Sequence[KeyPath]) -> bool:
-    """Whether some key may be the name of state; one call of C, where a look at each key would take many."""
+    """True if a key may be a name of state. One C call is faster than a loop over keys."""
     text = repr(paths)
     return OVERWRITE in text or _HISTORY in text
 
 
 def _check_complete(paths: Sequence[KeyPath]) -> None:
-    """Checks that of the leaves that are no state, at these paths, none has a name of state."""
+    """Raises if a leaf that is not state has the name of an amax history."""
     for path in paths if _is_suspect(paths) else []:
         name = _last_word(path)
         if _HISTORY in name and name in STATE_NAMES:
             raise ValueError(
-                f"{jax.tree_util.keystr(path)} is the amax history of a float8 layer by its name, and would be "
-                "differentiated as a parameter: it stands without the rest of its layer's state. Keep that together, "
-                "for example: params = {'w': w, 'state': jmp.quant.float8_state('float8')}."
+                f"{jax.tree_util.keystr(path)} has the name of a float8 layer's amax history, but the rest of "
+                "that layer's state is missing, so it would be differentiated as a parameter. Keep the state together. "
+                "For example: params = {'w': w, 'state': jmp.quant.float8_state('float8')}."
             )
 
 
@@ -254,8 +219,8 @@ def _last_word(path: KeyPath) -> str:
 
 
 def _words(path: KeyPath) -> list[str]:
-    """The names along a path, those within a key too, as a flattened tree has them; `[""]` for a leaf alone."""
-    text = "/".join(map(_text, path)).removesuffix("/value")  # which an nnx Variable puts after its name
+    """Splits a path into names, also those within the keys of a flattened tree. A bare leaf has the path `[""]`."""
+    text = "/".join(map(_text, path)).removesuffix("/value")  # the suffix of an nnx Variable
     return re.findall(r"\w+", text) or [""]
 
 
@@ -268,13 +233,13 @@ def _replace_newest(history: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _max_dtype() -> Any:
-    # By name and here, because the core does without Flax. Whoever has such state has imported more of it than this.
+    # Imported here, because the core does not depend on Flax. Models with such state have loaded Flax already.
     return importlib.import_module("flax.linen.fp8_ops").fp32_max_grad
 
 
 @jax.custom_vjp
 def _scale(state: jax.Array, loss_scale: jax.Array) -> jax.Array:
-    """Turns state of true gradients into state of scaled ones; its cotangent, the next state, is of true ones again."""
+    """Converts state of true gradients to state of scaled gradients; the cotangent is converted back."""
     return state * loss_scale
 
 

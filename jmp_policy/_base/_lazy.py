@@ -1,4 +1,4 @@
-"""Loads the names of a package when they are first used."""
+"""Lazy imports of package attributes."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -9,11 +9,7 @@ def load_lazily(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package.
 
-    Args:
-      package: `__name__` of the package.
-      sources: maps each module of the package to the names that it provides, separated by spaces. An empty string
-        provides the module itself.
-      loaded: `globals()` of the package.
+    `sources` maps each module of the package to its names, separated by spaces; an empty string stands for the module.
     """
     places = {name: module for module, names in sources.items() for name in names.split() or [module]}
 

@@ -1,4 +1,4 @@
-"""Caches whose entries live as long as their keys, and the JAX user contexts of packages that load lazily."""
+"""Caches that end with their keys, and the JAX user contexts of lazily loaded packages."""
 
 import functools
 import threading
@@ -12,32 +12,30 @@ import jax.numpy as jnp
 import numpy as np
 
 ACTIVE_POLICY = jax.make_user_context(None)
-"""What refers to the policy whose linen modules are running."""
+"""A reference to the policy whose linen modules are running."""
 
 IN_FULL_PRECISION = jax.make_user_context(False)
-"""Whether a call of `force_full_precision` runs. A policy inside computes in float32."""
+"""True inside `force_full_precision`, where policies compute in float32."""
 
 INFERRED = jax.make_user_context(None)
-"""The policy of the innermost nnx call that inferred a dtype, and the dtype.
+"""Policy and dtype of the innermost nnx call that inferred a dtype.
 
-A context, because a call may not write on modules that other threads call at the same time: each thread has its own,
-and a jitted function inside the call is traced for each dtype."""
+A context, because other threads may call the same modules, and jitted functions must be traced once per dtype."""
 
 OBSERVING = jax.make_user_context(None)
-"""What stands for the observation that is being made, to which it does not refer, as JAX never lets go of a key.
+"""Token of the running observation. It does not refer to the observation, because JAX keeps keys forever.
 
-A context, because a function that was traced before would not call its modules again, and none would be seen."""
+A context, because a jitted function that was traced before would not call its modules again."""
 
 REDUCING = jax.make_user_context(None)
-"""The reduce dtype that the innermost function that takes gradients knows of, by name; `""` while it knows none.
+"""Name of the reduce dtype that the innermost gradient function found; `""` while it has found none.
 
-A context, because a jitted function that was traced before would not meet its policies again."""
+A context, because a jitted function that was traced before would not apply its policies again."""
 
 TRACING = jax.make_user_context(None)
-"""The token of the register of the function that is being traced by its scopes.
+"""Token of the scope register of the function that is being traced.
 
-A context, because a jitted function that was traced before would not call its modules again, and none would be entered.
-"""
+A context, because a jitted function that was traced before would not call its modules again."""
 
 
 T = TypeVar("T")
@@ -48,13 +46,13 @@ _UNKNOWN = object()
 
 
 def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Remembers the results of a function of a class, or of another object, that they do not refer to.
+    """Memoizes a function of a class, or of another weakly referenced object. Results must not refer to it.
 
     >>> name_of = remember_weakly(lambda kind: kind.__name__)
     >>> name_of(dict), name_of(dict)
     ('dict', 'dict')
     """
-    results: dict[weakref.ref[Any], T] = {}  # where a WeakKeyDictionary would call two functions more at each look
+    results: dict[weakref.ref[Any], T] = {}  # a WeakKeyDictionary makes two more calls per lookup
 
     @functools.wraps(fun)
     def look_up(key: object) -> T:
@@ -71,10 +69,9 @@ def remember_weakly(fun: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
-    """Remembers the results of `fun(kind, *args)` on the class `kind`: for results that refer to it, as subclasses do.
+    """Memoizes `fun(kind, *args)` on the class `kind`, for results that refer to it, such as subclasses.
 
-    They are kept in an attribute of the class, for a weak dictionary would keep both alive. All calls with equal
-    arguments return one object.
+    Results are kept in an attribute of the class: a weak dictionary would keep both alive.
 
     >>> class Base: pass
     >>> subclass_of = remember_on_class(lambda base, name: type(name, (base,), {}))
@@ -93,10 +90,9 @@ def remember_on_class(fun: Callable[..., T]) -> Callable[..., T]:
 
 
 class _Memory(dict[tuple, Any]):
-    """Results of functions by their arguments; nothing that goes into a pickle with its class.
+    """Results of functions by their arguments.
 
-    It knows its class: one that is made of the attributes of another, as `dataclass(slots=True)` makes it, has the
-    memory of that among them.
+    It is not pickled, and knows its class: `dataclass(slots=True)` copies it into another class.
     """
 
     def __init__(self, owner: type | None = None):
@@ -107,7 +103,6 @@ class _Memory(dict[tuple, Any]):
         return _Memory, ()
 
     def is_of(self, kind: type) -> bool:
-        """Whether this is the memory of a class."""
         return self._owner is not None and self._owner() is kind
 
 
@@ -123,12 +118,12 @@ def _get_memory(kind: type) -> _Memory:
 
 
 _UNMET, _GIVEN = "", "given"
-"""Values of the context: before a policy with a reduce dtype was met, and where the caller gave one. Otherwise it is
-the name of the dtype that was met, or `None` where nobody takes gradients but JAX."""
+"""Values of `REDUCING`: no reduce dtype found yet, and reduce dtype given by the caller. Otherwise it is the name of
+the dtype that was found, or `None` outside of our gradient functions."""
 
 
 class _Met(BaseException):
-    """Ends a trace. Not an `Exception`, so that no handler of a user's errors catches it."""
+    """Ends a trace. Not an `Exception`, so that handlers in user code do not catch it."""
 
     def __init__(self, dtype: np.dtype):
         super().__init__(dtype)
@@ -136,21 +131,17 @@ class _Met(BaseException):
 
 
 def meet_reduce_dtype(dtype: np.dtype | None) -> None:
-    """Hands the reduce dtype of a policy that takes effect to the function that takes gradients, if there is one.
+    """Passes the reduce dtype of a policy that takes effect to the function that computes gradients, if there is one.
 
-    Only tracing tells which policies a loss function meets, and by then it is too late to take its gradients otherwise.
-    So the first boundary with a reduce dtype ends the trace, and the gradients are taken once more in that dtype.
+    Policies are found only by tracing, when it is too late for this trace. So the first boundary with a reduce dtype
+    ends the trace, and the gradients are computed again with that dtype.
     """
     if dtype is not None:
         _hand_over(dtype)
 
 
 def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
-    """Takes gradients, and once more where a policy has a reduce dtype: in the widest one that is met.
-
-    Args:
-      take_gradients: traces the loss function; its argument is the reduce dtype, or `None` while none is known.
-    """
+    """Calls `take_gradients(None)`, and again with the widest reduce dtype of the policies that it meets, if any."""
     dtype: np.dtype | None = None
     while True:
         try:
@@ -159,19 +150,19 @@ def search_reduce_dtype(take_gradients: Callable[[np.dtype | None], T]) -> T:
             break
         except _Met as met:
             dtype = met.dtype
-    if dtype is not None:  # these may be gradients inside of a function whose own gradients are taken
+    if dtype is not None:  # for nested gradients
         _hand_over(dtype)
     return made
 
 
 def is_searching() -> bool:
-    """True if the gradients of what runs here are taken by this package, and not by JAX alone."""
+    """True if this package computes the gradients of the running code, and not JAX alone."""
     return REDUCING.value is not None
 
 
 def hold_given() -> AbstractContextManager:
-    """The context in which gradients are taken in a reduce dtype that the caller gave."""
-    return REDUCING(_GIVEN) if REDUCING.value is None else nullcontext()  # gradients around these may be searching
+    """Returns the context for gradients in a reduce dtype that the caller gave."""
+    return REDUCING(_GIVEN) if REDUCING.value is None else nullcontext()  # an outer search goes on
 
 
 def _hand_over(dtype: np.dtype) -> None:
@@ -181,7 +172,7 @@ def _hand_over(dtype: np.dtype) -> None:
 
 
 def is_wider(dtype: np.dtype, other: np.dtype) -> bool:
-    """True if a dtype has more bits than another, or as many and a longer mantissa."""
+    """True if `dtype` has more bits, or as many and a longer mantissa."""
     return _measure(dtype) > _measure(other)
 
 

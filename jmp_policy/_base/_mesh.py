@@ -1,4 +1,4 @@
-"""Mesh axes: which are bound, what to say about an unknown name, and trees of shardings."""
+"""Mesh axes: checks of axis names, and trees of shardings."""
 
 import math
 from collections.abc import Sequence
@@ -13,61 +13,40 @@ from ._trees import PyTree
 
 
 def check_axes(axes: tuple[Any, ...], where: str) -> None:
-    """Checks that devices can exchange numbers along axes here.
-
-    Args:
-      axes: names of axes.
-      where: what the names were given as.
-
-    Raises:
-      ValueError: one of them is not mapped.
-    """
+    """Raises unless all axes are mapped; `where` says in errors how they were given."""
     for axis in axes:
         try:
             lax.axis_size(axis)
         except NameError:
-            raise ValueError(f"{quote(axis)} in {where} is not an axis that is mapped here. {_list_mapped()}") from None
+            raise ValueError(f"{quote(axis)} in {where} is not a mapped axis here. {_list_mapped()}") from None
 
 
 def is_explicit(axes: tuple[Any, ...]) -> bool:
-    """Whether one of the axes is an explicit one of the mesh in use."""
+    """True if any of the axes is an explicit axis of the current mesh."""
     return not set(axes).isdisjoint(_list_explicit())
 
 
 def check_explicit(axes: tuple[Any, ...], where: str) -> None:
-    """Checks that arrays are sharded explicitly along axes.
-
-    Raises:
-      ValueError: one of them is not explicit.
-    """
+    """Raises unless all axes are explicit axes of the current mesh."""
     explicit = _list_explicit()
     for axis in axes:
         if axis not in explicit:
             raise ValueError(
                 f"{quote(axis)} in {where} is not an explicit axis of the mesh; these are: "
-                f"{', '.join(map(repr, explicit))}. Make it explicit, too, or call this in jax.shard_map."
+                f"{', '.join(map(repr, explicit))}. Make it explicit, or call this in jax.shard_map."
             )
 
 
-def count_devices(axes: tuple[Any, ...]) -> int:
-    """How many devices there are along axes together."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
-
-
 def check_divides(axes: tuple[Any, ...], shape: tuple[int, ...], dimension: int, tiled: bool, where: str = "") -> None:
-    """Checks that a dimension can be split over the devices along axes, or with `tiled=False` is as long.
-
-    Raises:
-      ValueError: it cannot.
-    """
-    count = count_devices(axes)
+    """Raises unless a dimension is divisible by the number of devices (or equals it, if not tiled)."""
+    count = math.prod(lax.axis_size(axis) for axis in axes)
     size = shape[dimension] if -len(shape) <= dimension < len(shape) else -1
     if size == count or (tiled and size % count == 0):
         return
-    needs = f"does not divide by the {count} devices" if tiled else f"is not as long as there are devices, {count},"
+    needs = f"is not divisible by the {count} devices" if tiled else f"must equal the number of devices, {count},"
     raise ValueError(
         f"Dimension {dimension} of an array of shape {shape}{where} {needs} along {', '.join(map(str, axes))}. Split "
-        "another dimension, pad this one, or leave the array whole: P()."
+        "another dimension, pad this one, or do not split the array: P()."
     )
 
 
@@ -86,33 +65,25 @@ def _list_mapped() -> str:
         )
     manual = ", ".join(map(repr, mesh.manual_axes)) or "none"
     return (
-        f"The mesh has {', '.join(map(repr, mesh.axis_names))}, and of these {manual} is manual. Name an axis that is, "
-        "or make it so: jax.shard_map(fun, axis_names={...}, ...)."
+        f"The mesh has {', '.join(map(repr, mesh.axis_names))}, of which {manual} is manual. Name a manual axis, "
+        "or make this one manual: jax.shard_map(fun, axis_names={...}, ...)."
     )
 
 
 AxisName = Any
-"""The name of a mapped axis, or a tuple of them, as in `jax.lax`."""
+"""Name of a mapped axis, or a tuple of names, as in `jax.lax`."""
 
 
 def list_axes(axis_name: AxisName) -> tuple[Any, ...]:
-    """The axes that a name stands for: itself, or those of a tuple.
-
-    >>> list_axes("data"), list_axes(("data", "fsdp"))
-    (('data',), ('data', 'fsdp'))
-    """
+    """Returns the axis names as a tuple."""
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Has an array count as different on the devices along axes.
+    """Marks `x` as device-varying over `axis_name` (`lax.pcast`); a no-op outside of `shard_map`.
 
-    In `jax.shard_map`, JAX knows along which axes an array is the same on all devices. There it has gradients summed by
-    itself, and from JAX 0.11 on its collectives refuse several axes along some of which the array is the same: as a
-    check of gradients that are split over one axis, and were summed over another.
-
-    >>> vary(jax.numpy.ones(2), "anything")  # outside of shard_map there is nothing to say
-    Array([1., 1.], dtype=float32)
+    JAX sums gradients over axes that an array does not vary along, and from 0.11 on its collectives reject several axes
+    if an array varies along only some of them.
     """
     manual, varying = jax.sharding.get_abstract_mesh().manual_axes, jax.typeof(x).manual_axis_type.varying
     missing = tuple(axis for axis in list_axes(axis_name) if axis in manual and axis not in varying)
@@ -120,11 +91,7 @@ def vary(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def vary_everywhere(tree: Any) -> Any:
-    """Marks the arrays of a tree as varying along all axes of the `shard_map`s around them.
-
-    >>> vary_everywhere({"a": jax.numpy.ones(2)})  # outside of shard_map there is nothing to say
-    {'a': Array([1., 1.], dtype=float32)}
-    """
+    """Marks the arrays of a tree as varying along all axes of the surrounding `shard_map`s."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
@@ -132,20 +99,11 @@ def vary_everywhere(tree: Any) -> Any:
 Spec = NamedSharding | PartitionSpec
 
 Splits = tuple[tuple[int, tuple[AxisName, ...]], ...]
-"""The dimensions of an array that are split, each with the axes that it is split over."""
+"""Pairs of a split dimension and the axes that it is split over."""
 
 
 def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
-    """The specs of the leaves of a tree, in their order.
-
-    Args:
-      specs: a tree of specs; one may stand for all that is below its place, as in the `in_specs` of `jax.shard_map`.
-      tree: a tree of arrays, or of what stands for them.
-      name: what `specs` was given as.
-
-    Raises:
-      ValueError: the trees do not fit.
-      TypeError: a leaf of `specs` is no spec.
+    """Returns one spec per leaf of `tree`; a spec may stand for a subtree, as in the `in_specs` of `jax.shard_map`.
 
     >>> spread_specs({"a": PartitionSpec("d"), "b": PartitionSpec()}, {"a": 1, "b": [2, 3]})
     [P('d',), P(), P()]
@@ -155,7 +113,7 @@ def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
         if not isinstance(spec, Spec):
             raise TypeError(
                 f"{name}{jax.tree_util.keystr(path)} must be a PartitionSpec or a NamedSharding, got {describe(spec)}. "
-                "For example: jax.P('fsdp', None), or jax.P() for an array that all devices have."
+                "For example: jax.P('fsdp', None), or jax.P() for a replicated array."
             )
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     found = [next((path[:n] for n in range(len(path), -1, -1) if path[:n] in given), None) for path in paths]
@@ -164,40 +122,32 @@ def spread_specs(specs: PyTree, tree: PyTree, name: str = "specs") -> list[Any]:
     if missing or unused:
         words = [f"has none for {_show(missing)}"] * bool(missing) + [f"has {_show(unused)} beside it"] * bool(unused)
         raise ValueError(
-            f"{name} does not fit the parameters: it {', and '.join(words)}. It has one spec for each array, or one "
-            f"for all that is below a place, for example: {name} = jax.tree.map(lambda _: jax.P(), params)."
+            f"{name} does not fit the parameters: it {', and '.join(words)}. Pass one spec per array, or one "
+            f"for a whole subtree. For example: {name} = jax.tree.map(lambda _: jax.P(), params)."
         )
     return [given[prefix] for prefix in found if prefix is not None]
 
 
 def complete_spec(spec: Spec, ndim: int, where: str) -> PartitionSpec:
-    """A spec that has an entry for each dimension of an array.
-
-    Raises:
-      ValueError: it has more.
-    """
+    """Pads a spec to one entry per dimension."""
     entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec)
     if len(entries) > ndim:
         raise ValueError(
             f"{where} is {PartitionSpec(*entries)}, for an array of {ndim} dimensions. In a scan over layers, one "
-            "layer has a dimension less than all of them: jax.P(*spec[1:])."
+            "layer has one dimension fewer than the stack: jax.P(*spec[1:])."
         )
     return PartitionSpec(*entries, *[None] * (ndim - len(entries)))
 
 
 def find_splits(spec: PartitionSpec, axes: tuple, where: str) -> Splits:
-    """The dimensions that are split over some axes.
-
-    Raises:
-      ValueError: one is split over others, too.
-    """
+    """Finds the dimensions that are split over `axes`; raises if one is also split over other axes."""
     splits = []
     for dimension, entry in enumerate(spec):
         own = list_axes(entry)
         if set(own) & set(axes):
             if not set(own) <= set(axes):
                 raise ValueError(
-                    f"{where} splits dimension {dimension} over {', '.join(own)}, of which only some are in "
+                    f"{where} splits dimension {dimension} over {', '.join(own)}, and not all of these are in "
                     f"reduce_axes, {', '.join(map(str, axes))}. Split another dimension over the others."
                 )
             splits.append((dimension, own))

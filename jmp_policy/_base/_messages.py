@@ -1,4 +1,4 @@
-"""How the library speaks to its user: what errors quote, and warnings at the line that they are about."""
+"""Error messages: quoting values, and warnings at the user's line."""
 
 import inspect
 import warnings
@@ -9,14 +9,13 @@ _LONGEST_QUOTE = 500
 _LONGEST_LINE = 100
 _LIBRARIES = ("contextlib", "flax", "jax", "jmp_policy", "optax")
 
-# Weak: what was given a policy, and is gone, is not kept alive by what was said of it.
 _SAID: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line that is not of this library, nor of those that call its functions for the user.
+    """Warns at the innermost line outside of this package and of the libraries that call it.
 
-    A function that is traced is called by JAX, so that no number of frames says where the user's line is.
+    JAX calls traced functions, so no fixed `stacklevel` points to the user's line.
     """
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
@@ -25,12 +24,7 @@ def warn_user(message: str) -> None:
 
 
 def warn_once(about: object, message: str) -> None:
-    """Warns at the user's line, unless this was said of the same object before.
-
-    Args:
-      about: a map, or a class with a policy.
-      message: what to say; up to a semicolon it tells whether it was said, and the rest may differ.
-    """
+    """Warns once about an object. Messages that agree up to the first semicolon count as the same."""
     said, gist = _SAID.setdefault(about, set()), message.partition(";")[0]
     if gist not in said:
         said.add(gist)
@@ -38,16 +32,12 @@ def warn_once(about: object, message: str) -> None:
 
 
 def forget_warnings(about: object) -> None:
-    """Has warnings given again, as where an object is handed to `with_policy` once more."""
+    """Makes `warn_once` warn again, as when an object is passed to `with_policy` again."""
     _SAID.pop(about, None)
 
 
 def escape_controls(text: str, keep: str = "\n") -> str:
-    r"""Escapes the characters of a text that a terminal would obey, which the name of a module or a file may have.
-
-    Args:
-      text: what is to be shown.
-      keep: the characters among them that stay.
+    r"""Escapes terminal control characters, as in names of modules or files, except those in `keep`.
 
     >>> escape_controls("head\x1b[31m")
     'head\\x1b[31m'
@@ -58,7 +48,7 @@ def escape_controls(text: str, keep: str = "\n") -> str:
 
 
 def quote(value: object) -> str:
-    """What a user gave as an error repeats it: whole, unless it is long.
+    """Returns the repr of a value, shortened if it is long.
 
     >>> quote("bfloat17"), len(quote("x" * 1_000_000))
     ("'bfloat17'", 500)
@@ -67,7 +57,7 @@ def quote(value: object) -> str:
 
 
 def describe(value: object) -> str:
-    """A value on one line of an error message: a model or a train state may print on a thousand.
+    """Returns the repr of a value on one line, shortened: a model may print on a thousand lines.
 
     >>> describe([1, 2]), describe("x" * 1_000)[-11:]
     ('[1, 2]', '... (a str)')
@@ -77,7 +67,7 @@ def describe(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """A text, whole, or its beginning and its end.
+    """Keeps the beginning and end of a long text.
 
     >>> shorten("bfloat17"), len(shorten("x" * 1_000_000))
     ('bfloat17', 500)

@@ -1,7 +1,7 @@
-"""Rounding float32 to half precision by hand: to nearest, at random, and with the remainder kept.
+"""Rounding of float32 to half precision: to nearest, stochastically, and with the remainder kept.
 
-XLA may drop a conversion to half precision that is converted back at once (`xla_allow_excess_precision`). It keeps
-`reduce_precision`, which therefore rounds what a program must round.
+XLA may remove a conversion to half precision that is converted back at once (`xla_allow_excess_precision`). It keeps
+`reduce_precision`.
 """
 
 from typing import Any
@@ -18,52 +18,34 @@ _SMALLEST_F16 = 2.0**-24
 
 
 def is_half(leaf: Any) -> bool:
-    """Whether a leaf is an array of 16-bit floating numbers.
-
-    >>> is_half(jnp.ones(2, jnp.bfloat16)), is_half(jnp.ones(2)), is_half(3)
-    (True, False, False)
-    """
+    """True for arrays of 16-bit floats."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and is_floating_dtype(dtype) and np.dtype(dtype).itemsize == 2
 
 
 def round_as_float32(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds to the nearest numbers of a half-precision dtype, ties to even, and keeps them in float32.
-
-    Args:
-      x: a float32 array.
-      dtype: bfloat16 or float16.
+    """Rounds float32 to the nearest bfloat16 or float16 value, ties to even; the result is float32.
 
     >>> round_as_float32(jnp.float32([1.001, 1e-8]), "float16").tolist()
     [1.0009765625, 0.0]
     """
     if np.dtype(dtype) == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    # reduce_precision flushes what is subnormal in float16, where numbers are multiples of the smallest one.
+    # reduce_precision flushes subnormal float16 values, which are multiples of the smallest one.
     subnormal = lax.round(x / _SMALLEST_F16, lax.RoundingMethod.TO_NEAREST_EVEN) * _SMALLEST_F16
     normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
     return jnp.where(jnp.abs(x) < _SMALLEST_NORMAL_F16, subnormal, normal)
 
 
 def round_to_half(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds as `round_as_float32` does, to an array of the half-precision dtype.
-
-    >>> round_to_half(jnp.float32([1.001]), "bfloat16")
-    Array([1], dtype=bfloat16)
-    """
+    """Rounds like `round_as_float32`, and returns the half-precision dtype."""
     return round_as_float32(x, dtype).astype(dtype)
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """Rounds to one of the two neighbours in a half-precision dtype, the nearer the likelier: right on average.
+    """Rounds float32 stochastically to bfloat16 or float16, without bias.
 
-    Args:
-      x: a float32 array.
-      dtype: bfloat16 or float16.
-      bits: uniformly random uint16, of the shape of `x`.
-
-    Returns:
-      An array of that dtype. What it holds already comes back whatever the bits are, and so do infinities and nan.
+    `bits` are uniformly random uint16 of the shape of `x`. Representable values, infinities and nans stay unchanged.
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, ICML 2015; Zamirai et al., Revisiting
     BFloat16 Training, 2020.
@@ -73,31 +55,30 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax
     [1.0, 1.0078125, 1.0078125]
     """
     if np.dtype(dtype) == jnp.bfloat16:
-        # A carry out of the 16 bits that bfloat16 lacks is a step to the next number away from zero.
+        # A carry out of the low 16 bits is a step to the next bfloat16 away from zero.
         words = (lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
         return lax.bitcast_convert_type(words, jnp.float32).astype(dtype)
-    # The distance between neighbours is a power of two, so that all but the sum is exact; and that has 24 bits, 11 of
-    # them in front of the point.
+    # The spacing is a power of two, so only the sum is inexact: it has 24 bits, 11 of them before the point.
     power = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000), jnp.float32)
     spacing = jnp.maximum(power, _SMALLEST_NORMAL_F16) * 2.0**-10
     chance = (bits >> 3).astype(jnp.float32) * 2.0**-13
-    neighbour = jnp.copysign(jnp.floor(jnp.abs(x) / spacing + chance) * spacing, x)
-    return jnp.where(jnp.isfinite(x), neighbour, x).astype(dtype)
+    neighbor = jnp.copysign(jnp.floor(jnp.abs(x) / spacing + chance) * spacing, x)
+    return jnp.where(jnp.isfinite(x), neighbor, x).astype(dtype)
 
 
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits float32 into bfloat16 and the 16 bits that it lacks; `join_float32` puts them together again, exactly.
+    """Splits float32 into bfloat16 and the remaining 16 bits; `join_float32` restores the exact value.
 
-    The bfloat16 half is rounded to nearest, ties away from zero: the 16 bits then say on which side of it the number
-    lies, which they cannot where ties go to even. Any nan becomes the one of JAX.
+    The bfloat16 is rounded to nearest, ties away from zero: the 16 bits then tell on which side of it the value lies.
+    All nans become JAX's nan.
 
     >>> high, low = split_float32(jnp.float32([1.0, 1.00390625, -1.001]))
     >>> high.tolist(), low.tolist()
     ([1.0, 1.0078125, -1.0], [0, 32768, 8389])
     """
     words = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
-    # Both halves read one array in memory. Fused with what computes `x`, each could read a value of its own, with other
-    # fused multiply-adds in it, and the two halves of different numbers join to a third one.
+    # Both halves must read one array in memory. If XLA fused each with the producer of `x`, different fused
+    # multiply-adds could give the halves of two different values.
     high, low = lax.platform_dependent(words, cpu=_split_in_loop, default=_split_behind_barrier)
     return lax.bitcast_convert_type(high, jnp.bfloat16), low
 
@@ -108,18 +89,14 @@ def _split_behind_barrier(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _split_in_loop(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits on a CPU, where XLA drops barriers before it fuses, but fuses nothing into a loop."""
+    """Splits on CPUs, where XLA drops barriers before it fuses, but fuses nothing into a loop."""
     offsets_and_shifts = jnp.uint32([0x8000, 0]), jnp.uint32([16, 0])
     high, low = lax.map(lambda pair: ((words + pair[0]) >> pair[1]).astype(jnp.uint16), offsets_and_shifts)
     return high, low
 
 
 def join_float32(high: jax.Array, low: jax.Array) -> jax.Array:
-    """Joins the float32 numbers that `split_float32` split into `high`, bfloat16, and `low`, uint16.
-
-    >>> join_float32(*split_float32(jnp.float32([1.0, 1.00390625, -1.001]))).tolist()
-    [1.0, 1.00390625, -1.0010000467300415]
-    """
+    """Joins `high` (bfloat16) and `low` (uint16) of `split_float32`."""
     words = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
     rounded_up = (low >> 15).astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(words + low.astype(jnp.uint32) - rounded_up, jnp.float32)

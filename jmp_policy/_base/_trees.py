@@ -1,4 +1,4 @@
-"""Trees of arrays, casts of their floating leaves, and the names of floating dtypes."""
+"""Casts of pytrees, and the names of floating dtypes."""
 
 import difflib
 import functools
@@ -16,7 +16,7 @@ from ._messages import quote
 
 
 class SupportsDType(Protocol):
-    """A scalar type of JAX, such as `jnp.bfloat16`."""
+    """Scalar type of JAX, such as `jnp.bfloat16`."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -25,7 +25,7 @@ class SupportsDType(Protocol):
 DTypeLike = str | np.dtype[Any] | type[np.generic] | SupportsDType
 """A dtype name, an `np.dtype`, or a scalar type of numpy, jax or ml_dtypes."""
 
-_LONGEST_WORD = 100  # which is compared with names that exist, in a time that grows with it
+_LONGEST_WORD = 100  # longer words are not compared with known names
 
 _ALIASES = {
     "full": "float32",
@@ -40,24 +40,14 @@ _ALIASES = {
 
 
 def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'") -> np.dtype:
-    """Reads a floating dtype in any spelling.
+    """Reads a floating dtype: a name in any case, an `np.dtype`, or a scalar type such as `jnp.bfloat16`.
 
-    Args:
-      spec: a name (`"bfloat16"`, `"bf16"`, `"full"`, `"half"`; spaces and case are forgiven), an `np.dtype`, or a
-        scalar type such as `jnp.bfloat16`.
-      where: what the error message says of the place `spec` stands in, such as `" in 'compute=bflaot16'"`.
-      example: a spelling that works in that place, for the error message.
-
-    Returns:
-      The `np.dtype`: one object for every spelling, so that equal dtypes are equal, and hash alike, everywhere.
-
-    Raises:
-      ValueError: `spec` names no floating dtype.
+    `where` and `example` complete the error message. Equal dtypes are returned as one object.
 
     >>> parse_dtype("bf16") == parse_dtype(jnp.bfloat16) == np.dtype("bfloat16")
     True
     """
-    if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the short way: every cast comes through here
+    if isinstance(spec, np.dtype) and spec in _CANONICAL:  # the fast path: every cast comes here
         return _CANONICAL[spec]
     if isinstance(spec, str):
         name = spec.strip().lower()
@@ -72,9 +62,9 @@ def parse_dtype(spec: DTypeLike, *, where: str = "", example: str = "'bfloat16'"
 
 
 def half_dtype() -> Any:
-    """Returns the half precision of the default backend: `jnp.bfloat16` on TPU, `jnp.float16` elsewhere.
+    """Returns the half-precision dtype of the default backend: `jnp.bfloat16` on TPU, `jnp.float16` elsewhere.
 
-    The scalar type, not the `np.dtype`, so that `half_dtype()(2**15)` makes an array, as in DeepMind's `jmp`.
+    The result is the scalar type, so that `half_dtype()(2**15)` makes an array, as in DeepMind's `jmp`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.half_dtype()(2.0**15).dtype in (jnp.float16, jnp.bfloat16)
@@ -83,9 +73,9 @@ def half_dtype() -> Any:
     return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
 
 
-@functools.cache  # JAX looks through all kinds of dtypes each time
+@functools.cache  # `issubdtype` is slow
 def is_floating_dtype(dtype: DTypeLike) -> bool:
-    """Whether `dtype` is a real floating dtype; extended dtypes such as PRNG keys are not.
+    """True for real floating dtypes, but not for extended dtypes such as PRNG keys.
 
     >>> is_floating_dtype(jnp.bfloat16), is_floating_dtype(jnp.complex64), is_floating_dtype(jax.random.key(0).dtype)
     (True, False, False)
@@ -94,16 +84,12 @@ def is_floating_dtype(dtype: DTypeLike) -> bool:
 
 
 def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """The dtype in which a number of a floating dtype is safe to scale, sum or check.
-
-    >>> at_least_float32(np.dtype("bfloat16")), at_least_float32(np.dtype("float64"))
-    (dtype('float32'), dtype('float64'))
-    """
+    """Returns float64 for 8-byte dtypes, else float32: the dtype to scale, sum or check values in."""
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """The sentence of an error message that offers the nearest of `choices`, or all of them if none is near.
+    """Suggests the nearest of `choices`, or lists all of them if none is near.
 
     >>> did_you_mean("bflaot16", ["bfloat16", "float16"])
     "Did you mean 'bfloat16'?"
@@ -113,21 +99,17 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     choices = list(choices)
     text = str(word).strip().lower()
     near = difflib.get_close_matches(text, choices) if len(text) <= _LONGEST_WORD else []
-    near.sort(key=lambda choice: sorted(choice) != sorted(text))  # before the others what has letters swapped
+    near.sort(key=lambda choice: sorted(choice) != sorted(text))  # swapped letters first
     return f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(map(repr, choices))}."
 
 
 def dtype_names() -> list[str]:
-    """Every spelling that `parse_dtype` reads, canonical names first.
-
-    >>> dtype_names()[:4]
-    ['bfloat16', 'float16', 'float32', 'float64']
-    """
+    """Returns all names that `parse_dtype` reads, canonical names first."""
     return [*_BY_NAME, *_ALIASES, "half"]
 
 
 def _list_floating_dtypes() -> dict[str, np.dtype]:
-    """All that JAX or ml_dtypes has, so that a format they add is known here at once."""
+    """Lists the floating dtypes of JAX and ml_dtypes, including ones that they add later."""
     common = {name: np.dtype(name) for name in ("bfloat16", "float16", "float32", "float64")}
     scalar_types = (getattr(ml_dtypes, name) for name in sorted(dir(ml_dtypes)))
     exotic = {t.__name__: np.dtype(t) for t in scalar_types if isinstance(t, type) and is_floating_dtype(t)}
@@ -135,14 +117,13 @@ def _list_floating_dtypes() -> dict[str, np.dtype]:
 
 
 def _find_name(spec: DTypeLike) -> str | None:
-    # Not all that numpy reads: it takes Python's `float` for float64, where JAX takes it for float32, and any object
-    # with an attribute `dtype`, a Flax layer among them, for that dtype.
+    # `np.dtype` accepts too much: Python's `float` as float64, and any object with a `dtype`, such as a Flax layer.
     is_scalar_type = isinstance(spec, _JAX_SCALAR_TYPE) or (isinstance(spec, type) and issubclass(spec, np.generic))
     if not isinstance(spec, np.dtype) and not is_scalar_type:
         return None
     try:
         return np.dtype(spec).name
-    except TypeError:  # an abstract type, such as np.floating
+    except TypeError:  # np.floating, say
         return None
 
 
@@ -166,25 +147,25 @@ Kwargs = dict[str, Any]
 
 
 class Uncast:
-    """Base of pytrees whose arrays no cast may touch: loss scales, quantized storage, and statistics."""
+    """Base class of pytrees that are never cast: loss scales, quantized weights and statistics."""
 
 
 def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Casts the real floating arrays of a tree, and leaves everything else as it is.
+    """Casts the real floating arrays of a tree, and leaves everything else unchanged.
 
-    Integers, bools, complex numbers, PRNG keys, Python scalars, loss scales, the state of float8 layers and any other
-    object pass through by identity, and so does an array that has the dtype already. Numpy arrays stay numpy arrays.
+    Integers, bools, complex numbers, PRNG keys, Python scalars, loss scales, the state of float8 layers and all other
+    objects pass through by identity, and so do arrays that already have the dtype. Numpy arrays stay numpy arrays.
 
     Args:
-      tree: a pytree of any leaves; `jax.Array`, tracers, numpy arrays and scalars and `jax.ShapeDtypeStruct` are cast.
+      tree: a pytree; `jax.Array`, tracers, numpy arrays and scalars and `jax.ShapeDtypeStruct` are cast.
       dtype: the floating dtype to cast to, in any spelling; `None` casts nothing.
-      is_leaf: what else to pass through whole, as in `jax.tree.map`.
+      is_leaf: further nodes to pass through whole, as in `jax.tree.map`.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      ValueError: `dtype` names no floating dtype.
+      ValueError: `dtype` is not a floating dtype.
 
     >>> import numpy as np, jmp_policy as jmp
     >>> jmp.cast_floating([np.ones(2, np.float32), 3], "bfloat16")
@@ -193,14 +174,14 @@ def cast_floating(tree: T, dtype: DTypeLike | None, *, is_leaf: Callable[[Any], 
     if dtype is None:
         return tree
     target = parse_dtype(dtype)
-    if isinstance(tree, jax.Array):  # the most frequent tree needs no walk
+    if isinstance(tree, jax.Array):  # fast path
         return _cast_leaf(tree, target)  # type: ignore[return-value]
 
     return map_rest(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=_add_uncast(is_leaf))
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts floating arrays to the backend's half precision: bfloat16 on TPU, float16 elsewhere.
+    """Casts floating arrays to the half precision of the backend: bfloat16 on TPU, float16 elsewhere.
 
     >>> import numpy as np, jmp_policy as jmp
     >>> jmp.cast_to_half(np.float32(1)).dtype == jmp.half_dtype()
@@ -220,16 +201,12 @@ def cast_to_full(tree: T) -> T:
 
 
 def is_array(leaf: object) -> TypeGuard[jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct]:
-    """Whether a leaf is an array, or stands for one.
-
-    >>> is_array(jax.ShapeDtypeStruct((2,), "int32")), is_array(2)
-    (True, False)
-    """
+    """True for arrays and `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def is_floating(leaf: object) -> bool:
-    """Whether a leaf is one that `cast_floating` casts.
+    """True if `cast_floating` casts this leaf.
 
     >>> import jax.numpy as jnp
     >>> is_floating(np.float32(1)), is_floating(1.0), is_floating(jnp.arange(3))
@@ -239,7 +216,7 @@ def is_floating(leaf: object) -> bool:
 
 
 def first_floating_dtype(tree: PyTree) -> np.dtype | None:
-    """The dtype JAX gives the first floating array of a tree, or `None` if it holds none.
+    """Returns the dtype that JAX gives the first floating array of a tree, or None if there is none.
 
     >>> import jax.numpy as jnp
     >>> first_floating_dtype((3, jnp.arange(2), jnp.ones(2, jnp.float16)))
@@ -250,20 +227,19 @@ def first_floating_dtype(tree: PyTree) -> np.dtype | None:
 
 
 def floating_leaves(tree: PyTree, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves of a tree that `cast_floating` casts, given the same `is_leaf`: not the numbers of a loss scale.
+    """Returns the leaves that `cast_floating` casts; the values of a loss scale are not among them.
 
     >>> import jmp_policy as jmp
     >>> floating_leaves([1.0, np.float32(2), jmp.DynamicLossScale()])
     [np.float32(2.0)]
     """
-
     is_whole = _add_uncast(is_leaf)
     rest, _ = split_state(tree, is_leaf=is_whole)
     return [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_whole) if is_floating(leaf)]
 
 
 def _add_uncast(is_leaf: Callable[[Any], bool] | None) -> Callable[[Any], bool]:
-    """Tells what a cast passes through whole: `Uncast`, and what the caller names."""
+    """Extends `is_leaf` by `Uncast`."""
     return _is_uncast if is_leaf is None else lambda node: _is_uncast(node) or is_leaf(node)
 
 
@@ -278,12 +254,12 @@ def _cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
         return lax.convert_element_type(leaf, dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # as JAX, which overflows to infinity without a word
+    with np.errstate(over="ignore", invalid="ignore"):  # as JAX does
         return leaf.astype(dtype)
 
 
 def list_paths_to(path: str) -> list[str]:
-    """The paths of the modules around a path, the root first, and at the end the path itself.
+    """Returns the paths of the modules around a path, outermost first, and then the path itself.
 
     >>> list_paths_to("blocks/0"), list_paths_to("")
     (['', 'blocks', 'blocks/0'], [''])

@@ -43,23 +43,13 @@ def add_audit(commands: "Commands") -> None:
 
 
 def _run_audit(arguments: argparse.Namespace) -> int:
-    """Audits, and prints the report."""
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
         report = _audit_function(arguments.function, arguments.args)
     print_report(report, arguments)
     return 1 if arguments.strict and report.findings else 0
 
 
 def _audit_function(name: str, maker: str | None) -> "AuditReport":
-    """The report of a function of the user's.
-
-    Args:
-      name: the function.
-      maker: the function that returns its arguments.
-
-    Raises:
-      UserError: there is no such function, it takes other arguments, or the user's code raises.
-    """
     from ..numerics import audit
 
     fun, args = load_call(name, maker, audit, verb="audit", example="jax.ShapeDtypeStruct((8, 128), jnp.float32)")

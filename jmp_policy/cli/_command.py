@@ -1,4 +1,4 @@
-"""What the commands share: the error of a user, types of arguments, and the terminal."""
+"""Shared by the commands: user errors, argument types, and the console."""
 
 import argparse
 import os
@@ -14,44 +14,31 @@ if TYPE_CHECKING:
 
 
 class UserError(ValueError):
-    """Says in one line what is wrong with the user's input and what would work.
+    """Error of the user, printed in one line without a traceback; the exit status is 2.
 
-    The command line prints it without a traceback and exits with status 2. Anything else that is raised is a bug
-    of ours and keeps its traceback.
+    Any other exception is a bug and keeps its traceback.
     """
 
 
 def check_device() -> None:
-    """Checks that JAX has a device.
-
-    Raises:
-      UserError: it has none, as where JAX_PLATFORMS names one that is not there.
-    """
+    """Raises `UserError` if JAX finds no device."""
     import jax
 
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an assertion of JAX's own where a plugin is not installed
+    except (RuntimeError, AssertionError) as error:  # JAX asserts if a plugin is not installed
         chosen = os.environ.get("JAX_PLATFORMS", "")
         said = f": {error}" if str(error) else ", perhaps because jaxlib was installed without it"
         raise UserError(f"JAX finds no device, with JAX_PLATFORMS={chosen!r}{said}") from None
 
 
 def positive_int(text: str) -> int:
-    """Reads an integer of at least one.
-
-    >>> positive_int("20")
-    20
-    """
+    """Reads an integer of at least one."""
     return _int_from(text, 1)
 
 
 def seed(text: str) -> int:
-    """Reads an integer of at least zero and at most 2**32 - 1.
-
-    >>> seed("0")
-    0
-    """
+    """Reads an integer from zero to 2**32 - 1."""
     return _int_from(text, 0)
 
 
@@ -62,10 +49,9 @@ def _int_from(text: str, least: int) -> int:
 
 
 def make_console() -> "Console":
-    """A console that prints text as it is: paths may hold brackets, and lines are read by other programs, too.
+    """Makes a console that prints text unchanged, except that it escapes control characters.
 
-    It escapes control characters, which names of files and modules may have, in lines and in the cells of tables. In a
-    notebook it prints to the output of the cell, too, where rich would make a page of each line.
+    Paths may contain brackets, and names of files and modules control characters. In a notebook it prints plain output.
     """
     from rich.console import Console
 

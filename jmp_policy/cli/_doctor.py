@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ._command import Commands
     from .doctor import Diagnosis
 
-_BUSY = 0.25  # noise beyond this is said
+_BUSY = 0.25  # report more noise than this
 
 _EPILOG = """\
 --json prints one document with these keys: versions, by package; device (platform, name, system, half_instructions);
@@ -33,7 +33,6 @@ def add_doctor(commands: "Commands") -> None:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what was found."""
     from .doctor import diagnose
 
     diagnosis = diagnose()
@@ -82,7 +81,7 @@ def _make_step_table(diagnosis: "Diagnosis") -> "Table":
 
 
 def _make_table(*headers: str) -> "Table":
-    """A table of two columns of text and two of numbers; in the last, larger is better."""
+    """Makes a table of two text and two number columns."""
     from rich import box
     from rich.table import Table
 

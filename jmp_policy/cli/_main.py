@@ -1,4 +1,4 @@
-"""Parsing the command line, and turning errors into one line and an exit status."""
+"""Parses the command line, and reports errors in one line with an exit status."""
 
 import argparse
 import re
@@ -23,13 +23,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `jmp-policy`.
+    """Runs `jmp-policy` with the given arguments, by default the arguments of the process.
 
-    Args:
-      argv: the arguments after the name of the program; if `None`, the ones that the process was started with.
-
-    Returns:
-      The exit status: 0, 1 if a command found what it looks for, 2 for an error of the user, 130 after Ctrl-C.
+    Returns the exit status: 0; 1 if a command found a problem; 2 for errors of the user; 130 after Ctrl-C.
 
     >>> main(["audit", "no_such_module:function"])
     2
@@ -38,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = _parse(sys.argv[1:] if argv is None else argv)
             return _run_command(arguments)
-        except SystemExit as exit:  # argparse's way to say that it has printed the help, or an error
+        except SystemExit as exit:  # argparse has printed its help or an error
             return int(exit.code or 0)
         except KeyboardInterrupt:
             return _fail("interrupted", status=130)
@@ -57,7 +53,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line; what is misspelt is an error that offers the nearest name."""
+    """Parses the command line; errors suggest the nearest name."""
     parser = _make_parser()
     command = next((word for word in argv if not word.startswith("-")), None)
     if command is not None and command not in COMMANDS:
@@ -84,14 +80,14 @@ def _make_parser() -> "_Parser":
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse prints the usage before each error; one line that says what is wrong is easier to read."""
+    """Parser with one-line errors; argparse would print the usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {escape_controls(message)}\n")
 
 
 class _PrintVersions(argparse.Action):
-    """Prints the versions when they are asked for: to look them up takes a while."""
+    """Prints versions on demand, because reading them takes time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from .doctor import list_versions
@@ -103,7 +99,6 @@ class _PrintVersions(argparse.Action):
 
 
 def _refuse_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Says which word of the command line is not understood."""
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if word.startswith("-"):
         options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]

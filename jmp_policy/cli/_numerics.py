@@ -53,9 +53,8 @@ def add_numerics(commands: "Commands") -> None:
 
 
 def _run_numerics(arguments: argparse.Namespace) -> int:
-    """Measures, and prints and writes the report."""
     check_files(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
         stats = _measure_function(arguments)
     write_files(stats, arguments, f"numerics of {arguments.function}")
     print_report(stats, arguments)
@@ -63,12 +62,6 @@ def _run_numerics(arguments: argparse.Namespace) -> int:
 
 
 def _measure_function(arguments: argparse.Namespace) -> "Stats":
-    """The statistics of one call of a function of the user's.
-
-    Raises:
-      UserError: there is no such function, it takes other arguments, an option has a name that means nothing, or the
-        user's code raises.
-    """
     from ..numerics import collect
 
     chosen = {name: getattr(arguments, name) for name in ("formats", "where", "of") if getattr(arguments, name)}
@@ -83,6 +76,6 @@ def _measure_function(arguments: argparse.Namespace) -> "Stats":
     try:
         return measure(fun)(*args)[1]
     except ValueError as error:
-        if not str(error).startswith("where has"):  # what matches nothing is known when the function has been traced
+        if not str(error).startswith("where has"):  # patterns can only be checked after tracing
             raise
         raise UserError(str(error)) from None

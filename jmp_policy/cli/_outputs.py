@@ -1,4 +1,4 @@
-"""What a command says of a function of the user's: a table or JSON on the terminal, a page, a picture."""
+"""Outputs of a command: tables and JSON on the terminal, HTML pages, plots."""
 
 import argparse
 import codecs
@@ -15,13 +15,13 @@ from ._command import UserError, make_console
 if TYPE_CHECKING:
     from ..report import Report
 
+# ASCII replacements, of one column each, for streams that cannot encode these characters.
 _PLAIN = str.maketrans({"─": "-", "↑": "^", "↓": "v", "→": ">", "±": "~", "…": "~"})
-"""Signs of reports, and what stands for them where a terminal or a pipe has no such sign: one column each."""
 
 
 @contextlib.contextmanager
 def spell_signs_plainly() -> Iterator[None]:
-    """Prints plain signs in place of those that stdout or stderr has no code for, such as a pipe on Windows."""
+    """Prints ASCII replacements where stdout or stderr cannot encode a character, such as a pipe on Windows."""
     codecs.register_error("jmp_policy.plain", _spell_plainly)
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     before = [stream.errors for stream in streams]
@@ -35,30 +35,19 @@ def spell_signs_plainly() -> Iterator[None]:
 
 
 def _spell_plainly(error: UnicodeError) -> tuple[str, int]:
-    """What stands for the signs that a stream has no code for."""
     assert isinstance(error, UnicodeEncodeError)
     signs = error.object[error.start : error.end].translate(_PLAIN)
     return "".join(sign if sign.isascii() else "?" for sign in signs), error.end
 
 
 def add_files(parser: argparse.ArgumentParser, *, page: str, picture: str) -> None:
-    """Adds the options `--html` and `--plot` to a command.
-
-    Args:
-      parser: of the command.
-      page: what the page has, for the help, such as `", with all rows"`.
-      picture: what the picture shows, for the help.
-    """
+    """Adds the options `--html` and `--plot`; `page` and `picture` describe their contents in the help."""
     parser.add_argument("--html", type=Path, metavar="FILE", help=f"write a page, too{page}")
     parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw {picture}, too: a .png, .svg or .pdf")
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Checks that the page and the picture can be written, before the function runs.
-
-    Raises:
-      UserError: a folder is not there, or the picture is of an unknown kind.
-    """
+    """Checks the options `--html` and `--plot` before the function runs."""
     check_folder("--html", arguments.html)
     check_folder("--plot", arguments.plot)
     if arguments.plot is None:
@@ -67,26 +56,18 @@ def check_files(arguments: argparse.Namespace) -> None:
 
     if arguments.plot.suffix.removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
         raise UserError(
-            f"--plot {arguments.plot} is no picture that matplotlib writes: name it {arguments.plot.stem}.png"
+            f"--plot {arguments.plot} is not an image format of matplotlib: name it {arguments.plot.stem}.png"
         )
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Checks that the folder of a file exists.
-
-    Args:
-      option: what the user wrote the file after.
-      file: the file; `None` if none is wanted.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Checks that the folder of a file exists."""
     if file is not None and not file.parent.is_dir():
         raise UserError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def write_files(report: "Report", arguments: argparse.Namespace, title: str) -> None:
-    """Writes the page and the picture that are wanted."""
+    """Writes the page and the plot."""
     if arguments.html:
         from ..report import draw_document
 
@@ -97,7 +78,7 @@ def write_files(report: "Report", arguments: argparse.Namespace, title: str) -> 
 
 
 def print_report(report: Any, arguments: argparse.Namespace) -> None:
-    """Prints a report as a table, or as one JSON document that begins with the machine and the function."""
+    """Prints a report as a table, or as a JSON document that starts with the machine and the function."""
     if not arguments.json:
         return make_console().print(str(report))
     from .doctor import find_machine

@@ -50,7 +50,9 @@ def add_tune(commands: "Commands") -> None:
         help="compare what this returns, called with the function under a map and its arguments, such as a loss after "
         "twenty steps",
     )
-    parser.add_argument("--budget", type=positive_int, metavar="N", help="try at most so many maps, one compile each")
+    parser.add_argument(
+        "--budget", type=positive_int, metavar="N", help="try at most N maps, each with one compilation"
+    )
     parser.add_argument("--loss-scale", type=float, metavar="SCALE", help="multiply the loss by this for gradients")
     parser.add_argument("--has-aux", action="store_true", help="the function returns a loss and auxiliary data")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of what makes a loss of a module's outputs")
@@ -61,10 +63,10 @@ def add_tune(commands: "Commands") -> None:
 
 
 def _run_tune(arguments: argparse.Namespace) -> int:
-    """Tunes, and prints and writes the report; 1 if no map within the tolerance was found."""
+    """Prints and writes the report; returns 1 if no map is within the tolerance."""
     check_files(arguments)
     check_folder("--trials", arguments.trials)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the report
+    with contextlib.redirect_stdout(sys.stderr):  # prints of user code are not part of the report
         tuning = _tune_function(arguments)
     write_files(tuning, arguments, f"tune of {arguments.function}")
     print_report(tuning, arguments)
@@ -72,11 +74,6 @@ def _run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _tune_function(arguments: argparse.Namespace) -> "Tuning":
-    """The tuning of a function or module of the user's.
-
-    Raises:
-      UserError: there is none, it takes other arguments, an option does not fit it, or the user's code raises.
-    """
     from ..numerics._tune import tune
 
     target, args = _load_target(arguments.function, arguments.args)
@@ -100,7 +97,6 @@ def _tune_function(arguments: argparse.Namespace) -> "Tuning":
 
 
 def _load_target(name: str, maker: str | None) -> tuple[Any, tuple[Any, ...]]:
-    """A function, or a module of Flax, and its arguments."""
     from ..modules import find_adapter
 
     found = load_function(name)

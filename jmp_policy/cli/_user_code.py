@@ -1,7 +1,6 @@
-"""The user's functions, by name: imported and called, and what goes wrong in them said in one line."""
+"""Loads and calls functions of the user by name, and reports their errors in one line."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import sys
@@ -18,20 +17,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def load_call(
     name: str, maker: str | None, look: Callable[[Callable[..., Any]], Any], *, verb: str, example: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of the user's, and the arguments that it is called with.
+    """Returns a user's function, whose errors become `UserError`s, and its arguments.
 
-    Args:
-      name: the function.
-      maker: the function that returns its arguments; `None` if it takes none.
-      look: what is made of the function, and refuses a class or a module of Flax.
-      verb: what the command does to the function, for errors.
-      example: how an argument is made, for errors.
-
-    Returns:
-      The function, whose errors are errors of the user; and a tuple of arguments.
-
-    Raises:
-      UserError: there is no such function, it takes other arguments, or the user's code raises.
+    `look` rejects classes and Flax modules. `verb` (of the command) and `example` (of an argument) are for
+    errors.
     """
     fun = load_function(name)
 
@@ -45,27 +34,17 @@ def load_call(
     except TypeError as error:
         raise UserError(f"{name}: {error}") from None
     args = () if maker is None else make_arguments(maker)
-    check_arguments(fun, args, name, maker, _Words(verb, example))
+    _check_arguments(fun, args, name, maker, verb, example)
     return call_explained, args
 
 
-@dataclasses.dataclass(frozen=True)
-class _Words:
-    """What errors say: what the command does to a function, and how an argument of it is made."""
-
-    verb: str
-    example: str
-
-
 def load_function(name: str) -> Callable[..., Any]:
-    """The function of a name like `package.module:function`, found from the current folder as Python's `-m` does.
-
-    Raises:
-      UserError: there is no such function, or its module cannot be imported.
-    """
+    """Loads a function by a name like `package.module:function`, from the current folder as `python -m` does."""
     module, separator, attributes = name.partition(":")
     if not (module and separator and attributes):
-        raise UserError(f"{name!r} names no function. For example: train:train_step, or package.train:Model.apply.")
+        raise UserError(
+            f"{name!r} is not the name of a function. For example: train:train_step, or package.train:Model.apply."
+        )
     found = _load_module(module, name)
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
@@ -73,16 +52,12 @@ def load_function(name: str) -> Callable[..., Any]:
             raise UserError(f"{where} has no {attribute!r}, of {name!r}{_suggest(found, attribute)}")
         found = getattr(found, attribute)
     if not callable(found):
-        raise UserError(f"{name!r} is no function, but {found!r}")
+        raise UserError(f"{name!r} is not a function, but {found!r}")
     return found
 
 
 def make_arguments(name: str) -> tuple[Any, ...]:
-    """The arguments that a function of the user's returns: a tuple of them, or a single one.
-
-    Raises:
-      UserError: there is no such function, it needs arguments itself, or it raises.
-    """
+    """Calls a user's function without arguments; returns its tuple, or its result as a tuple."""
     maker = load_function(name)
     problem = _find_mismatch(maker, ())
     if problem:
@@ -92,47 +67,32 @@ def make_arguments(name: str) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def check_arguments(fun: Callable[..., Any], args: Sequence[Any], name: str, maker: str | None, words: _Words) -> None:
-    """Checks that a function takes the arguments.
-
-    Args:
-      fun: the function.
-      args: its arguments.
-      name: of the function, as the user wrote it.
-      maker: the function that made the arguments, as the user wrote it; `None` if none did.
-      words: for errors.
-
-    Raises:
-      UserError: it takes others.
-    """
+def _check_arguments(
+    fun: Callable[..., Any], args: Sequence[Any], name: str, maker: str | None, verb: str, example: str
+) -> None:
     problem = _find_mismatch(fun, args)
     if problem and maker is None:
-        raise UserError(f"{name} {problem}, and there is no --args. {_show_maker(fun, name, words)}")
+        raise UserError(f"{name} {problem}, and there is no --args. {_show_maker(fun, name, verb, example)}")
     if problem:
         count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
-        raise UserError(f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name, words)}")
+        raise UserError(
+            f"--args {maker} returns {count}, but {name} {problem}. {_show_maker(fun, name, verb, example)}"
+        )
 
 
 def check_numbers(args: tuple[Any, ...], maker: str | None, example: str) -> None:
-    """Checks that arguments have numbers.
-
-    Args:
-      args: the arguments.
-      maker: the function that made them, as the user wrote it.
-      example: how an argument is made.
-
-    Raises:
-      UserError: one is only the shape of an array.
-    """
+    """Rejects `jax.ShapeDtypeStruct`s."""
     import jax
 
     for leaf in jax.tree.leaves(args):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise UserError(f"--args {maker} returns {leaf}: the function runs, and needs numbers, such as {example}")
+            raise UserError(
+                f"--args {maker} returns {leaf}: the function runs, and needs arrays with values, such as {example}"
+            )
 
 
 def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Says which arguments a function takes, if it is not these, or else nothing."""
+    """Describes the signature of a function if it does not accept the arguments; else returns an empty string."""
     signature = _find_signature(fun)
     if signature is None:
         return ""
@@ -143,21 +103,21 @@ def _find_mismatch(fun: Callable[..., Any], args: Sequence[Any]) -> str:
     return ""
 
 
-def _show_maker(fun: Callable[..., Any], name: str, words: _Words) -> str:
-    """Shows a function that returns what another one takes, and how to name it."""
+def _show_maker(fun: Callable[..., Any], name: str, verb: str, example: str) -> str:
+    """Shows a function that makes the arguments, and how to name it."""
     signature = _find_signature(fun)
     parameters = signature.parameters.values() if signature else ()
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
     by_name = [parameter.name for parameter in required if parameter.kind is parameter.KEYWORD_ONLY]
     if by_name:
-        return f"Arguments by name cannot be given: {words.verb} a function that passes {' and '.join(by_name)} itself."
+        return f"Arguments by name cannot be given: {verb} a function that passes {' and '.join(by_name)} itself."
     names = [parameter.name for parameter in required if parameter.kind not in _VARIADIC]
     if not names:
         return "Leave --args out."
     module = name.partition(":")[0]
     return (
         f"For example, write `def make_args(): return {', '.join(names)}` in {module}, where each is an array or, say, "
-        f"{words.example}, and add --args {module}:make_args"
+        f"{example}, and add --args {module}:make_args"
     )
 
 
@@ -169,20 +129,13 @@ def _leave_types_out(signature: inspect.Signature) -> inspect.Signature:
 def _find_signature(fun: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fun)
-    except (TypeError, ValueError):  # some functions written in C have none
+    except (TypeError, ValueError):  # some C functions have none
         return None
 
 
 @contextlib.contextmanager
 def explain_errors(what: str) -> Iterator[None]:
-    """Turns what the user's code raises into one line, with the place in that code.
-
-    Args:
-      what: the beginning of the line, such as `"train:step raised"`.
-
-    Raises:
-      UserError: the user's code raised, or what it called.
-    """
+    """Reports errors of user code in one line, with their place; `what` starts the line."""
     from .._jaxpr import find_raising_line
 
     try:
@@ -194,17 +147,14 @@ def explain_errors(what: str) -> Iterator[None]:
 
 
 def _describe_error(error: BaseException) -> str:
-    """The type of an error, and the first line of what it says: JAX's errors go on for paragraphs."""
+    """Returns the type and the first line of an error: JAX's messages have paragraphs."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _load_module(module: str, name: str) -> Any:
-    """A module, imported from the current folder or wherever else Python finds it."""
     if not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
-        raise UserError(
-            f"{module!r}, of {name!r}, is not how Python names a module: package.train, not package/train.py"
-        )
+        raise UserError(f"{module!r}, of {name!r}, is not a Python module name: package.train, not package/train.py")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -220,7 +170,7 @@ def _load_module(module: str, name: str) -> Any:
 
 
 def _suggest(found: Any, attribute: str) -> str:
-    """Offers the function whose name is nearest, if one is near."""
+    """Suggests the function with the nearest name, if any is near."""
     names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
     sentence = did_you_mean(attribute, names)
     return f". {sentence}" if sentence.startswith("Did") else ""

@@ -1,6 +1,6 @@
-"""The numbers of PyTorch's gradient scaler: with them, a run moves from torch to JAX or back and keeps its loss scale.
+"""Converts loss scales from and to PyTorch's `GradScaler`, so that a run can move between torch and JAX.
 
-PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but numbers. What a user of it finds different:
+PyTorch is not required: `GradScaler.state_dict()` contains only numbers. Differences from torch:
 
 | of the numbers        | in torch                                   | here                                            |
 |-----------------------|--------------------------------------------|-------------------------------------------------|
@@ -21,50 +21,42 @@ PyTorch itself is not needed: `GradScaler.state_dict()` holds nothing but number
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._base import PyTree, did_you_mean, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale, get_loss_scale
 
-
-class _Entry(NamedTuple):
-    """What a number of a state dict must be."""
-
-    holds: Callable[[float], bool]
-    must_be: str
-
-
-_ENTRIES = {
-    "scale": _Entry(lambda x: 0 < x < float("inf"), "a positive number"),
-    "growth_factor": _Entry(lambda x: 1 < x < float("inf"), "a number above one"),
-    "backoff_factor": _Entry(lambda x: 0 < x < 1, "a number between zero and one"),
-    "growth_interval": _Entry(lambda x: x >= 1 and x.is_integer(), "a whole number of at least one"),
-    "_growth_tracker": _Entry(lambda x: x >= 0 and x.is_integer(), "a whole number of at least zero"),
+# Checks of the values, and their descriptions.
+_ENTRIES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "scale": (lambda x: 0 < x < float("inf"), "a positive number"),
+    "growth_factor": (lambda x: 1 < x < float("inf"), "a number above one"),
+    "backoff_factor": (lambda x: 0 < x < 1, "a number between zero and one"),
+    "growth_interval": (lambda x: x >= 1 and x.is_integer(), "a whole number of at least one"),
+    "_growth_tracker": (lambda x: x >= 0 and x.is_integer(), "a whole number of at least zero"),
 }
-_LONGEST_INTERVAL = 2**31 - 1  # the count is int32, in torch as well, and a longer one never comes
+_LONGEST_INTERVAL = 2**31 - 1  # the count is int32, also in torch
 _EXAMPLE = {
     "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0
 }  # fmt: skip
 
 
 def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
-    """Makes the loss scale that goes on where a `torch.amp.GradScaler` stopped.
+    """Makes the loss scale that continues from a `torch.amp.GradScaler`.
 
-    It moves as torch's does from there on: it grows on the `growth_interval`-th finite step in a row, of which
-    `_growth_tracker` are over, and backs off on every step that is not finite. The table above says what differs: our
-    floor and ceiling, which a saved scale that lies beyond one moves there, above all. Where gradients are accumulated
-    by `loss_scaled(MultiSteps(tx, k))`, multiply `growth_interval` and `_growth_tracker` by k.
+    It grows on the `growth_interval`-th finite step in a row (`_growth_tracker` are over), and backs off on
+    every non-finite step. The table above lists the differences; a saved scale beyond our floor or ceiling replaces it.
+    With `loss_scaled(MultiSteps(tx, k))`, multiply `growth_interval` and `_growth_tracker` by k.
 
     Args:
-      state_dict: what `GradScaler.state_dict()` returns, empty for a scaler that was not enabled. The values are
-        numbers, or arrays or tensors of shape `()`.
+      state_dict: the result of `GradScaler.state_dict()`, empty for a disabled scaler. Values are numbers, or arrays or
+        tensors of shape `()`.
 
     Returns:
       A `DynamicLossScale`; a `NoOpLossScale` for an empty dict.
 
     Raises:
       TypeError: `state_dict` is not a mapping, or a value is not a number.
-      ValueError: a key is missing or unknown, or a value out of its range.
+      ValueError: a key is missing or unknown, or a value is out of range.
 
     Source: the documentation of `torch.amp.GradScaler`, its methods `state_dict` and `update`.
 
@@ -93,19 +85,18 @@ def loss_scale_from_state_dict(state_dict: Mapping[str, Any]) -> LossScale:
 
 
 def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
-    """Makes the state dict with which a `torch.amp.GradScaler` goes on: `scaler.load_state_dict(...)`.
+    """Makes the state dict for `scaler.load_state_dict(...)` of a `torch.amp.GradScaler`.
 
-    Floor and ceiling are left out, because torch has neither. Reading the numbers waits for the device.
+    Floor and ceiling are dropped, because torch has neither. The call waits for the device.
 
     Args:
-      state: a loss scale, or any state that holds exactly one (an optax state, a TrainState, an nnx optimizer).
+      state: a loss scale, or any state with exactly one (an optax state, a TrainState, an nnx optimizer).
 
     Returns:
-      A dict of Python numbers; an empty one for a `NoOpLossScale`, which stands for `GradScaler(enabled=False)`.
+      A dict of Python numbers; an empty one for a `NoOpLossScale`, as for `GradScaler(enabled=False)`.
 
     Raises:
-      ValueError: `state` holds no loss scale, or several, or one that torch does not have: a static one, or one with
-        hysteresis.
+      ValueError: `state` has no loss scale, or several, or one that torch does not support: static, or with hysteresis.
 
     Source: the documentation of `torch.amp.GradScaler.state_dict`.
 
@@ -130,16 +121,13 @@ def grad_scaler_state_dict(state: PyTree) -> dict[str, Any]:
     }
 
 
-def _is_state_dict(part: object) -> bool:
-    return isinstance(part, Mapping) and _ENTRIES.keys() <= part.keys()
-
-
 def _check_keys(state_dict: Mapping[str, Any]) -> None:
     for key in state_dict:
         if key not in _ENTRIES:
-            whole = next((name for name, part in state_dict.items() if _is_state_dict(part)), None)
-            remedy = did_you_mean(key, _ENTRIES) if whole is None else f"For example: checkpoint[{whole!r}]."
-            raise ValueError(f"Unknown key {quote(key)} in the state dict of a GradScaler. {remedy}")
+            parts = ((name, part) for name, part in state_dict.items() if isinstance(part, Mapping))
+            whole = next((name for name, part in parts if _ENTRIES.keys() <= part.keys()), None)
+            suggestion = did_you_mean(key, _ENTRIES) if whole is None else f"For example: checkpoint[{whole!r}]."
+            raise ValueError(f"Unknown key {quote(key)} in the state dict of a GradScaler. {suggestion}")
     missing = [key for key in _ENTRIES if key not in state_dict]
     if missing:
         raise ValueError(
@@ -149,10 +137,11 @@ def _check_keys(state_dict: Mapping[str, Any]) -> None:
 
 
 def _number(key: str, value: Any) -> float:
+    is_valid, description = _ENTRIES[key]
+    message = f"{key!r} must be {description}, got {quote(value)}. For example: {_EXAMPLE[key]}."
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and getattr(value, "shape", None) != ():
-        raise TypeError(f"{key!r} must be {_ENTRIES[key].must_be}, got {quote(value)}. For example: {_EXAMPLE[key]}.")
-    number = float(value)
-    if not _ENTRIES[key].holds(number):
-        raise ValueError(f"{key!r} must be {_ENTRIES[key].must_be}, got {quote(value)}. For example: {_EXAMPLE[key]}.")
-    return number
+        raise TypeError(message)
+    if not is_valid(float(value)):
+        raise ValueError(message)
+    return float(value)

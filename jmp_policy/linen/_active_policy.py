@@ -17,7 +17,7 @@ from flax import linen as nn
 from .._base import ACTIVE_POLICY, remember_on_class
 from ..modules import is_in_full_precision, widen_policy
 from ..modules.common import describe_written_dtypes
-from ..policy import MapRule, Match, Policy, PolicyMap, find_kept_name, forget_name, match_policy, reads_names
+from ..policy import MapRule, Match, Policy, PolicyMap
 from ._fields import AUTOCAST_EXAMPLE
 from ._place import ModulePlace, calling, path_of
 
@@ -138,15 +138,7 @@ class ActivePolicy:
     @functools.cached_property
     def has_paths(self) -> bool:
         """Whether modules of equal fields may be told apart by where they stand."""
-        if self._reads_names:
-            return True
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
-
-    def describe_place(self, names: tuple[str, ...]) -> Any:
-        """What tells a module apart from those of equal fields: under one policy, the name that it is kept by."""
-        if isinstance(self.policy, Policy):
-            return find_kept_name(self.policy.quantization, "/".join(names))
-        return names
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
@@ -163,7 +155,7 @@ class ActivePolicy:
           module: the module.
           policy: what holds for the module itself, which is the boundary of its outputs.
         """
-        rest = forget_name(policy).replace(output_dtype=None)
+        rest = policy.replace(output_dtype=None)
         if isinstance(self.policy, Policy):
             return rest
         # A rule that covers the module decides for all that is inside, but for what an earlier rule names there.
@@ -178,10 +170,7 @@ class ActivePolicy:
 
     def _find_match(self, module: nn.Module) -> Match:
         if isinstance(self.policy, Policy):
-            if not self._reads_names:
-                return self._match_everywhere
-            found = match_policy(self.policy, self.locate(module))
-            return dataclasses.replace(found, policy=self._fill_compute_dtype(found.policy))
+            return self._match_everywhere
         names, kind, met = path_of(module)[len(self.path) :], type(module), NOTES.get().types
         place = self.given.place
         path = place.path(names)
@@ -224,10 +213,6 @@ class ActivePolicy:
         """What holds for all modules inside, where a policy and not a map was given."""
         assert isinstance(self.policy, Policy)
         return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
-
-    @functools.cached_property
-    def _reads_names(self) -> bool:
-        return reads_names(self.policy)
 
     @functools.cached_property
     def _known_types(self) -> dict[Any, weakref.WeakValueDictionary[str, type[nn.Module]]]:

@@ -82,7 +82,7 @@ def _call_inside(
     # part of the key of its program.
     fields = fill_fields(module, match.policy, until_it_returns=is_method)
     scope: Any = module.scope
-    paths = add_paths_to_jit_keys(scope, active.describe_place) if active.has_paths else _UNCHANGED
+    paths = add_paths_to_jit_keys(scope) if active.has_paths else _UNCHANGED
     with calling(module), paths, CURRENT(inside) if inside is not active else _UNCHANGED, fields:
         if isinstance(module, nn.MultiHeadDotProductAttention):
             _check_cache(module)

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -129,15 +129,11 @@ class calling:  # in lower case: a function to those who use it, and a class bec
 
 
 @contextlib.contextmanager
-def add_paths_to_jit_keys(scope: Scope, describe: Callable[[tuple[str, ...]], Any]) -> Iterator[None]:
+def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
     """A context in which the scopes that a scope makes for the modules inside carry as a flag what their paths tell.
 
     Flax compiles a jitted module once for all modules of equal fields, wherever they stand: its key has everything but
     the name. Under a policy map they may have different policies.
-
-    Args:
-      scope: of the module whose method runs.
-      describe: what is told of a path, as names.
     """
     if "push" in vars(scope):
         yield
@@ -146,7 +142,7 @@ def add_paths_to_jit_keys(scope: Scope, describe: Callable[[tuple[str, ...]], An
 
     def push_with_path(*args: Any, **kwargs: Any) -> Scope:
         inner = push(*args, **kwargs)
-        flags = {**inner.flags, _PATH: describe(inner.path)}  # a copy already: freezing it would copy every item again
+        flags = {**inner.flags, _PATH: inner.path}  # a copy already: freezing it would copy every item again
         inner.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
         return inner
 

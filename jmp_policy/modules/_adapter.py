@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._base import Args, Kwargs, PyTree, remember_weakly
-from ..policy import Match, Policy, PolicyMap, forget_name
+from ..policy import Match, Policy, PolicyMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, w
       by_map: whether it is a map that was given.
       written: the dtype that its author wrote, if any.
     """
-    policy = forget_name(match.policy)
+    policy = match.policy
     if written is not None:
         return ModuleInfo(kind, policy, WRITTEN, np.dtype(written), is_named=True)
     if by_map:

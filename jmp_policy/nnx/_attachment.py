@@ -10,7 +10,7 @@ from flax import nnx
 from .._base import OVERWRITE, remember_on_class
 from ..modules import is_in_full_precision
 from ..modules.common import describe_written_dtypes, find_wider_dtype, make_subclass
-from ..policy import KeptNVFP4, Match, Policy, PolicyMap, match_policy, stored_format_of
+from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import find_accumulate_dtype
 from ..quant._weights import WEIGHT_NAMES
 from ._float8 import has_wide_sums
@@ -211,7 +211,7 @@ class Attachment:
             base=base,
             policy=policy,
             given=self.given,
-            lineage=self._find_lineage(path, match.policy),
+            lineage=self._find_lineage(path),
             effect=effect,
             keep=self.keep if is_root else (),
             dtype_source=source,
@@ -271,9 +271,8 @@ class Attachment:
     def _find_match(self, path: str) -> Match:
         return match_policy(self.given, path, self.types)
 
-    def _find_lineage(self, path: Path, policy: Policy) -> tuple[tuple[str, type], ...]:
-        # Under one policy, where modules of equal specs share a class, only those kept by name are told by their paths.
-        if not isinstance(self.given, PolicyMap) and not isinstance(policy.quantization, KeptNVFP4):
+    def _find_lineage(self, path: Path) -> tuple[tuple[str, type], ...]:
+        if not isinstance(self.given, PolicyMap):  # under one policy, modules of equal specs share a class
             return ()
         paths = ["/".join(path[:n]) for n in range(len(path) + 1)]
         return tuple((outer, self.types[outer]) for outer in paths if outer in self.types)

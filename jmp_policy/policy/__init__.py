@@ -5,9 +5,7 @@ from ._block_formats import (
     MXFP8 as MXFP8,
     NVFP4 as NVFP4,
     BlockFormat as BlockFormat,
-    KeptNVFP4 as KeptNVFP4,
     draws_noise as draws_noise,
-    find_kept_name as find_kept_name,
 )
 from ._float8_format import (
     MULTIPLE as MULTIPLE,
@@ -41,9 +39,7 @@ from ._policy_map import (
     MapRule as MapRule,
     Match as Match,
     PolicyMap as PolicyMap,
-    forget_name as forget_name,
     match_policy as match_policy,
-    reads_names as reads_names,
     spell_key as spell_key,
 )
 from ._signatures import (

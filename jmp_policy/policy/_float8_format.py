@@ -1,30 +1,16 @@
-"""Training in 8 bits of floating point: the format, the recipes of its scales, and how fields of formats are checked.
-
-Data only: `jmp_policy.quant` computes with it.
-"""
+"""Float8 training: the format, its scaling recipes, and validation of format fields. Data only."""
 
 import dataclasses
 
 from .._base import did_you_mean, quote
 
-MULTIPLE = 16
-"""What the sizes of a product are multiples of on hardware that multiplies 8-bit floating point."""
-
-ODD_ROWS = f"the number of its rows is no multiple of {MULTIPLE}"
-"""Why a product stays in the compute dtype whose other sizes are fit for 8 bits."""
-
+MULTIPLE = 16  # hardware multiplies 8-bit floats only if all matmul sizes are multiples of this
+ODD_ROWS = f"the number of its rows is not a multiple of {MULTIPLE}"
 _MIN_SIZE = 2**14
-"""With smaller layers in 8 bits too, the GPT of `examples/gpt` had 1.3 % more validation loss than in bfloat16, and
-0.4 % without them: means of two recipes, each with two seeds."""
 
 
 def check_count(format: object, name: str, least: int, *, such_as: int = 128) -> None:
-    """Raises unless a field is a whole number that is large enough.
-
-    Raises:
-      TypeError: it is not an int, or it is a bool.
-      ValueError: it is less than `least`.
-    """
+    """Raises unless a field is an int of at least `least`."""
     value = getattr(format, name)
     example = f"For example: {type(format).__name__}({name}={such_as})."
     if isinstance(value, bool) or not isinstance(value, int):
@@ -34,22 +20,14 @@ def check_count(format: object, name: str, least: int, *, such_as: int = 128) ->
 
 
 def check_flag(format: object, name: str) -> None:
-    """Raises unless a field is a bool.
-
-    Raises:
-      TypeError: it is none.
-    """
+    """Raises unless a field is a bool."""
     value = getattr(format, name)
     if not isinstance(value, bool):
         raise TypeError(f"{name} is True or False, got {quote(value)}. For example: {type(format).__name__}().")
 
 
 def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
-    """Raises unless a field is one of some words.
-
-    Raises:
-      ValueError: it is none of them.
-    """
+    """Raises unless a field is one of the known words."""
     value = getattr(format, name)
     if not isinstance(value, str) or value not in known:
         example = f"For example: {type(format).__name__}({name}={known[-1]!r})."
@@ -57,7 +35,7 @@ def check_word(format: object, name: str, known: tuple[str, ...]) -> None:
 
 
 def spell_options(format: object, *names: str) -> str:
-    """What differs from the defaults, as the options of a string: `"(activations=false)"`, or nothing."""
+    """Spells the fields that differ from their defaults: `"(activations=false)"`, or an empty string."""
     default = type(format)()
     differing = [name for name in names if getattr(format, name) != getattr(default, name)]
     options = [f"{name}={str(getattr(format, name)).lower()}" for name in differing]
@@ -66,11 +44,11 @@ def spell_options(format: object, *names: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CurrentScaling:
-    """Scales are made from the numbers of this very step, and nothing is kept.
+    """Recipe that computes scales from the current values. No state is kept.
 
     Args:
-      granularity: `"tensor"`, one scale for all of an operand; or `"row"`, one for each row of a product's left operand
-        and each column of its right one, that is for each slice along the axes that are not summed over.
+      granularity: `"tensor"` for one scale per operand, or `"row"` for one scale per row of the left operand and per
+        column of the right operand, that is per slice along the axes that are not summed over.
 
     Raises:
       ValueError: the granularity is neither.
@@ -93,22 +71,21 @@ class CurrentScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling:
-    """Scales are made from the largest magnitudes (amax) of earlier steps, which a model keeps as state.
+    """Recipe that computes scales from the largest magnitudes (amax) of earlier steps, kept as model state.
 
-    An operand is then read once: it need not be measured before it is scaled. A number that outgrows the scale of its
-    step becomes the largest one of the format.
+    Each operand is read only once, because it is not measured before it is scaled. Values too large for the scale of
+    their step saturate.
 
-    The state is trained beside the parameters, under `jax.jit`: its gradient is its next value, and what is not
-    differentiated learns no scale. In linen it is the collection `_overwrite_with_gradient` that `model.init` returns
-    beside `"params"`; give both to `value_and_grad`, `tx.init` and `optim.step`, or to `linen.TrainState` as `params`.
-    The `update` of plain optax would take it for a parameter. `nn.scan` and `nn.vmap` hand it on where their
-    `variable_axes` name it. In nnx it is `nnx.Float8State`, which `jmp_policy.nnx.value_and_grad` and
-    `jmp_policy.nnx.Optimizer` see to.
+    The state is trained beside the parameters, under `jax.jit`: its gradient is its next value. In linen it is the
+    collection `_overwrite_with_gradient` that `model.init` returns beside `"params"`. Pass both to `value_and_grad`,
+    `tx.init` and `optim.step`, or to `linen.TrainState` as `params`; the `update` of plain optax would treat the state
+    as parameters. `nn.scan` and `nn.vmap` need it in their `variable_axes`. In nnx it is `nnx.Float8State`, which
+    `jmp_policy.nnx.value_and_grad` and `jmp_policy.nnx.Optimizer` update.
 
     Args:
-      amax: `"max"`, the largest of the history, which spikes do not surprise twice; or `"most_recent"`.
-      delay: how many steps after an amax was seen it acts. 1 makes the scale from the history as it is used, as Flax
-        does; 2 applies the scale that the step before made and stored, as Keras does.
+      amax: `"max"` for the largest amax of the history, or `"most_recent"` for the last.
+      delay: number of steps until a measured amax takes effect. With 1, the scale is computed from the history when it
+        is used, as in Flax; with 2, the scale that the previous step stored is used, as in Keras.
 
     Raises:
       ValueError: an argument is none of these.
@@ -162,10 +139,7 @@ _LONGER = {
 
 
 def parse_recipe(spec: object) -> Recipe:
-    """Reads a recipe: one of the classes, or the string of one.
-
-    Raises:
-      ValueError: it is none.
+    """Reads a recipe from an instance or a string.
 
     >>> parse_recipe("current / ROW"), parse_recipe("delayed/2")
     (CurrentScaling(granularity='row'), DelayedScaling(amax='max', delay=2))
@@ -179,27 +153,26 @@ def parse_recipe(spec: object) -> Recipe:
     return recipe
 
 
-# An own __init__, since a recipe may be given as its string and is a recipe ever after.
+# Written by hand, because a recipe may be given as a string.
 @dataclasses.dataclass(frozen=True, init=False)
 class Float8:
-    """Training in 8 bits: products of e4m3 in the forward pass, and of e5m2 with e4m3 in the backward pass.
+    """Training in float8: e4m3 matmuls in the forward pass, e5m2 times e4m3 in the backward pass.
 
-    Weights stay in the parameter dtype, and optimizers see nothing of the format: the operands of each product are
-    scaled into the range of 8 bits and rounded on the way in. Casts saturate. Products whose lengths are not multiples
-    of 16, or too small to gain, stay in the compute dtype; `jmp_policy.explain` says which. There is a reverse-mode
-    derivative, and neither a forward-mode nor a second one.
+    Weights stay in the parameter dtype: the operands of each matmul are scaled, saturated and rounded when it runs.
+    Matmuls whose sizes are not multiples of 16, or that are too small to gain, stay in the compute dtype;
+    `jmp_policy.explain` lists them. Only reverse-mode derivatives of first order are supported.
 
     Args:
-      recipe: where the scales come from: a `DelayedScaling`, a `CurrentScaling`, or the string of one.
-      amax_history_length: over how many steps a delayed scale looks back.
-      margin: scales leave a factor of `2**margin` of room below the largest number of the format.
-      weight_grad: whether the gradient of the weight is computed in 8 bits too, else in the compute dtype.
-      min_size: the number of elements below which a weight is left in the compute dtype. The time of the
-        casts grows with the operands, and what they save with the product, so that small layers lose time, and
-        precision for nothing. From which size on yours gain depends on the device.
+      recipe: source of the scales: a `DelayedScaling`, a `CurrentScaling`, or the string of one.
+      amax_history_length: number of steps in the history of a delayed scale.
+      margin: scales leave a factor of `2**margin` of headroom below the largest value of the format.
+      weight_grad: if True, the weight gradient is computed in float8 too; otherwise in the compute dtype.
+      min_size: weights with fewer elements stay in the compute dtype. Casts take time proportional to the operands and
+        save time proportional to the matmul, so small layers lose time and precision. The break-even size depends on
+        the device.
 
     Raises:
-      TypeError, ValueError: an argument is not of its kind.
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; NVIDIA Transformer Engine's
     `DelayedScaling` (a history of 1024, max or most recent, a margin); Keras's `QuantizedFloat8DTypePolicy`.

@@ -1,48 +1,30 @@
-"""Quantized formats: what a policy may say of weights and activations beyond a dtype. Data only."""
+"""Quantized formats of a policy, and their strings. Data only."""
 
 import dataclasses
 import re
 from typing import Any
 
 from .._base import did_you_mean, quote
-from ._block_formats import (
-    MXFP4 as MXFP4,
-    MXFP8 as MXFP8,
-    NVFP4 as NVFP4,
-    BlockFormat as BlockFormat,
-    KeptNVFP4 as KeptNVFP4,
-    draws_noise as draws_noise,
-    find_kept_name as find_kept_name,
-    keep_module as keep_module,
-    keeps_names as keeps_names,
-)
-from ._float8_format import (
-    CurrentScaling as CurrentScaling,
-    DelayedScaling as DelayedScaling,
-    Float8 as Float8,
-    check_count,
-    check_flag,
-    spell_options,
-)
+from ._block_formats import MXFP4, MXFP8, NVFP4, BlockFormat
+from ._float8_format import Float8, check_count, check_flag, spell_options
 
-DEFAULT_MIN_SIZE = 4096
-"""The number of elements below which a product takes less time than the conversions around it."""
+_MIN_SIZE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """Weights in 8 bits, symmetric, a scale per output channel; activations too, unless told otherwise.
+    """Symmetric 8-bit integer weights with a scale per output channel; by default int8 activations too.
 
-    With `activations` each row of a layer's input is quantized as it comes (dynamically, a scale per row), and the
-    product is one of integers, int8 by int8 into int32. Without, the weights alone are stored in 8 bits.
+    With `activations`, each row of a layer's input is quantized dynamically, with its own scale, and the matmul
+    multiplies int8 by int8 into int32. Without, only weights are stored in int8.
 
     Args:
-      activations: whether inputs are quantized as well.
-      min_size: the number of elements below which a weight is left in the compute dtype: a small product takes less
-        time than the conversions around it.
+      activations: if True, inputs are quantized as well.
+      min_size: weights with fewer elements stay in the compute dtype, since the casts around a small matmul take longer
+        than the matmul.
 
     Raises:
-      TypeError, ValueError: an argument is not of its kind.
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
 
     Source: Jacob et al., Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference,
     CVPR 2018; Dettmers et al., LLM.int8(), NeurIPS 2022 (a scale per row and column).
@@ -53,7 +35,7 @@ class Int8:
     """
 
     activations: bool = True
-    min_size: int = DEFAULT_MIN_SIZE
+    min_size: int = _MIN_SIZE
 
     def __post_init__(self) -> None:
         check_flag(self, "activations")
@@ -61,12 +43,12 @@ class Int8:
 
     @property
     def bits(self) -> int:
-        """The bits of a stored weight."""
+        """Bits per stored weight."""
         return 8
 
     @property
     def for_tables(self) -> "Int8":
-        """The format of the tables of embeddings."""
+        """The format of embedding tables."""
         return self
 
     def __str__(self) -> str:
@@ -74,25 +56,24 @@ class Int8:
 
 
 PER_CHANNEL = -1
-"""The block size of `Int4` that stands for one block per output channel, as in Keras."""
+"""The block size of `Int4` for one block per output channel, as in Keras."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Int4:
-    """Weights in 4 bits, asymmetric, a scale and a zero point per block of inputs of an output channel.
+    """Asymmetric 4-bit integer weights; each block of inputs of an output channel has a scale and a zero point.
 
-    Activations stay in the compute dtype, and so does the product: 4 bits are for memory. The tables of embeddings have
-    8 bits, unless told otherwise: a token reads a row alone, where no sum evens the errors out, and a table that
-    computes the logits too lost a small GPT more than all of its other layers.
+    Activations and matmuls stay in the compute dtype: 4 bits save memory, not time. Embedding tables have 8 bits by
+    default, because a lookup reads single rows, whose errors do not average out.
 
     Args:
-      block_size: how many weights, along the axes that are summed over, share a scale. It divides their number; a
-        weight with fewer has one block, and so has every output channel where it is -1.
-      min_size: as for `Int8`.
-      table_bits: 8 or 4, for the tables of embeddings.
+      block_size: number of weights, along the axes that are summed over, that share a scale. It must divide the number
+        of inputs. A weight with fewer inputs has one block, as has every output channel with -1.
+      min_size: see `Int8`.
+      table_bits: 8 or 4, for embedding tables.
 
     Raises:
-      TypeError, ValueError: an argument is not of its kind.
+      TypeError, ValueError: an argument has the wrong type or an unknown value.
 
     Source: Frantar et al., GPTQ, ICLR 2023, section 4 (groups of 128); Keras's `int4/128` policies.
 
@@ -102,7 +83,7 @@ class Int4:
     """
 
     block_size: int = 128
-    min_size: int = DEFAULT_MIN_SIZE
+    min_size: int = _MIN_SIZE
     table_bits: int = 8
 
     def __post_init__(self) -> None:
@@ -114,12 +95,12 @@ class Int4:
 
     @property
     def bits(self) -> int:
-        """The bits of a stored weight."""
+        """Bits per stored weight."""
         return 4
 
     @property
     def for_tables(self) -> "Int8 | Int4":
-        """The format of the tables of embeddings."""
+        """The format of embedding tables."""
         return Int8(activations=False, min_size=self.min_size) if self.table_bits == 8 else self
 
     def __str__(self) -> str:
@@ -127,7 +108,7 @@ class Int4:
 
 
 StoredFormat = Int8 | Int4 | BlockFormat
-"""Formats in which weights are stored."""
+"""Formats in which weights can be stored."""
 
 Quantization = StoredFormat | Float8
 
@@ -140,29 +121,22 @@ _KINDS: dict[str, type[Quantization]] = {
     "nvfp4": NVFP4,
 }
 KINDS = tuple(_KINDS)
-"""What the strings of quantizations begin with."""
 
+# The field that a number after a slash sets; other fields are options in parentheses.
 _SLASH = {"int4": "block_size", "float8": "amax_history_length"} | dict.fromkeys(
     ("mxfp8", "mxfp4", "nvfp4"), "block_size"
 )
-_WORDS = ("recipe", "gradients", "scale_rounding", "keep")
+_WORDS = ("recipe", "gradients", "scale_rounding")
 _SPELLING = re.compile(r"(?P<kind>[a-z0-9]*)\s*(/(?P<slash>[^()]*))?\s*(\((?P<options>.*)\))?")
 
 
 def stored_format_of(quantization: Quantization | None) -> StoredFormat | None:
-    """A quantization, if it is one by which weights can be stored."""
+    """Returns the format if weights can be stored in it, else None."""
     return quantization if isinstance(quantization, StoredFormat) else None
 
 
 def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
-    """Reads a quantization: one of the classes, a string such as `"int8"`, `"int4/64"` or `"float8"`, or `None`.
-
-    Args:
-      spec: what to read; spaces and case of a string are forgiven.
-      where: what the error message says of the place it stands in.
-
-    Raises:
-      ValueError: it is none.
+    """Reads a quantization from an instance, None, or a string; `where` says in errors where it was given.
 
     >>> parse_quantization("INT4 / 64"), parse_quantization("int8(activations=false)")
     (Int4(block_size=64, min_size=4096, table_bits=8), Int8(activations=False, min_size=4096))
@@ -171,10 +145,14 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
         return spec
     found = _SPELLING.fullmatch(spec.strip().lower()) if isinstance(spec, str) else None
     if found is None or found["kind"] not in _KINDS:
-        remedy = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
-        raise ValueError(f"Unknown quantization {quote(spec)}{where}. {remedy} For example: 'int8'.")
+        suggestion = did_you_mean(found["kind"] if found else spec, (*KINDS, "int4/64"))
+        raise ValueError(f"Unknown quantization {quote(spec)}{where}. {suggestion} For example: 'int8'.")
     kind, place = found["kind"], f" in {quote(spec)}{where}"
-    pairs = [] if found["slash"] is None else [(_find_slash_field(kind, found["slash"], place), found["slash"])]
+    pairs = []
+    if found["slash"] is not None:
+        if kind not in _SLASH:
+            raise ValueError(f"{kind} takes no '/{found['slash'].strip()}'{place}. For example: {_show_example(kind)}.")
+        pairs.append((_SLASH[kind], found["slash"]))
     options = (found["options"] or "").strip()
     pairs += [_parse_option(kind, piece, place) for piece in options.split(",") if options]
     given: dict[str, Any] = {}
@@ -188,15 +166,7 @@ def parse_quantization(spec: object, *, where: str = "") -> Quantization | None:
         raise ValueError(f"In {quote(spec)}{where}: {error}") from None
 
 
-def _find_slash_field(kind: str, slash: str, place: str) -> str:
-    """What a number after a slash says."""
-    if kind not in _SLASH:
-        raise ValueError(f"{kind} takes no '/{slash.strip()}'{place}. For example: {_show_example(kind)}.")
-    return _SLASH[kind]
-
-
 def _parse_option(kind: str, piece: str, place: str) -> tuple[str, str]:
-    """The name and value of `name=value`."""
     name, _, value = (part.strip() for part in piece.partition("="))
     known = [field.name for field in dataclasses.fields(_KINDS[kind])]
     if name not in known:

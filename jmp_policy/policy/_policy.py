@@ -1,9 +1,8 @@
-"""The policy: which dtype parameters are stored in, computed in, and returned in; and the default policy's context."""
+"""The policy class, and the JAX context of the default policy."""
 
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ import numpy as np
 
 from .._base import DTypeLike, cast_floating, did_you_mean, first_floating_dtype, parse_dtype, quote
 from ..loss_scale import DynamicLossScale, LossScale, NoOpLossScale
-from ._block_formats import KeptNVFP4
 from ._formats import Quantization, parse_quantization
 
 T = TypeVar("T")
@@ -22,41 +20,39 @@ T = TypeVar("T")
 Precision = str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
 
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
-"""The matmul precisions that `jax.default_matmul_precision` reads by name, beside `jax.lax.DotAlgorithmPreset`."""
+"""Names that `jax.default_matmul_precision` accepts, besides those of `jax.lax.DotAlgorithmPreset`."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Policy:
-    """Says which dtype goes where, and casts trees accordingly.
+    """Dtypes of parameters, computation and outputs.
 
     Immutable, hashable and a pytree without leaves: a policy passes through `jit`, `vmap`, `scan` and `grad` as an
-    argument, a result or a field. Equal policies are one object, whatever spelling their dtypes had.
+    argument, a result or a field. Equal policies are one object, however their dtypes were spelled.
 
     Args:
-      param_dtype: what parameters are stored in; `None` leaves them as they are.
-      compute_dtype: what inputs and parameters are cast to for computing; `None` stands for the dtype of the first
+      param_dtype: dtype that parameters are stored in; `None` leaves them unchanged.
+      compute_dtype: dtype that inputs and parameters are cast to for computation; `None` means the dtype of the first
         floating input, which `resolve` fills in.
-      output_dtype: what results are cast to; `None` leaves them as they are.
-      precision: the matmul precision inside what the policy is applied to, as `jax.default_matmul_precision` takes
-        it (`"highest"`, `jax.lax.Precision.HIGHEST`, ...); `None` leaves it alone.
-      quantization: in which format the products of Flax layers are computed, and in which their weights are stored:
-        `quant.Int8()`, `quant.Int4()`, `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, or a string
-        such as `"int4/64"`; `None` for no other than the dtypes say. It holds in modules; a plain function has no
-        weights to quantize.
-      reduce_dtype: what gradients are summed over devices in; `None` leaves that to the program. `value_and_grad`,
-        `grad`, those of `jmp_policy.nnx` and `optim.minimize` take it from the policies that they meet while they
-        trace a function. `jax.grad` does not.
-      accumulate_dtype: what the products of Flax layers, and those in `autocast`, hand their sums over in: the bias is
-        added in it, and one cast makes the result one of the compute dtype inside of a model, and one of the output
-        dtype where the module with the policy returns it. `"p=f32,c=bf16,o=f32,a=f32"` on a head gives logits that
-        never were bfloat16. The weight's gradient is a sum in float32 too, and reaches a float32 weight as that.
-        `None` leaves products in the compute dtype. What a module computes by `jnp.dot` of its own is left alone, as
-        all of its operations are; `autocast` is for these. Such products have no forward-mode derivative.
+      output_dtype: dtype that outputs are cast to; `None` leaves them unchanged.
+      precision: matmul precision, as for `jax.default_matmul_precision` (`"highest"`, `jax.lax.Precision.HIGHEST`,
+        ...); `None` does not set it.
+      quantization: format of the matmuls and the stored weights of Flax layers: `quant.Int8()`, `quant.Int4()`,
+        `quant.Float8()`, `quant.MXFP8()`, `quant.MXFP4()`, `quant.NVFP4()`, a string such as `"int4/64"`, or `None`.
+        It applies to modules; a plain function has no weights to quantize.
+      reduce_dtype: dtype in which gradients are summed over devices; `None` leaves that to the function.
+        `value_and_grad` and `grad`, also in `jmp_policy.nnx`, and `optim.minimize` read it from the policies of the
+        function that they trace. `jax.grad` does not.
+      accumulate_dtype: output dtype of matmuls and convolutions in Flax layers and in `autocast`, as
+        `preferred_element_type`. The bias is added in it. The result is then cast once: to the compute dtype inside the
+        model, to the output dtype at its boundary. A head under `"p=f32,c=bf16,o=f32,a=f32"` returns logits that were
+        never rounded to bfloat16, and its float32 weight gets a float32 gradient. `None` means the compute dtype. A
+        `jnp.dot` in a module's own code is not affected, except in `autocast`. Forward mode is not supported.
 
     Raises:
-      ValueError: a dtype is not a floating dtype, the accumulate dtype cannot hold the numbers of the compute dtype, or
-        the precision or quantization is unknown.
+      ValueError: a dtype is not floating, the accumulate dtype cannot represent all values of the compute dtype, or the
+        precision or quantization is unknown.
 
     >>> import jax, numpy as np, jmp_policy as jmp
     >>> policy = jmp.Policy("float32", "bfloat16", "float32")
@@ -85,7 +81,7 @@ class Policy:
         reduce_dtype: DTypeLike | None = None,
         accumulate_dtype: DTypeLike | None = None,
     ) -> "Policy":
-        """The one policy of these dtypes."""
+        """Returns the interned policy of these fields."""
         fields = (
             _parse_optional_dtype(param_dtype, "param_dtype"),
             _parse_optional_dtype(compute_dtype, "compute_dtype"),
@@ -101,19 +97,19 @@ class Policy:
         return _INTERNED.setdefault(fields, new)
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to the dtype that parameters are stored in."""
+        """Casts the floating arrays of a tree to `param_dtype`."""
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to the dtype of computation."""
+        """Casts the floating arrays of a tree to `compute_dtype`."""
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts the floating arrays of a tree to the dtype of results."""
+        """Casts the floating arrays of a tree to `output_dtype`."""
         return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike | None) -> "Policy":
-        """The same policy with another output dtype.
+        """Returns this policy with another output dtype.
 
         >>> import jmp_policy as jmp
         >>> str(jmp.Policy("float32", "float16", "float16").with_output_dtype("full"))
@@ -122,7 +118,7 @@ class Policy:
         return self.replace(output_dtype=output_dtype)
 
     def replace(self, **fields: Any) -> "Policy":
-        """The same policy with other values of some fields.
+        """Returns this policy with some fields replaced.
 
         Raises:
           ValueError: a Policy has no field of that name.
@@ -133,13 +129,13 @@ class Policy:
                     f"Unknown field {quote(name)} of a Policy. {did_you_mean(name, _FIELDS)} "
                     "For example: policy.replace(output_dtype='float32')."
                 )
-        return Policy(**self._fields() | fields)
+        return Policy(**vars(self) | fields)
 
     def resolve(self, *inputs: Any) -> "Policy":
-        """Fills a missing compute dtype in from the first floating array of the inputs, or float32 if there is none.
+        """Fills in a missing compute dtype from the first floating array of the inputs, else float32.
 
         Raises:
-          ValueError: the accumulate dtype cannot hold its numbers.
+          ValueError: the accumulate dtype cannot represent all of its values.
 
         >>> import numpy as np, jmp_policy as jmp
         >>> str(jmp.Policy("float32", None, None).resolve(3, np.ones(2, np.float16)))
@@ -150,7 +146,7 @@ class Policy:
         return self.replace(compute_dtype=first_floating_dtype(inputs) or np.float32)
 
     def loss_scale(self) -> LossScale:
-        """A loss scale that fits: dynamic if the compute dtype is float16, whose range is small, else a no-op.
+        """Returns a dynamic loss scale if the compute dtype is float16, else a no-op.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "bfloat16", "float32").loss_scale()
@@ -179,18 +175,18 @@ class Policy:
         return str(self)
 
     def get_config(self) -> dict[str, str | None]:
-        """The fields as plain strings and `None`, for JSON; without those that came later, where they are `None`.
+        """Returns the fields as strings and `None`, for JSON; `reduce_dtype` and `accumulate_dtype` only if set.
 
         >>> import jmp_policy as jmp
         >>> jmp.Policy("float32", "float16", None).get_config()
         {'param_dtype': 'float32', 'compute_dtype': 'float16', 'output_dtype': None, 'precision': None, 'quantization': None}
         """  # noqa: E501
-        config = {name: None if value is None else str(value) for name, value in self._fields().items()}
+        config = {name: None if value is None else str(value) for name, value in vars(self).items()}
         return {name: value for name, value in config.items() if value is not None or name not in _LATER}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Policy":
-        """The policy that `get_config` described.
+        """Returns the policy of a `get_config()`.
 
         Raises:
           ValueError: a field is missing, unknown, or has a bad value.
@@ -199,14 +195,11 @@ class Policy:
         if not isinstance(config, Mapping) or not required <= config.keys() <= set(_FIELDS):
             got = sorted(config) if isinstance(config, Mapping) else repr(config)
             raise ValueError(
-                f"A policy's config has the keys {sorted(required)}, and 'precision', 'quantization', 'reduce_dtype' "
-                f"and 'accumulate_dtype' if need be, got {got}. "
+                f"A policy's config has the keys {sorted(required)}, and optionally 'precision', 'quantization', "
+                f"'reduce_dtype' and 'accumulate_dtype', got {got}. "
                 f"For example: {Policy('float32', 'bfloat16', 'float32').get_config()}."
             )
         return cls(**config)
-
-    def _fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FIELDS}
 
     def __str__(self) -> str:
         dtypes = {"params": self.param_dtype, "compute": self.compute_dtype, "output": self.output_dtype}
@@ -220,17 +213,12 @@ class Policy:
         return f"Policy({', '.join(given)})"
 
     def __reduce__(self) -> tuple:  # copies and pickles are the interned object again
-        if isinstance(self.quantization, KeptNVFP4):  # of a module that nnx pickles with its spec; no string has it
-            plain = self.replace(quantization=self.quantization.plain)
-            return functools.partial(plain.replace, quantization=self.quantization), ()
         return Policy.from_config, (self.get_config(),)
 
 
-FROM = "_from_"
-"""What stands between the quantization and the rest of a policy's name."""
-
+FROM = "_from_"  # between the quantization and the rest of a policy's name
 _FIELDS = tuple(field.name for field in dataclasses.fields(Policy))
-_LATER = ("reduce_dtype", "accumulate_dtype")  # than the first configs and pickles that users keep
+_LATER = ("reduce_dtype", "accumulate_dtype")  # added later: configs and pickles from before lack them
 _OPTIONAL = ("precision", "quantization", *_LATER)
 _INTERNED: dict[tuple, Policy] = {}
 
@@ -244,18 +232,13 @@ def _parse_optional_dtype(spec: DTypeLike | None, field: str) -> np.dtype | None
 
 
 def _check_accumulate_dtype(accumulate_dtype: np.dtype | None, compute_dtype: np.dtype | None) -> None:
-    """Checks that sums of products hold every number of the dtype of these.
-
-    Raises:
-      ValueError: they are narrower.
-    """
     if accumulate_dtype is None or compute_dtype is None:
         return
     wide, narrow = jnp.finfo(accumulate_dtype), jnp.finfo(compute_dtype)
     if wide.nmant < narrow.nmant or wide.maxexp < narrow.maxexp or wide.minexp > narrow.minexp:
         raise ValueError(
-            f"Products of {str(compute_dtype)!r} cannot be accumulated in {str(accumulate_dtype)!r}, which does not "
-            f"hold all numbers of compute_dtype={str(compute_dtype)!r}. For example: accumulate_dtype='float32'."
+            f"Products of {str(compute_dtype)!r} cannot be accumulated in {str(accumulate_dtype)!r}, which cannot "
+            f"represent all values of compute_dtype={str(compute_dtype)!r}. For example: accumulate_dtype='float32'."
         )
 
 
@@ -278,10 +261,9 @@ def _parse_precision(precision: Precision) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class KeyedDefault:
-    """A default policy with the object of another library that it was made from.
+    """A default policy and the object (of `compat.keras`, say) that it was made from.
 
-    What is compiled while it holds is keyed by the object's `__jmp_key__()`, as it was then, and never by the object:
-    one that is equal compiles nothing again, and one with another loss scale, say, is never answered for it.
+    Compiled functions are keyed by the object's `__jmp_key__()` at the time it became the default, not by the object.
     """
 
     policy: Any
@@ -289,38 +271,36 @@ class KeyedDefault:
     origin: Any = dataclasses.field(compare=False)
 
 
-# Not a ContextVar or a module global: either, read while tracing, goes stale at the second call of a jitted function.
+# A ContextVar or a module global would not be part of the `jit` key.
 _CONTEXT = jax.make_user_context(Policy("float32", "float32", "float32"))
 
-# JAX's contexts belong to a thread, and asyncio runs many tasks in one: a task would see, and restore, the default of
-# another. So a ContextVar, which belongs to a task, holds what `use_policy` set last, and in which thread.
+# JAX contexts belong to a thread, and asyncio runs many tasks in one thread: a task could see and restore the default
+# of another task. This ContextVar, which belongs to a task, has the last default that `use_policy` set, and its thread.
 _SCOPED: contextvars.ContextVar[tuple[int, Any] | None] = contextvars.ContextVar("_SCOPED", default=None)
 _GLOBAL = [_CONTEXT.value]
 
 
 def read_default() -> Any:
-    """The policy or map that is the default one."""
+    """Returns the default policy or map."""
     value = _CONTEXT.value
     _check_task(value)
     return value.policy if isinstance(value, KeyedDefault) else value
 
 
 def read_origin() -> Any:
-    """The object that the default policy was made from; `None` if there is none, or if it has changed since."""
+    """Returns the object that the default policy was made from, or None if there is none or it has changed since."""
     value = _CONTEXT.value
     is_origin_kept = isinstance(value, KeyedDefault) and value.origin.__jmp_key__() == value.key
     return value.origin if is_origin_kept else None
 
 
 def set_default(policy: Hashable, spec: Any) -> None:
-    """Makes a policy, and what it was made from, the default one."""
     _GLOBAL[0] = _key_by_origin(policy, spec)
     _CONTEXT.set_global(_GLOBAL[0])
 
 
 @contextlib.contextmanager
 def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
-    """A context manager in which a policy, and what it was made from, is the default one, in this thread."""
     _check_task(_CONTEXT.value)
     value = _key_by_origin(policy, spec)
     token = _SCOPED.set((threading.get_ident(), value))
@@ -332,18 +312,14 @@ def temporarily_set_default(policy: Hashable, spec: Any) -> Iterator[None]:
 
 
 def _check_task(value: Any) -> None:
-    """Checks that the default policy of this thread is the one of this asyncio task.
-
-    Raises:
-      RuntimeError: another task is inside of `use_policy`.
-    """
+    """Raises if another asyncio task of this thread is inside `use_policy`."""
     scoped = _SCOPED.get()
     expected = scoped[1] if scoped is not None and scoped[0] == threading.get_ident() else _GLOBAL[0]
     if value != expected:
         raise RuntimeError(
-            f"The default policy is {quote(value)}, which another asyncio task of this thread set by use_policy and "
-            "has yet to leave. JAX keeps it for the whole thread, so leave use_policy before the next await, or hand "
-            "the policy on. For example: jmp.with_policy(model, 'mixed_bfloat16')."
+            f"The default policy is {quote(value)}, which another asyncio task of this thread has set "
+            "by use_policy. JAX keeps it for the whole thread, so leave use_policy before the next await, or pass the "
+            "policy itself. For example: jmp.with_policy(model, 'mixed_bfloat16')."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a type checker is told: what stands for a policy, and that what is given a policy stays of its type."""
+"""Types of policy specs and of decorators that apply a policy."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, overload
@@ -10,32 +10,33 @@ from ._policy import Policy
 from ._policy_map import PolicyMap
 
 F = TypeVar("F", bound="Callable[..., Any] | classmethod[Any, Any, Any]")
-"""A function, or a Flax module or class: Flax declares that each of these can be called."""
+"""A function, or a Flax module or class: all of them are declared as callable."""
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 class SupportsPolicy(Protocol[T_co]):
-    """An object that stands for a policy."""
+    """Object that can be converted to a policy."""
 
     def __jmp_policy__(self) -> T_co:
-        """Anything that `get_policy` reads, but for the object itself."""
+        """Returns a policy spec other than the object itself."""
         ...
 
 
 PolicySpec = Policy | PolicyMap | DTypeLike | Mapping[str, Any] | SupportsPolicy[Any] | None
 """A policy, a map, a dtype, a string, the config of a policy or map, `None`, or an object with `__jmp_policy__()`.
 
-Such an object may be more than its policy, as one that carries a name and a loss scale is. With a `__jmp_key__()`,
-which is hashable and tells it apart, it is what `default_origin` returns while it is the default policy.
+If such an object also has a `__jmp_key__()`, a hashable identity, then `default_origin` returns it while it is the
+default policy.
 """
 
 FirstSpec = str | Policy | PolicyMap | np.dtype[Any] | type[np.generic] | dict[str, Any] | SupportsPolicy[Any]
-"""What is a policy where a target may stand too. Not all that has a dtype, as many a module does, and no `nnx.Dict`."""
+"""Types read as a policy in the first positional argument, where a module is also allowed. Excludes objects that merely
+have a `dtype`, and `nnx.Dict`."""
 
 
 class Jitted(Protocol[P, T_co]):
-    """What `jax.jit` and `nnx.jit` return. Once it has a policy it is a plain function, without `lower`."""
+    """Result of `jax.jit` and `nnx.jit`. With a policy it is a plain function, without `lower`."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co:
         """Runs the compiled function."""
@@ -47,7 +48,7 @@ class Jitted(Protocol[P, T_co]):
 
 
 class Decorator(Protocol):
-    """A decorator that gives a policy, and returns what it is given."""
+    """Decorator that applies a policy; it keeps the type of its target."""
 
     @overload
     def __call__(self, target: Jitted[P, R], /) -> Callable[P, R]: ...

@@ -1,21 +1,11 @@
-"""Quantized policies: weights in 8 and 4 bits, as explicit arrays, and training in float8 and in formats of blocks.
+"""Quantization: int8 and int4 weights, and training in float8 and block-scaled formats.
 
-A trained model:
-
-- `quantize` stores its weights in 8 or 4 bits.
-- `calibrate` chooses from data where the inputs of its layers are clipped.
-- `compare` says what each layer lost and saved: a `Comparison` of a `LayerComparison` for each.
-
-Formats, which the strings of policies name:
-
-- `Int8` and `Int4` for weights, `Float8` for products, with `DelayedScaling` or `CurrentScaling`.
-- `MXFP8`, `MXFP4` and `NVFP4` for both: numbers of floating point in blocks that share a scale.
-
-Weights and products:
-
-- `QuantizedArray` is a weight; `quantize_array` makes one.
-- `dot_general`, `einsum`, `conv_general_dilated` and `take` compute with it.
-- `float8_state` is what a product in float8 remembers.
+- `quantize` stores the weights of a trained model in 8 or 4 bits; `calibrate` chooses clips for the inputs of its
+  layers from data; `compare` measures the error and size of each layer.
+- Formats, which policy strings name: `Int8` and `Int4` for weights; `Float8`, with `DelayedScaling` or
+  `CurrentScaling`, for matmuls; `MXFP8`, `MXFP4` and `NVFP4` for both.
+- `QuantizedArray` is a quantized weight, which `quantize_array` makes. `dot_general`, `einsum`, `conv_general_dilated`
+  and `take` compute with it. `float8_state` makes the state of a float8 matmul.
 """
 
 from ..policy import (

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,18 +30,17 @@ from ._weights import QuantizedArray
 
 @dataclasses.dataclass(frozen=True)
 class LayerComparison:
-    """A layer with a weight, before and after.
+    """A layer with a weight, before and after quantization.
 
     Attributes:
-      path: the module names joined by `/`; the root's is the empty string.
-      type: the name of its class; the empty string, if it was not called.
-      quantization: the format of the weight afterwards, or why it is as it was.
-      bytes_before: the size of the weight.
-      bytes_after: its size afterwards, with its scales.
-      weight_error: the norm of what the weight lost, relative to its own.
-      output_error: how far apart the outputs of the layer are in the two models, over all of its calls: the norm of
-        their difference, relative to the norm of the first. The errors of earlier layers are part of it. `None` where
-        the layer was not called, or returned no numbers, as inside of `vmap` and `remat`.
+      path: module names joined by `/`; empty for the root.
+      type: the class name; empty if the layer was not called.
+      quantization: the format of the weight afterwards, or the reason why it is unchanged.
+      bytes_before: size of the weight.
+      bytes_after: size of the quantized weight and its scales.
+      weight_error: norm of the change of the weight, relative to its norm.
+      output_error: norm of the difference of the layer's outputs, over all calls, relative to the norm of the first. It
+        includes the errors of earlier layers. `None` if the layer was not called, or in `vmap` and `remat`.
 
     >>> import jmp_policy as jmp
     >>> row = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
@@ -59,27 +58,26 @@ class LayerComparison:
 
     @property
     def sqnr(self) -> float:
-        """The signal-to-quantization-noise ratio of the weight, in decibels."""
+        """Signal-to-quantization-noise ratio of the weight, in decibels."""
         return math.inf if self.weight_error == 0 else -20 * math.log10(self.weight_error)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is quantized afterwards."""
+        """True if the weight is quantized afterwards."""
         return not self.quantization.startswith("left: ")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and the ratio."""
+        """Returns the fields and `sqnr`."""
         return dataclasses.asdict(self) | {"sqnr": self.sqnr}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Report):
-    """What `quant.compare` found: a table in a terminal and in a notebook, and a plot.
+    """Result of `quant.compare`: prints as a table, also in notebooks.
 
     Attributes:
-      rows: one for each layer with a weight, in the order of their first calls.
-      output_error: how far apart the outputs of the two models are: the norm of their difference, relative to the
-        norm of the first.
+      rows: one per layer with a weight, in the order of first calls.
+      output_error: norm of the difference of the models' outputs, relative to the norm of the first.
 
     >>> import jmp_policy as jmp
     >>> head = jmp.quant.LayerComparison("head", "Dense", "int8", 16384, 4352, weight_error=0.01, output_error=0.02)
@@ -100,29 +98,25 @@ class Comparison(Report):
 
     @property
     def bytes_before(self) -> int:
-        """The size of the weights of all rows."""
+        """Size of the weights of all rows."""
         return sum(row.bytes_before for row in self.rows)
 
     @property
     def bytes_after(self) -> int:
-        """Their size afterwards."""
+        """Size of these weights afterwards."""
         return sum(row.bytes_after for row in self.rows)
 
     @property
     def quantized(self) -> tuple[LayerComparison, ...]:
-        """The rows whose weights are quantized."""
+        """Rows with quantized weights."""
         return tuple(row for row in self.rows if row.is_quantized)
 
     def __getitem__(self, path: str) -> LayerComparison:
-        """The row of the layer at a path.
-
-        Raises:
-          KeyError: no row has this path.
-        """
+        """Returns the row of the layer at `path`, or raises KeyError."""
         return find_row(self.rows, path, "layer", "compared")
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as plain dictionaries, lists, strings and numbers, for tests and for JSON."""
+        """Returns the comparison as dictionaries, lists, strings and numbers, for JSON."""
         return {
             "rows": [row.to_dict() for row in self.rows],
             "bytes_before": self.bytes_before,
@@ -131,11 +125,7 @@ class Comparison(Report):
         }
 
     def plot(self) -> Any:
-        """Bars of the output error and the bytes of each layer, as a `matplotlib.figure.Figure`.
-
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
+        """Plots output error and bytes per layer, as a `matplotlib.figure.Figure`. Needs matplotlib."""
         rows = self.rows
         colors = [_choose_color(row) for row in rows]
         errors = [None if row.output_error is None else 100 * row.output_error for row in rows]
@@ -199,7 +189,7 @@ def _list_cells(row: LayerComparison) -> tuple[str, ...]:
 
 
 def _list_reasons(rows: Sequence[LayerComparison]) -> list[str]:
-    """A sentence for each reason to leave a weight."""
+    """Lists the layers of each reason."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if not row.is_quantized:
@@ -212,24 +202,24 @@ def _format_error(error: float) -> str:
 
 
 def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwargs: Any) -> Comparison:
-    """Runs a model and its quantized self on the same inputs, and says what each layer lost and saved.
+    """Runs a model and its quantized form on the same inputs, and compares each layer.
 
-    Both run one operation after the other, so that the layers of a scan are seen as well.
+    Both run one op at a time, so that the layers of a scan are seen too.
 
     Args:
-      before: the model as it was, with a policy or without: a bound linen module (`model.bind(variables)`), or an nnx
-        model. It stays as it is.
-      after: the same with quantized weights: `with_policy(model, policy).bind(quantize(variables, policy))`, or what
-        `quantize` returns for an nnx model.
+      before: the original model, with or without a policy: a bound linen module (`model.bind(variables)`), or an nnx
+        model. It is not changed.
+      after: the quantized model: `with_policy(model, policy).bind(quantize(variables, policy))`, or the result of
+        `quantize` for an nnx model.
       *inputs: positional arguments of the method.
-      method: what to call instead of the module itself, as for `explain`.
-      **kwargs: other arguments of the call; of `apply`, for linen.
+      method: the method to call, as for `explain`.
+      **kwargs: further arguments of the call; for linen, of `apply`.
 
     Returns:
-      A `Comparison`: a table when printed or shown in a notebook, `.plot()`, `.rows` and `.to_dict()` for programs.
+      A `Comparison`, with `.plot()`, `.rows` and `.to_dict()`.
 
     Raises:
-      TypeError: one of the two is not a Flax module.
+      TypeError: an argument is not a Flax module.
       ValueError: they are not the same model, or a linen module is not bound.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
@@ -251,40 +241,20 @@ def compare(before: Any, after: Any, *inputs: Any, method: Method = None, **kwar
     return Comparison(tuple(rows), _error(*whole) or 0.0)
 
 
-class _Called(NamedTuple):
-    """What is told of a layer that was called.
-
-    Attributes:
-      type: the name of its class.
-      quantization: what becomes of its weight, in the words of `explain`.
-    """
-
-    type: str
-    quantization: str
-
-
 class _Outputs:
-    """What the layers of a model return.
-
-    Args:
-      paths: of the layers.
-
-    Attributes:
-      called: those that were called, by path, in the order of their first calls.
-      by_path: the arrays that each returned, in the order of its calls.
-    """
+    """Outputs of the layers at some paths, in the order of calls."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self.called: dict[str, _Called] = {}
+        self.called: dict[str, tuple[str, str]] = {}  # class name, and quantization in the words of `explain`
         self.by_path: dict[str, list[Any]] = {path: [] for path in paths}
         self._running: set[str] = set()
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Calls a method of a module; of methods that call each other, the outermost one counts."""
+        """Calls a method of a module; if methods call each other, records the outermost."""
         if call.path not in self.by_path or call.path in self._running:
             return next_fun(*args, **kwargs)
         if call.path not in self.called:
-            self.called[call.path] = _Called(call.type.__name__, call.describe_quantization())
+            self.called[call.path] = call.type.__name__, call.describe_quantization()
         self._running.add(call.path)
         try:
             out = next_fun(*args, **kwargs)
@@ -310,7 +280,6 @@ def _weights(model: Any) -> dict[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Checks that two models have weights of the same shapes at the same paths."""
     for path in sorted(before.keys() | after.keys()):
         shapes = [weights[path].shape if path in weights else None for weights in (before, after)]
         if shapes[0] != shapes[1]:
@@ -327,10 +296,10 @@ def _run(model: Any, outputs: _Outputs, inputs: Args, method: Method, kwargs: Kw
         return _find_adapter(model).run(model, inputs, method, kwargs, outputs.hook)
 
 
-def _row(path: str, before: Any, after: Any, called: _Called | None, error: float | None) -> LayerComparison:
+def _row(path: str, before: Any, after: Any, called: tuple[str, str] | None, error: float | None) -> LayerComparison:
     return LayerComparison(
         path=path,
-        type="" if called is None else called.type,
+        type="" if called is None else called[0],
         quantization=_quantization(after, called),
         bytes_before=before.nbytes,
         bytes_after=after.nbytes,
@@ -339,17 +308,17 @@ def _row(path: str, before: Any, after: Any, called: _Called | None, error: floa
     )
 
 
-def _quantization(weight: Any, called: _Called | None) -> str:
+def _quantization(weight: Any, called: tuple[str, str] | None) -> str:
     if isinstance(weight, QuantizedArray):
         return str(weight.format)
     if called is None:
         return "left: not called"
-    said = called.quantization or "left: no quantization in its policy"
-    if said.startswith("left: "):
-        return said
-    # Float8 rounds the operands of products: weights are not stored in it, before or after.
-    stored = "from a weight that stays as it is" if said.startswith("float8") else "and is yet to be quantized"
-    return f"left: computes as {said}, {stored}"
+    described = called[1] or "left: no quantization in its policy"
+    if described.startswith("left: "):
+        return described
+    # Float8 rounds operands; weights are never stored in it.
+    stored = "from an unquantized weight" if described.startswith("float8") else "and is yet to be quantized"
+    return f"left: computes as {described}, {stored}"
 
 
 def _numbers(weight: Any) -> Any:
@@ -357,13 +326,13 @@ def _numbers(weight: Any) -> Any:
 
 
 def _arrays(out: Any) -> list[Any]:
-    """The floating arrays of a result, where they have numbers."""
+    """Returns the floating arrays of an output; none if they are traced."""
     leaves = [leaf for leaf in jax.tree.leaves(out) if is_array(leaf) and is_floating_dtype(leaf.dtype)]
     return [] if any(isinstance(leaf, Tracer) for leaf in leaves) else leaves
 
 
 def _error(before: Sequence[Any], after: Sequence[Any]) -> float | None:
-    """The norm of the difference of some arrays, relative to the norm of the first ones; `None` without arrays."""
+    """Returns the norm of the difference, relative to the norm of the first arrays; None without arrays."""
     if not before:
         return None
     lost = kept = 0.0

@@ -1,4 +1,4 @@
-"""The operations of JAX that take a weight in second place, quantized: `dot_general`, `einsum`, convolution, `take`."""
+"""JAX operations with a quantized weight: `dot_general`, `einsum`, `conv_general_dilated`, and `take`."""
 
 import dataclasses
 import math
@@ -42,38 +42,37 @@ def dot_general(
     state: State | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `jax.lax.dot_general` with a quantized weight on the right, or in narrow floating point.
+    """Computes `jax.lax.dot_general` with a quantized right operand.
 
-    A floating `rhs` may have its axes in any order. Blocks that are stored are multiplied as blocks where the axes of
-    `rhs` are in the order of a batch, what is summed over, outputs; elsewhere `rhs` is dequantized to the dtype of
-    `lhs`, and `lhs` is not rounded.
+    A floating `rhs` may have its axes in any order. A `rhs` that is stored in blocks is multiplied in blocks if its
+    axes are in the order batch, inputs, outputs; otherwise it is dequantized to the dtype of `lhs`, and `lhs` is not
+    rounded.
 
     Args:
       lhs: real floating, of any shape.
-      rhs: a `QuantizedArray`, which says how to compute with it; or a floating array. `quantization` says how to
-        quantize that: with a scale for each row or column that is summed over, or in blocks along these.
+      rhs: a `QuantizedArray`, or a floating array to quantize by `quantization`.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
-      precision: as for JAX; products in 8 bits ignore it.
-      preferred_element_type: the dtype of the result; `None` for the dtype of `lhs`.
+      precision: as for JAX; ignored by 8-bit matmuls.
+      preferred_element_type: the dtype of the output; by default the dtype of `lhs`.
       out_sharding: as for JAX.
-      quantization: `Int8`, `Int4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating `rhs`; with
-        `None` it is JAX's own operation. `Float8`, and formats of blocks with `activations`, compute the reverse-mode
-        derivative in narrow numbers as well. `Float8` alone leaves small products alone.
-      state: for `Float8` with `DelayedScaling`, as `float8_state` makes it. Its gradient is the next state.
-      key: for `NVFP4` with `stochastic_rounding`, a new one for each product of each step. The derivative draws from
-        it, and from nothing else: under `jax.jit` the same numbers on any mesh. In `jax.shard_map` each device draws
-        for the part that it has; fold `jax.lax.axis_index` into the key, that their noise may differ.
+      quantization: `Int8`, `Int4`, `Float8`, `MXFP8`, `MXFP4`, `NVFP4`, or their string, for a floating `rhs`; `None`
+        calls JAX's operation. `Float8`, and block formats with `activations`, also quantize the backward pass. Only
+        `Float8` leaves small matmuls unquantized.
+      state: for `Float8` with `DelayedScaling`, from `float8_state`. Its gradient is the next state.
+      key: for `NVFP4` with `stochastic_rounding`, a new one per matmul and step. Under `jax.jit` the result does not
+        depend on the mesh. In `jax.shard_map`, fold `jax.lax.axis_index` into the key so that devices draw different
+        noise.
 
     Returns:
-      The product, as JAX would order its axes. Its derivative passes straight through the rounding, to `lhs` and to a
-      floating `rhs`.
+      The output of JAX's operation. Its derivative passes straight through the rounding, to `lhs` and to a floating
+      `rhs`.
 
     Raises:
-      TypeError: `lhs`, or an `rhs` to quantize, is not floating; or the derivative of a product in float8, or of one
-        of blocks by blocks, is differentiated.
-      ValueError: `quantization` is none, or its blocks do not divide what is summed over; a quantized `rhs` is given
-        another one; or a state or key is missing, or given to a format that has none. A missing key shows where the
-        product is differentiated.
+      TypeError: `lhs`, or an `rhs` to quantize, is not floating; or a float8 or block-scaled matmul is differentiated
+        twice.
+      ValueError: `quantization` is not valid, or its blocks do not divide the inputs; a quantized `rhs` has another
+        format; or a state or key is missing, or given to a format without one. A missing key is reported by the
+        derivative.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((2, 4)), jnp.full((4, 3), 0.5)
@@ -96,9 +95,9 @@ def einsum(
     state: State | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes `jax.numpy.einsum` of two operands, with a quantized weight on the right, or in narrow floating point.
+    """Computes `jax.numpy.einsum` of two operands with a quantized right operand.
 
-    Arguments, result and errors are as of `dot_general`; the equation has its `->` and may have an ellipsis.
+    Arguments, output and errors are as for `dot_general`; the equation needs `->` and may have an ellipsis.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.einsum("bd,nd->bn", jnp.ones((1, 4)), jnp.ones((2, 4)), quantization="int8").tolist()
@@ -118,12 +117,11 @@ def conv_general_dilated(
     state: State | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Computes `jax.lax.conv_general_dilated` with a quantized filter, or with both operands rounded to float8.
+    """Computes `jax.lax.conv_general_dilated` with a quantized filter.
 
-    With `Int8` an example of the batch has one scale, because windows overlap. With `Float8` the numbers of 8 bits are
-    multiplied in bfloat16 or float32. Formats of blocks round the filter alone, in blocks along all that a window sums
-    over, and the product is in the dtype of `lhs`. Other arguments, result and errors are as for JAX's operation and
-    for `dot_general`.
+    With `Int8`, each example has one scale, because windows overlap. With `Float8`, float8 values are multiplied in
+    bfloat16 or float32. Block formats round the filter only, and compute in the dtype of `lhs`. Other arguments, output
+    and errors are as for JAX's operation and `dot_general`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> x, w = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
@@ -134,15 +132,15 @@ def conv_general_dilated(
 
 
 def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Rows of an embedding table in 8 or 4 bits, as floating numbers: only the rows that are read are dequantized.
+    """Looks up rows of a quantized embedding table, and dequantizes only these.
 
     Args:
-      table: a `QuantizedArray` of shape `(rows, features)` whose rows have scales of their own, or an `Unquantized`.
+      table: a `QuantizedArray` of shape `(rows, features)` with a scale per row, or an `Unquantized`.
       indices: integers of any shape.
-      dtype: of the result; `None` for the dtype of the table.
+      dtype: dtype of the output; by default the dtype of the table.
 
     Returns:
-      Shape `(*indices.shape, features)`.
+      An array of shape `(*indices.shape, features)`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"embedding": jnp.ones((300, 64))}
@@ -162,44 +160,38 @@ def take(table: StoredWeight, indices: jax.Array, dtype: DTypeLike | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Multiplication:
-    """One of the ways in which layers multiply their inputs by their weights: an operation of JAX's, and ours.
-
-    Attributes:
-      default: JAX's function, which Flax's layers call unless told otherwise.
-      describe: takes the arguments of `default`, and returns its bilinear form and its operands.
-      quantized: takes the arguments of `default`, and computes with a quantized weight.
-    """
+    """A function of JAX that layers call on input and weight, its `Call`, and its quantized form."""
 
     default: Callable[..., jax.Array]
     describe: Callable[..., Call]
     quantized: Callable[..., jax.Array]
 
 
+# By the names in the tables of layers.
 OPERATIONS = {
     "dot_general": Multiplication(lax.dot_general, describe_dot_general, dot_general),
     "conv_general_dilated": Multiplication(lax.conv_general_dilated, describe_convolution, conv_general_dilated),
     "einsum": Multiplication(jnp.einsum, describe_einsum, einsum),
 }
-"""By the names that the rows of the tables of layers call them by."""
 
 
 def float8_state(quantization: Quantization | str) -> State:
-    """Makes the state of a product in 8-bit floating point before its first step: scales of one, and empty histories.
+    """Returns the initial state of a float8 matmul: scales of one, and empty histories.
 
-    Each product has a state of its own, a tree of float32 arrays. The gradient of the state is the next state: where
-    parameters are updated the gradient overwrites it, and no optimizer should see it.
+    Each matmul has its own state. Its gradient is its next value: it overwrites the state when parameters are updated,
+    and no optimizer should see it.
 
-    `value_and_grad`, `optim` and casts know it by its names, wherever it stands in a tree of parameters, as long as all
-    six stay together; under the key `_overwrite_with_gradient`, Flax's own, they know any part of it. In nnx, where a
-    Variable's type tells what it is, each array is a `jmp_policy.nnx.Float8State`. `jax.grad` and optimizers alone do
-    not know it: `jax.grad` sums what several uses of a layer saw, and keeps the loss scale in it.
+    `value_and_grad`, `optim` and casts recognize all six arrays together anywhere in a tree of parameters, and any of
+    them under Flax's key `_overwrite_with_gradient`. In nnx, each array is a `jmp_policy.nnx.Float8State`. Plain
+    `jax.grad` and optimizers do not recognize state: `jax.grad` sums it over several uses of a layer, and leaves the
+    loss scale in it.
 
     Args:
       quantization: `Float8` with `DelayedScaling`, or its string.
 
     Returns:
-      For each of input, kernel and output_grad a `{name}_scale` of shape `(1,)` and a `{name}_amax_history` of shape
-      `(amax_history_length,)`, whose first element is the newest.
+      For each of input, kernel and output_grad, a `{name}_scale` of shape `(1,)` and a `{name}_amax_history` of shape
+      `(amax_history_length,)`, whose first element is the newest; float32.
 
     Raises:
       ValueError: `quantization` has no state.
@@ -229,18 +221,18 @@ def _multiply(
         _check_floating(lhs)
         return multiply_quantized(operation, lhs, rhs, key)
     _check_key(format, key)
-    if format is None or rhs.size == 0:  # a sum of nothing is zero in any format
+    if format is None or rhs.size == 0:  # an empty sum is zero in any format
         return operation.compute(lhs, rhs)
     _check_floating(lhs)
     if isinstance(format, Float8):
         _check_floating(rhs)
         if why_weight_wide(operation, lhs.shape, rhs.shape, format) is not None:
             return operation.compute(lhs, rhs.astype(lhs.dtype))
-        return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))  # of any mapping
+        return float8_product(operation, lhs, rhs, format, None if state is None else dict(state))
     if isinstance(format, BlockFormat):
         _check_floating(rhs)
         if format.activations and is_matmul(operation, lhs.shape, rhs.shape):
-            # In whatever order the axes are: nothing has stored the weight as blocks.
+            # Any order of axes is fine, because the weight is not stored in blocks yet.
             inputs = math.prod(rhs.shape[axis] for axis in operation.summed_axes(operation.right))
             block_length(Layout((inputs,), 1), format)
             return block_product(operation, lhs, rhs, format, key)
@@ -258,33 +250,32 @@ def _check_format(weight: StoredWeight, format: Quantization | None) -> None:
 def _check_floating(operand: jax.Array) -> None:
     if not is_floating_dtype(operand.dtype):
         raise TypeError(
-            f"A quantized weight is multiplied by floating numbers, got {operand.dtype}{list(operand.shape)}. "
+            f"A quantized weight is multiplied by a floating array, got {operand.dtype}{list(operand.shape)}. "
             "For example: dot_general(x.astype('float32'), ...)."
         )
 
 
 def _check_state(format: Quantization | None, state: State | None) -> None:
-    """Checks that there is a state exactly where a recipe has one."""
     if needs_state(format) and state is None:
         raise ValueError(
-            f"{str(format)!r} scales by what it saw before, and is given no state. For example: "
-            f"state=float8_state({str(format)!r}), or quantization='float8(recipe=current)', which needs none."
+            f"{str(format)!r} needs a state of earlier steps, but got none. For example: "
+            f"state=float8_state({str(format)!r}), or quantization='float8(recipe=current)', which needs no state."
         )
     if state is not None and not needs_state(format):
-        raise ValueError(f"{str(format)!r} has no state, and got one. For example: quantization='float8'.")
+        raise ValueError(f"{str(format)!r} has no state, but got one. For example: quantization='float8'.")
 
 
 def _check_key(format: Quantization | None, key: jax.Array | None) -> None:
-    """Checks that a key is given to a format that draws noise alone; whether one is missing, the derivative knows."""
+    """Rejects a key unless the format rounds stochastically; the derivative reports a missing key."""
     if key is not None and not draws_noise(format):
         raise ValueError(
-            f"{format and str(format)!r} draws no noise, and got a key. For example: "
+            f"{format and str(format)!r} uses no stochastic rounding, but got a key. For example: "
             "quantization='nvfp4(stochastic_rounding=true)'."
         )
 
 
 def _find_layout(operation: Bilinear, shape: tuple[int, ...]) -> Layout:
-    """Finds the layout of a floating weight: from the first axis that the operation sums over to the last."""
+    """Returns the layout from the first summed axis to the last."""
     summed = operation.summed_axes(operation.right)
     if not summed:
         return Layout((1,), 0) if not shape else Layout(shape[-1:], 0)

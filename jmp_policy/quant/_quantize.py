@@ -1,4 +1,4 @@
-"""Post-training quantization: of linen's variables here, of nnx models by their adapter."""
+"""Post-training quantization of linen variables; adapters quantize nnx models."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from ._weights import WEIGHT_NAMES, QuantizedArray, register_with_flax, weight_l
 T = TypeVar("T")
 
 
-@overload  # whose leaves are not all arrays any more
+@overload
 def quantize(
     target: dict[str, Any],
     policy: PolicySpec,
@@ -45,35 +45,35 @@ def quantize(
     input_clips: Mapping[str, Any] | None = None,
     stacked: Collection[str] = (),
 ) -> Any:
-    """Quantizes the weights of a trained model, and returns the same kind of thing.
+    """Quantizes the weights of a trained model, and returns the same kind of object.
 
-    What is returned computes the very numbers that the model under the policy computes from its floating weights. It
-    runs inside of `jax.jit` as well, and on abstract arrays, as `jax.eval_shape` makes them, it is abstract.
+    The result computes exactly the outputs of the floating model under the policy. `quantize` works under `jax.jit`
+    too, and is abstract for the abstract arrays of `jax.eval_shape`.
 
     Args:
-      target: linen variables, or their `params` alone; or an nnx model, with a policy or without.
-      policy: a policy or map with a quantization, in any spelling; of a map, each module's weights get its own, and
-        those whose policy has none stay as they are. Variables know the paths of their modules and not the types.
-      clip: how the range of each weight is chosen, as of `quantize_array`.
-      input_clips: from `calibrate`: by module path, the magnitude to clip a layer's inputs to. Layers whose inputs are
-        not quantized have no use for theirs.
-      stacked: for variables: patterns of the paths of modules whose weights have a leading axis of layers, as
-        `nn.scan` and `nn.vmap` make them; each covers the modules inside as well, and adds one axis. Those with biases
-        are known by these.
+      target: linen variables or their `params`; or an nnx model, with or without a policy.
+      policy: a policy or map with a quantization, in any spelling. Under a map, each module's weights get its own
+        format; those whose policy has none stay unchanged. Variables know the paths of their modules, not the types.
+      clip: how the range of each weight is chosen, as for `quantize_array`.
+      input_clips: magnitudes by module path to clip a layer's inputs to, from `calibrate`. They are ignored where
+        inputs are not quantized.
+      stacked: for variables: patterns of paths of modules whose weights have a leading axis of layers, as from
+        `nn.scan` and `nn.vmap`. Each covers the modules inside as well, and adds one axis. Modules with biases need
+        none.
 
     Returns:
-      Variables, whose leaves `kernel` and `embedding` of two or more axes are `QuantizedArray`s, for
-      `with_policy(model, policy).apply`; or a model with the policy, which runs as it is. A weight that has fewer
-      elements than the `min_size` of its format stays as it is.
+      Variables whose `kernel` and `embedding` leaves of two or more axes are `QuantizedArray`s, for
+      `with_policy(model, policy).apply`; or a model with the policy. Weights with fewer elements than the `min_size` of
+      their format stay unchanged.
 
     Raises:
-      ValueError: the policy has no quantization; nothing is there to quantize; something is quantized already;
-        blocks do not divide a weight; a rule for a type is to decide for variables; or `clip`, `input_clips` or
-        `stacked` is not of its kind, or names nothing.
+      ValueError: the policy has no quantization; there is nothing to quantize; a weight is quantized already or blocks
+        do not divide it; a rule for variables has a type as its key; or `clip`, `input_clips` or `stacked` is not
+        valid, or matches nothing.
       TypeError: `target` is neither.
 
     Warns:
-      UserWarning: a rule of the map decides for no module; of variables, for none that has parameters.
+      UserWarning: no module (for variables: none with parameters) gets its policy from a rule of the map.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> params = {"dense": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}}
@@ -86,7 +86,7 @@ def quantize(
     adapter = None if isinstance(target, type) else find_adapter(target)
     if adapter is not None and adapter.quantize is not None:
         if stacked:
-            raise ValueError("stacked is for linen's variables: the layers of an nnx model tell which axes are theirs.")
+            raise ValueError("stacked is for linen variables: the layers of an nnx model know their own axes.")
         quantized, unused = adapter.quantize(target, quantizer.given, quantizer.quantize_weight)
         quantizer.check(unused)
         for message in unused:
@@ -101,7 +101,7 @@ def quantize(
 
 
 def _has_flax_objects(tree: PyTree) -> bool:
-    """Whether a mapping is the state of an nnx model, or has such a model in it."""
+    """True if a mapping is the state of an nnx model, or contains such a model."""
     return any(is_flax_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_flax_object))
 
 
@@ -110,14 +110,9 @@ def _name_kind(target: Any) -> str:
 
 
 def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stacked: Collection[str]) -> Any:
-    """Quantizes the weights in a tree of variables; see `quantize`.
-
-    Raises:
-      ValueError: a rule of the map names a type, or a pattern of `stacked` is not valid or matches nothing.
-    """
     given = quantizer.given
     _check_keys(given)
-    if "flax.serialization" in sys.modules:  # the library loads no Flax by itself; whoever has may save what this makes
+    if "flax.serialization" in sys.modules:  # only if Flax is loaded already
         register_with_flax()
     stacks = _Stacks(stacked)
     params: PyTree = variables.get("params", variables)
@@ -148,7 +143,7 @@ def quantize_variables(variables: Mapping[str, Any], quantizer: Quantizer, stack
 
 
 class _Stacks:
-    """The patterns that say whose weights have leading axes of layers: as of a map, each covers what is inside."""
+    """Patterns of modules whose weights have leading axes of layers; each covers the modules inside."""
 
     def __init__(self, patterns: Collection[str]) -> None:
         if isinstance(patterns, str):
@@ -158,14 +153,14 @@ class _Stacks:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"{pattern!r} of stacked is no valid pattern: {error}. For example: stacked=['blocks']."
+                    f"{pattern!r} of stacked is not a valid pattern: {error}. For example: stacked=['blocks']."
                 ) from None
         self._unused = dict.fromkeys(patterns)
         self._patterns = tuple(self._unused)
         self._modules: list[str] = []
 
     def count_axes(self, module: str) -> int:
-        """How many leading axes of layers the weights of a module have: one for each pattern that covers it."""
+        """Returns the number of patterns that cover a module."""
         self._modules.append(module)
         around = list_paths_to(module)[1:] or [module]
         covering = [p for p in self._patterns if any(re.fullmatch(p, path) for path in around)]
@@ -174,20 +169,18 @@ class _Stacks:
         return len(covering)
 
     def check(self) -> None:
-        """Checks that each pattern covered a module with a weight."""
         for pattern in self._unused:
             known = ", ".join(map(repr, self._modules[:5])) or "none"
             raise ValueError(f"{pattern!r} of stacked covers no module with a weight. Such modules are {known}.")
 
 
 def _check_keys(given: Policy | PolicyMap) -> None:
-    """Checks that the variables alone tell which rule holds."""
     types = [rule.key for rule in given.rules if isinstance(rule.key, type)] if isinstance(given, PolicyMap) else []
     if types:
         name = types[0].__qualname__
         raise ValueError(
-            f"A rule of the map is for the type {name}, and variables do not tell the types of their modules. Give the "
-            "rule a pattern of paths. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
+            f"A rule of the map is for the type {name}, and variables do not know the types of their modules. Use "
+            "a pattern of paths as its key. For example: PolicyMap({r'block_\\d+/mlp': 'int8_from_float32'})."
         )
 
 
@@ -198,7 +191,7 @@ def _find_bias(params: PyTree, path: KeyPath) -> PyTree:
 
 
 def _list_modules(params: PyTree) -> list[str]:
-    """Lists the paths of all modules with parameters, and of the modules around them."""
+    """Lists the paths of modules with parameters, and of the modules around them."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=_is_whole)
     names = [_join_path(path).split("/")[:-1] for path, _ in leaves]
     return sorted({"/".join(some[:n]) for some in names for n in range(len(some) + 1)})

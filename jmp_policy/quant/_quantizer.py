@@ -1,4 +1,4 @@
-"""Quantizing the weights of one model, and keeping account of those that are left as they are."""
+"""Quantizes weights one by one, and records which ones stay unquantized."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -9,21 +9,11 @@ from ..policy import Policy, PolicyMap, default_policy, stored_format_of
 from ._numbers import Clip, check_clip
 from ._weights import Layout, QuantizedArray, choose_format, quantize_array, why_left
 
-_SHOWN = 5
-"""How many of the weights that were left an error names."""
+_SHOWN = 5  # unquantized weights in an error
 
 
 class Quantizer:
-    """What `quantize` does to each weight of a model, whichever kind of model that is.
-
-    Args:
-      given: what the model is quantized by.
-      clip: how the range of each weight is chosen.
-      input_clips: by module path, the magnitude to clip a layer's inputs to.
-
-    Raises:
-      ValueError: the policy has no quantization, or an option is not valid.
-    """
+    """Quantizes each weight of a linen or nnx model; arguments as for `quantize`."""
 
     def __init__(self, given: Policy | PolicyMap, clip: Clip, input_clips: Mapping[str, Any]) -> None:
         if not has_quantization(given):
@@ -41,18 +31,9 @@ class Quantizer:
     def quantize_weight(
         self, module: str, name: str, array: Any, layout: Layout, policy: Policy, unfit: str | None = None
     ) -> QuantizedArray | None:
-        """Quantizes a weight; returns `None`, and notes why, if it stays as it is.
+        """Quantizes the weight `name` of `module`; returns None, and records the reason, if it stays unchanged.
 
-        Args:
-          module: the path of the module that it belongs to.
-          name: its own name.
-          array: the weight.
-          layout: which of its axes are summed over.
-          policy: what holds for the module.
-          unfit: why the module could not compute with it, if it could not.
-
-        Raises:
-          ValueError: it is quantized already, or blocks do not divide it.
+        `unfit` is a reason why the module cannot compute with a quantized weight.
         """
         self._modules.add(module)
         why = why_unquantized(array, layout, policy) or unfit
@@ -67,21 +48,14 @@ class Quantizer:
         return quantize_array(array, format, layout, **options, where=where)
 
     def check(self, unused: Collection[str]) -> None:
-        """Checks that something was quantized, and that everything that was said was said of something.
-
-        Args:
-          unused: what there is to say of rules that decided for no module.
-
-        Raises:
-          ValueError: nothing was quantized, or `input_clips` names a module without a weight.
-        """
+        """Raises if nothing was quantized, or if `input_clips` names a module without a weight."""
         if not self._quantized:
             under = _describe_policy(self.given)
             raise ValueError(f"Nothing to quantize under {under}: {self._list_reasons()}.{_write_sentences(unused)}")
         for path in self._input_clips:
             if path not in self._modules:
                 known = did_you_mean(path, sorted(self._modules))
-                raise ValueError(f"input_clips names {path!r}, which is no module with a weight. {known}")
+                raise ValueError(f"input_clips names {path!r}, which is not a module with a weight. {known}")
 
     def _list_reasons(self) -> str:
         if not self._left:
@@ -92,7 +66,7 @@ class Quantizer:
 
 
 def has_quantization(given: Policy | PolicyMap) -> bool:
-    """Whether a policy, or any of a map's, is one by which weights are stored.
+    """True if the policy, or any policy of a map, stores weights in a quantized format.
 
     >>> has_quantization(PolicyMap({"mlp": "int8_from_float32"}, "float32"))
     True
@@ -105,14 +79,14 @@ def has_quantization(given: Policy | PolicyMap) -> bool:
 
 
 def why_unquantized(array: Any, layout: Layout, policy: Policy) -> str | None:
-    """Why a weight stays as it is under a policy; `None` if it is quantized."""
+    """Returns the reason why a weight stays unchanged under a policy, or None."""
     format = stored_format_of(policy.quantization)
     if format is None:
         return f"its policy {policy.name!r} stores no quantized weights"
     if isinstance(array, QuantizedArray):
         return None
     if not is_floating_dtype(array.dtype):
-        return "it holds no floats"
+        return "it is not floating"
     return why_left(array.shape, layout, format)
 
 
@@ -123,7 +97,7 @@ def _parse_magnitude(path: str, value: Any) -> float:
         number = math.nan
     if number > 0:
         return number
-    raise ValueError(f"input_clips[{path!r}] is no positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
+    raise ValueError(f"input_clips[{path!r}] is not a positive number, got {value!r}. For example: {{{path!r}: 6.0}}.")
 
 
 def _describe_policy(given: Policy | PolicyMap) -> str:

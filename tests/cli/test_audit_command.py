@@ -118,16 +118,16 @@ def test_help_lists_the_keys_of_json_and_shows_arguments(capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("good", "'good' names no function. For example: train:train_step"),
+        ("good", "'good' is not the name of a function. For example: train:"),
         ("absent_module:f", "there is no module 'absent_module', of 'absent_module:f'"),
         (
             "audited_module.py:good",
-            "'audited_module.py', of 'audited_module.py:good', is not how Python names a module",
+            "'audited_module.py', of 'audited_module.py:good', is not a Python module name",
         ),
-        ("./audited_module:good", "'./audited_module', of './audited_module:good', is not how Python names a module"),
+        ("./audited_module:good", "'./audited_module', of './audited_module:good', is not a Python module name"),
         ("audited_module:god", "audited_module has no 'god', of 'audited_module:god'. Did you mean 'good'?"),
         ("audited_module:zzz", "audited_module has no 'zzz', of 'audited_module:zzz'\n"),
-        ("audited_module:number", "'audited_module:number' is no function, but 3"),
+        ("audited_module:number", "'audited_module:number' is not a function, but 3"),
         ("audited_module:Model", "audited_module:Model: audit takes a function, got <class 'audited_module.Model'>"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_function_without_tensors_says_so(capsys):
         (["--where", "heat"], "where has 'heat', but the function has no such operation, and no module or scope"),
         (["--html", "no/page.html"], "--html no/page.html: there is no folder no"),
         (["--plot", "no/plot.png"], "--plot no/plot.png: there is no folder no"),
-        (["--plot", "plot.bmpp"], "--plot plot.bmpp is no picture that matplotlib writes: name it plot.png"),
+        (["--plot", "plot.bmpp"], "--plot plot.bmpp is not an image format of matplotlib: name it plot.png"),
     ],
 )
 def test_a_bad_option_is_one_line_and_status_2(options, message, capsys, folder):
@@ -112,7 +112,7 @@ def test_a_bad_option_is_one_line_and_status_2(options, message, capsys, folder)
         ("product", None, "MODULE:product takes (x, w), and there is no --args. For example, write `def make_args(): "
          "return x, w` in MODULE, where each is an array or, say, jax.random.normal(jax.random.key(0), (8, 128)), and"),
         ("product", "shapes", "--args MODULE:shapes returns ShapeDtypeStruct(shape=(2, 3), dtype=float32): the "
-         "function runs, and needs numbers, such as jax.random.normal(jax.random.key(0), (8, 128))"),
+         "function runs, and needs arrays with values, such as jax.random.normal(jax.random.key(0), (8, 128))"),
         ("Model", None, "MODULE:Model: collect takes a function, got <class 'MODULE.Model'>"),
         ("failing", "arguments", "MODULE:failing raised RuntimeError: no data, at "),
         ("wrong", "arguments", "MODULE:wrong raised ValueError: where has the data gone, at "),

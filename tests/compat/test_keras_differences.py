@@ -154,7 +154,7 @@ def a_channel_has_a_zero_point():
 
 @checks.holds('`"int4/100"` of 256')
 def blocks_divide():
-    with pytest.raises(ValueError, match=r"^Blocks of 100 do not divide the 256 inputs .* The largest that do are of "):
+    with pytest.raises(ValueError, match=r"^Blocks of 100 do not divide the 256 inputs .* The largest size that "):
         jmp.quant.quantize({"kernel": _weight((256, 64))}, keras.Int4DTypePolicy("int4/100", "float32"))
 
 

@@ -229,7 +229,7 @@ def test_microbatches_and_devices_combine_state_by_max_wherever_it_stands(place)
     ids=["alone", "under a dotted name"],
 )
 def test_part_of_a_state_is_refused(tree):
-    where = r"\[.*_amax_history'\] is the amax history of a float8 layer by its name, .*[Ff]or example: params = \{'w'"
+    where = r"\[.*_amax_history'\] has the name of a float8 layer's amax history, .*[Ff]or example: params = \{'w'"
     with pytest.raises(ValueError, match=where):
         jmp.grad(lambda tree: 0.0, loss_scale=SCALE)(tree)
 

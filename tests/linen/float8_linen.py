@@ -16,13 +16,13 @@ BY_ROW = "float8(recipe=current/row,min_size=0)_from_mixed_bfloat16"
 OVERWRITE = "_overwrite_with_gradient"
 
 AS_CONVOLUTION = "float8/4(min_size=0), computed with as numbers: it is a convolution"
-LEFT_BY_ROWS = "left: the number of its rows is no multiple of 16"
+LEFT_BY_ROWS = "left: the number of its rows is not a multiple of 16"
 LEFT_BY_CODE = "left: it multiplies by a function of its own"
 LEFT_TABLE = "left: the rows of a table are read, and its logits want all the bits"
 
 
 def left_by(length: int) -> str:
-    return f"left: the length {length} is no multiple of 16"
+    return f"left: the length {length} is not a multiple of 16"
 
 
 class Case(NamedTuple):

@@ -220,7 +220,7 @@ def test_comparison_says_that_weights_stay_as_they_are():
     params = {"params": {"kernel": X, "bias": X[0]}}
     before, after = (jmp.with_policy(nn.Dense(16), policy).bind(params) for policy in ("float32", CURRENT))
     comparison = quant.compare(before, after, X)
-    said = "left: computes as float8(recipe=current,min_size=0), from a weight that stays as it is"
+    said = "left: computes as float8(recipe=current,min_size=0), from an unquantized weight"
     assert comparison[""].quantization == said
     assert 0.01 < comparison.output_error < 0.1
 

@@ -51,7 +51,7 @@ def test_range_of_inputs_that_was_calibrated_is_saved(variables):
     saved = quant.quantize(variables, INT8, input_clips={"dense": 0.5})
     restored = flax.serialization.from_bytes(saved, flax.serialization.to_bytes(saved))
     assert float(restored["params"]["dense"]["kernel"].input_clip) == 0.5
-    message = "^The target at 'params/dense/kernel' is .*'values': 'int8.16, 8.'}; what was saved is {'input_clip': 'f"
+    message = "^The target at 'params/dense/kernel' is .*'values': 'int8.16, 8.'}; the checkpoint has {'input_clip': 'f"
     with pytest.raises(ValueError, match=message):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), flax.serialization.to_bytes(saved))
 
@@ -72,9 +72,9 @@ def test_bytes_of_another_format_are_refused(variables, policy, found):
     saved = flax.serialization.to_bytes(variables if policy is None else quant.quantize(variables, policy))
     message = (
         r"^The target at 'params/dense/kernel' is QuantizedArray\(int8\(min_size=0\), shape=\(16, 8\), dtype=float32\)"
-        r", of the arrays {'scale': 'float32\[1, 8\]', 'values': 'int8\[16, 8\]'}; what was saved is " + found + r"\. "
-        "Restore into what it was saved from: quantize the target with the policy of the checkpoint, or quantize what "
-        r"is restored into an unquantized one\.$"
+        r", of the arrays {'scale': 'float32\[1, 8\]', 'values': 'int8\[16, 8\]'}; the checkpoint has " + found + r"\. "
+        r"Quantize the target with the policy of the checkpoint, or restore into an unquantized "
+        r"target and quantize that\.$"
     )
     with pytest.raises(ValueError, match=message):
         flax.serialization.from_bytes(quant.quantize(variables, INT8), saved)

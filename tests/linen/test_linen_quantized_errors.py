@@ -72,8 +72,8 @@ def test_weight_of_other_sizes_is_named():
 )
 def test_weight_that_blocks_do_not_divide_is_named_in_training(module, path):
     message = (
-        f"Blocks of 5 do not divide the 12 inputs of the weight {path!r}. The largest that do are of 4: 'int4/4', or "
-        "leave the weight out by a rule of a PolicyMap: {'path': 'float32'}."
+        f"Blocks of 5 do not divide the 12 inputs of the weight {path!r}. The largest size that does is 4: 'int4/4', "
+        "or leave the weight out by a rule of a PolicyMap: {'path': 'float32'}."
     )
     with raises(ValueError, message):
         jax.eval_shape(jmp.with_policy(module, "int4/5(min_size=0)_from_float32").init, KEY, X)
@@ -86,7 +86,7 @@ def test_integers_without_a_policy_for_them_are_refused(policy):
     message = (
         "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized, and was read by a layer or "
         "code that computes with floats. Give the model the policy it was quantized with: with_policy(model, "
-        "'int8(min_size=0)_from_mixed_bfloat16'); in code of your own read its dequantize()."
+        "'int8(min_size=0)_from_mixed_bfloat16'); in your own code, call its dequantize()."
     )
     with raises(TypeError, message):
         model.apply(quant.quantize(VARIABLES, INT8), X)
@@ -122,5 +122,5 @@ def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
 def test_table_that_a_users_code_reads_past_its_layer_is_refused():
     model = jmp.with_policy(Table(), INT8)
     variables = jax.jit(Table().init)(KEY, jnp.arange(2))
-    with raises(AttributeError, "A quantized weight has no attribute 'T'; what its dequantize() returns may have."):
+    with raises(AttributeError, "A quantized weight has no attribute 'T'; the array of its dequantize() may have it."):
         model.apply(quant.quantize(variables, INT8), jnp.arange(2))

@@ -98,7 +98,7 @@ def test_submodules_that_are_called_like_weights_are_explained(policy):
     found = jmp.explain(jmp.with_policy(ViT(), policy), IMAGES)
     said = {row.path: row.quantization for row in found.rows}
     if policy == FLOAT8:
-        assert said["embedding"] == "left: the length 4 is no multiple of 16"
+        assert said["embedding"] == "left: the length 4 is not a multiple of 16"
     else:
         assert all(said[path].startswith(policy.split("_")[0]) for path in ("embedding", "kernel", "bias", "bias/bias"))
     assert said[""] == ""
@@ -171,13 +171,13 @@ def tied_by_operation(embed):
 
 
 READERS = {
-    tied_by_attribute: (AttributeError, "A quantized weight has no attribute 'T'; what its dequantize() returns may "),
-    tied_by_index: (TypeError, "A quantized weight cannot be indexed; what its dequantize() returns can."),
-    tied_by_update: (AttributeError, "A quantized weight has no attribute 'at'; what its dequantize() returns may "),
+    tied_by_attribute: (AttributeError, "A quantized weight has no attribute 'T'; the array of its dequantize() may "),
+    tied_by_index: (TypeError, "A quantized weight cannot be indexed; the array of its dequantize() can."),
+    tied_by_update: (AttributeError, "A quantized weight has no attribute 'at'; the array of its dequantize() may "),
     tied_by_operation: (TypeError, "QuantizedArray(int8(min_size=0), shape=(16, 8), dtype=float32) is quantized, "),
 }
 REMEDY = (
-    "Or leave 'body/embed/embedding' out by a rule of the map that it is quantized by. For example: "
+    "Or leave 'body/embed/embedding' out by a rule of the PolicyMap that quantizes it. For example: "
     "PolicyMap({'body/embed': 'mixed_bfloat16'}, 'int8(min_size=0)_from_mixed_bfloat16')."
 )
 
@@ -237,9 +237,9 @@ def test_code_outside_of_a_model_is_told_of_the_rule():
     with pytest.raises(AttributeError) as caught:
         weight.T  # noqa: B018
     assert str(caught.value) == (
-        "A quantized weight has no attribute 'T'; what its dequantize() returns may have. Or leave the weight out by a "
-        "rule of the map that it is quantized by. For example: PolicyMap({'path/of/its/module': 'mixed_bfloat16'}, "
-        "'int8_from_mixed_bfloat16')."
+        "A quantized weight has no attribute 'T'; the array of its dequantize() may have it. Or leave the weight out "
+        "by a rule of the PolicyMap that quantizes it. For example: PolicyMap({'path/of/its/module': "
+        "'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
     )
     assert not hasattr(weight, "at")
 

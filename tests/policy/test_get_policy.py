@@ -223,7 +223,7 @@ def test_use_policy_of_one_asyncio_task_is_an_error_in_another_and_leaves_no_def
             assert jmp.default_policy().name == "mixed_bfloat16"
 
     async def interleave():
-        message = r"The default policy is Policy.* which another asyncio task .* yet to leave.*jmp\.with_policy"
+        message = r"The default policy is Policy.* which another asyncio task .* by use_policy.*jmp\.with_policy"
         with pytest.raises(RuntimeError, match=message):
             jmp.default_policy()
         with pytest.raises(RuntimeError, match=message), jmp.use_policy("float16"):

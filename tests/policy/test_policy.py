@@ -230,7 +230,7 @@ NARROWER = [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("compute", "accumulate"), NARROWER)
 def test_an_accumulate_dtype_that_cannot_hold_the_numbers_of_products_is_refused(compute, accumulate):
-    text = rf"^Products of '{compute}' cannot be accumulated in '{accumulate}', which does not hold all numbers of .*: "
+    text = rf"^Products of '{compute}' cannot be accumulated in '{accumulate}', which cannot represent all .*: "
     with pytest.raises(ValueError, match=text + "accumulate_dtype='float32'"):
         Policy("float32", compute, "float32", accumulate_dtype=accumulate)
     with pytest.raises(ValueError, match=rf"^In policy 'c={compute},a={accumulate}': Products of '{compute}' cannot"):

@@ -200,7 +200,7 @@ def test_second_derivatives_are_refused(second, format):
     x, w = arrays((5, 16), (16, 6))
     loss = lambda w: jnp.sum(dot_general(x, w, ROWS, quantization=format) ** 2)
     penalty = lambda w: jnp.sum(jax.grad(loss)(w) ** 2)
-    with pytest.raises(TypeError, match=r"^A product in blocks \('.*'\) has a first derivative, and no second one\. F"):
+    with pytest.raises(TypeError, match=r"^Block-scaled matmuls \('.*'\) have no second derivative\. F"):
         jax.eval_shape(second(penalty), w)
 
 

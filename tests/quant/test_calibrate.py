@@ -95,7 +95,7 @@ def test_layers_without_numbers_are_left_out_and_named():
         clips = quant.calibrate(model, batches(1), variables=variables, clip="absmax")
     assert list(clips) == ["first", "blocks/dense"]
     assert str(caught[0].message) == (
-        "calibrate saw no numbers enter 'last', inside of vmap or remat: these inputs are not clipped"
+        "calibrate cannot read the inputs of 'last', inside of vmap or remat: these inputs are not clipped"
     )
     assert caught[0].filename == __file__
 

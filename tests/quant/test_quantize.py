@@ -252,15 +252,15 @@ UNUSED = jmp.PolicyMap({"small": INT8, "mpl": INT8}, "float32")
         (r"the map PolicyMap\(\{'head'.* stores no quantized weights", jmp.PolicyMap({"head": "bfloat16"}), {}),
         ("'embed/embedding': 4096 elements are fewer than min_size=9999; ", "int8(min_size=9999)_from_f32", {}),
         ("'mlp/up/kernel': its policy 'float32' stores no quantized weights; .* The policy rule 'mpl'", UNUSED, {}),
-        ("A rule of the map is for the type Dense, and variables do not tell", BY_TYPE, {}),
+        ("A rule of the map is for the type Dense, and variables do not know", BY_TYPE, {}),
         ("Blocks of 48 do not divide the 64 inputs of the weight 'mlp/up/kernel'", "int4/48_from_f32", {}),
         ("clip is 'absmax', 'mse' or a percentile in", INT8, {"clip": "max"}),
-        ("'up', which is no module with a weight. Known are 'embed', 'mlp/up'", INT8, {"input_clips": {"up": 2.0}}),
-        (r"input_clips\['up'\] is no positive number, got 0", INT8, {"input_clips": {"up": 0}}),
-        (r"input_clips\['up'\] is no positive number, got 'a'", INT8, {"input_clips": {"up": "a"}}),
+        ("'up', which is not a module with a weight. Known are 'embed', 'mlp/up'", INT8, {"input_clips": {"up": 2.0}}),
+        (r"input_clips\['up'\] is not a positive number, got 0", INT8, {"input_clips": {"up": 0}}),
+        (r"input_clips\['up'\] is not a positive number, got 'a'", INT8, {"input_clips": {"up": "a"}}),
         ("'up' of stacked covers no module with a weight. Such modules are 'embed', ", INT8, {"stacked": ["up"]}),
         (r"stacked is a collection of patterns, got the string 'up'; write \['up'\]", INT8, {"stacked": "up"}),
-        (r"'\(' of stacked is no valid pattern: ", INT8, {"stacked": ["("]}),
+        (r"'\(' of stacked is not a valid pattern: ", INT8, {"stacked": ["("]}),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(text, policy, options):
@@ -274,7 +274,7 @@ def test_nothing_to_quantize_names_the_first_few_and_counts_the_rest():
         quant.quantize(params, INT8)
     with pytest.raises(ValueError, match="there is no 'kernel' or 'embedding' of two or more axes"):
         quant.quantize({"norm": {"scale": jnp.ones(64)}}, INT8)
-    with pytest.raises(ValueError, match="'dense/kernel': it holds no floats"):
+    with pytest.raises(ValueError, match="'dense/kernel': it is not floating"):
         quant.quantize({"dense": {"kernel": jnp.ones((64, 64), jnp.int32)}}, INT8)
     with pytest.raises(ValueError, match="'kernel': 512 elements are fewer than min_size=4096"):
         quant.quantize(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), INT8)
@@ -304,7 +304,7 @@ def test_what_is_no_model_is_refused(target, kind):
 
 
 def test_stacks_are_of_variables_alone():
-    with pytest.raises(ValueError, match="stacked is for linen's variables"):
+    with pytest.raises(ValueError, match="stacked is for linen variables"):
         quant.quantize(Model(nnx.Rngs(0)), INT8, stacked=["up"])
 
 

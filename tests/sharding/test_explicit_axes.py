@@ -110,6 +110,6 @@ def test_an_nnx_layer_trains_on_explicit_axes():
 
 def test_an_axis_that_is_not_explicit_is_an_error():
     mesh = make_mesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    text = r"'t' in specs\['w'\] is not an explicit axis of the mesh; these are: 'd'\. Make it explicit, too, or call"
+    text = r"'t' in specs\['w'\] is not an explicit axis of the mesh; these are: 'd'\. Make it explicit, or call"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=text):
         jmp.sharding.gather_params({"w": jnp.ones((4, 4))}, POLICY, {"w": P("d", "t")}, reduce_axes="d")

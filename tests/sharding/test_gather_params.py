@@ -187,7 +187,7 @@ def trace_on(mesh, specs, **options):
 WRONG = {
     "an axis no mesh has": ({"w": P("fdsp"), "b": P()}, {}, r"'fdsp' in specs\['w'\] is not .* The mesh has 'data', "),
     "an axis left to XLA": ({"w": P("tensor"), "b": P()}, {}, r"'tensor' in specs\['w'\] is not .* 'fsdp' is manual\."),
-    "no such reduce axis": (P(), {"reduce_axes": ("data", "fdsp")}, r"'fdsp' in reduce_axes is not an axis that is "),
+    "no such reduce axis": (P(), {"reduce_axes": ("data", "fdsp")}, r"'fdsp' in reduce_axes is not a mapped axis "),
     "more dimensions": ({"w": P(), "b": P(None, "fsdp")}, {}, r"specs\['b'\] is P\(None, 'fsdp'\), for an array of 1 "),
     "another structure": ({"w": P(), "c": P()}, {}, r"specs does not fit the parameters: it has none for \['b'\], "),
     "two kinds of axes": ({"w": P(("data", "fsdp")), "b": P()}, {}, r"specs\['w'\] splits dimension 0 over data, fsdp"),

@@ -91,7 +91,7 @@ def test_noise_in_shard_map_is_that_of_one_device_by_specs(layout, check_vma):
 def test_specs_of_noise_that_fit_nothing_are_refused():
     params, key = {"w": jnp.ones(4, jnp.bfloat16)}, jax.random.key(0)
     for specs, error, message in [
-        ({"w": P("data")}, ValueError, "'data' in the specs of stochastic_rounding is not an axis that is mapped"),
+        ({"w": P("data")}, ValueError, "'data' in the specs of stochastic_rounding is not a mapped axis"),
         ({"v": P()}, ValueError, "specs does not fit the parameters: it has none for ['w'], and has ['v'] beside it."),
         ({"w": "data"}, TypeError, "specs['w'] must be a PartitionSpec or a NamedSharding, got 'data'."),
         ({"w": P(None, None)}, ValueError, "specs is P(None, None), for an array of 1 dimensions."),

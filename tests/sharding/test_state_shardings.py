@@ -136,9 +136,7 @@ def test_one_spec_stands_for_all_below_its_place():
 
 
 def test_shardings_of_another_structure_are_an_error():
-    text = (
-        r"shardings does not fit the parameters: it has none for \['norm'\], and has \['nrom'\] beside it\. It has one"
-    )
+    text = r"shardings does not fit the parameters: it has none for \['norm'\], and has \['nrom'\] beside it\. Pass one"
     with pytest.raises(ValueError, match=text):
         jmp.sharding.state_shardings(ADAM, HALF, {**{k: v for k, v in SPECS.items() if k != "norm"}, "nrom": P()})
     text = r"shardings\['norm'\] must be a PartitionSpec or a NamedSharding, got 'fsdp'\. For example: jax\.P\('fsdp'"

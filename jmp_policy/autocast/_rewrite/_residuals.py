@@ -58,7 +58,7 @@ def write_again(
         results = write(eqn, values, again)
         environment.update(zip(eqn.outvars, results, strict=True))
 
-    last, invars = eqns[-1], [value.atom for value in inner.values()]
+    last, invars = eqns[-1], list[Any](value.atom for value in inner.values())
     info = DebugInfo("checkpoint", "autocast", None, None)
     inside = Jaxpr((), invars, [value.atom for value in results], again.equations, debug_info=info)
     pattern = _trace_checkpoint()

@@ -1,16 +1,17 @@
-"""How fast this machine trains in each dtype, and the policy that follows from it.
+"""Measures how fast a machine trains in each dtype. It needs no extra of the package."""
 
-It needs no extra of the package: neither matplotlib nor Orbax. The library never imports this.
-"""
-
-from ._diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
-from ._machine import Machine as Machine, find_machine as find_machine, list_versions as list_versions
-from ._measure import (
+from ._diagnosis import (
     MATMULS as MATMULS,
+    Diagnosis as Diagnosis,
+    Machine as Machine,
     MatmulKind as MatmulKind,
     MatmulRate as MatmulRate,
+    Recommendation as Recommendation,
     Sizes as Sizes,
     Speedup as Speedup,
     StepTime as StepTime,
+    diagnose as diagnose,
+    find_machine as find_machine,
+    list_versions as list_versions,
+    recommend_policy as recommend_policy,
 )
-from ._recommend import Recommendation as Recommendation, recommend_policy as recommend_policy

@@ -8,7 +8,7 @@
 >>> keras.set_dtype_policy("float32")
 
 They are Keras's in name, attributes, errors and files, which `dtype_policies.serialize` writes and `deserialize` reads.
-They differ in what follows.
+The tables list the differences.
 
 | of policies              | in Keras                                     | here                                      |
 |--------------------------|----------------------------------------------|-------------------------------------------|
@@ -23,7 +23,7 @@ They differ in what follows.
 
 | of maps                  | in Keras                                     | here                                      |
 |--------------------------|----------------------------------------------|-------------------------------------------|
-| a rule for `"block"`     | for the layer of that path alone             | once frozen, for what is inside it, too   |
+| a rule for `"block"`     | for the layer of that path alone             | once frozen, for all layers inside, too   |
 | the dictionary given     | becomes the map                              | is copied                                 |
 | a map as the default     | an error                                     | its own default                           |
 | a bad name as a value    | "Cannot interpret the assigned value"        | the name's own error                      |

@@ -1,4 +1,4 @@
-"""Keras's dtype policy: a name, and the compute and variable dtype that it stands for."""
+"""Keras's dtype policy: a name with its compute and variable dtype."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -12,7 +12,7 @@ from ...policy import Policy as JmpPolicy, default_policy, parse_policy
 class DTypePolicy:
     """A dtype policy under Keras's name, with Keras's attributes.
 
-    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` take it as it is.
+    Immutable and hashable, unlike Keras's. `jmp_policy.get_policy` and `with_policy` accept it.
 
     Args:
       name: the name of a floating dtype, `"mixed_float16"`, `"mixed_bfloat16"`, or any other string that
@@ -39,22 +39,22 @@ class DTypePolicy:
 
     @property
     def name(self) -> str:
-        """The name that the policy was given."""
+        """The given name."""
         return self._name
 
     @property
     def compute_dtype(self) -> str | None:
-        """The name of the dtype of computation; `None` if it is inferred from the first input."""
+        """Name of the compute dtype; `None` if it is inferred from the first input."""
         return _name(self._policy.compute_dtype)
 
     @property
     def variable_dtype(self) -> str | None:
-        """The name of the dtype of variables; `None` if it is inferred from the first input."""
+        """Name of the dtype of variables; `None` if it is inferred from the first input."""
         return _name(self._policy.param_dtype)
 
     @property
     def quantization_mode(self) -> str | None:
-        """The quantization mode; `None` but for a quantized policy."""
+        """`None`, except for quantized policies."""
         return None
 
     def convert_input(self, x: Any, autocast: bool, dtype: DTypeLike) -> Any:
@@ -62,12 +62,12 @@ class DTypePolicy:
         return cast_floating(x, dtype) if autocast else x
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make this policy again, for JSON."""
+        """Returns the arguments of this policy, for JSON."""
         return {"name": self.name}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """The policy that `get_config` described."""
+        """Returns the policy of a `get_config()`."""
         return cls(**config)
 
     def __jmp_policy__(self) -> Any:
@@ -96,7 +96,7 @@ class FloatDTypePolicy(DTypePolicy):
 
 
 def default_jmp_policy() -> JmpPolicy:
-    """The global policy, or a global map's default."""
+    """Returns the global policy, or the default of a global map."""
     policy = default_policy()
     default = policy if isinstance(policy, JmpPolicy) else policy.default
     return default  # pyright: ignore[reportReturnType] # get_policy closes a map before it is set

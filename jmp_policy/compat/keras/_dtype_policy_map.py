@@ -13,14 +13,14 @@ from ._find_dtype_policy import find_dtype_policy, parse_dtype_policy, serialize
 class DTypePolicyMap(DTypePolicy, MutableMapping):
     """A mutable mapping from layer paths, or patterns of them, to dtype policies.
 
-    Looking a path up gives the policy of that very key; else of the one pattern that `re.fullmatch`es the path; else
-    the default. Layers inherit nothing from the layers around them. `jmp_policy.get_policy` freezes the map, as it is
-    at that moment, into a `PolicyMap`, where a rule also covers what is inside the layer it names: deeper keys come
-    first there, and keys without a wildcard before patterns.
+    A lookup returns the policy of the exact key, else of the one pattern that matches the path (`re.fullmatch`), else
+    the default. Layers do not inherit from the layers around them. `jmp_policy.get_policy` converts the current
+    contents to a `PolicyMap`, where a rule also covers the layers inside: deeper keys come first there, and exact keys
+    before patterns.
 
     Args:
-      default_policy: a dtype policy or the name of one; `None` for the global policy of the moment of the lookup.
-      policy_map: a dictionary of what the map starts with; it is copied, unlike by Keras.
+      default_policy: a dtype policy or the name of one; `None` for the global policy at the time of a lookup.
+      policy_map: the initial contents; the dictionary is copied, unlike in Keras.
 
     Raises:
       TypeError: `policy_map` is not a dictionary, or a key is not a string.
@@ -53,27 +53,27 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
     @property
     def default_policy(self) -> DTypePolicy:
-        """The policy of what no key names; the global policy, if none was given."""
+        """Policy of all other layers; the global policy by default."""
         return parse_dtype_policy(None) if self._default is None else self._default
 
     @property
     def name(self) -> str:
-        """The default policy's name after `"map_"`."""
+        """`"map_"` and the name of the default policy."""
         return "map_" + self.default_policy.name
 
     @property
     def compute_dtype(self) -> str | None:
-        """The default policy's compute dtype."""
+        """Compute dtype of the default policy."""
         return self.default_policy.compute_dtype
 
     @property
     def variable_dtype(self) -> str | None:
-        """The default policy's variable dtype."""
+        """Variable dtype of the default policy."""
         return self.default_policy.variable_dtype
 
     @property
     def quantization_mode(self) -> str | None:
-        """The default policy's quantization mode."""
+        """Quantization mode of the default policy."""
         return self.default_policy.quantization_mode
 
     def __getitem__(self, key: str) -> DTypePolicy:
@@ -96,7 +96,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         if not isinstance(key, str):
             raise TypeError(f"A key of a DTypePolicyMap is a path or a pattern, got {quote(key)}. For example: 'head'.")
         value = _policy_of(policy)
-        PolicyMap({key: value.__jmp_policy__()})  # which raises for a bad pattern, now and not at the first lookup
+        PolicyMap({key: value.__jmp_policy__()})  # raises for a bad pattern
         self._policies[key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -112,7 +112,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
         return len(self._policies)
 
     def get_config(self) -> dict[str, Any]:
-        """The map as dictionaries and strings; nothing in the map is changed."""
+        """Returns the map as dictionaries and strings; it is not changed."""
         return {
             "default_policy": None if self._default is None else serialize_policy(self._default),
             "policy_map": {key: serialize_policy(policy) for key, policy in self._policies.items()},
@@ -120,7 +120,7 @@ class DTypePolicyMap(DTypePolicy, MutableMapping):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> Any:
-        """The map that `get_config` described; `custom_objects` are further classes of its policies, by name."""
+        """Returns the map of a `get_config()`; `custom_objects` are further policy classes, by name."""
         policies = {key: _policy_of(spec, custom_objects) for key, spec in config["policy_map"].items()}
         default = config["default_policy"]
         return cls(None if default is None else _policy_of(default, custom_objects), policies)
@@ -146,6 +146,6 @@ def _policy_of(spec: PolicySpec, custom_objects: Mapping[str, type] | None = Non
 
 
 def _precedence(rule: tuple[str, Any]) -> tuple[int, bool]:
-    """Deeper keys first, and what names one path before a pattern, as exact keys come first in Keras."""
+    """Orders deeper keys first, and exact keys before patterns."""
     key, _ = rule
     return -key.count("/"), re.escape(key) != key

@@ -1,4 +1,4 @@
-"""Keras's dtype policy of whatever stands for one, of whichever class it has in Keras, and as Keras's files have it."""
+"""Finds, serializes and deserializes Keras dtype policies."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from ._quantized_dtype_policy import (
 _IN_KERAS = (DTypePolicy, FloatDTypePolicy)
 _IN_DTYPE_POLICIES = (QuantizedDTypePolicy, QuantizedFloat8DTypePolicy, Int4DTypePolicy)
 _CLASSES: dict[str, type] = {kind.__name__: kind for kind in (*_IN_KERAS, *_IN_DTYPE_POLICIES, Policy)}
-_CLASSES["PolicyV1"] = Policy  # as TensorFlow 2.4 calls it in its files
+_CLASSES["PolicyV1"] = Policy  # in files of TensorFlow 2.4
 _MODULES = dict.fromkeys((kind.__name__ for kind in _IN_KERAS), "keras") | dict.fromkeys(
     ("DTypePolicyMap", *(kind.__name__ for kind in _IN_DTYPE_POLICIES)), "keras.dtype_policies"
 )
@@ -28,15 +28,9 @@ _EXAMPLE = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
 def find_dtype_policy(
     spec: PolicySpec, what: str = "`dtype` argument", custom_objects: Mapping[str, type] | None = None
 ) -> DTypePolicy:
-    """Keras's policy of what stands for one: itself, a name, a dtype, `None`, a policy of ours or a serialized one.
+    """Converts a name, dtype, None, `jmp_policy` policy, or serialized policy to a Keras policy; maps are rejected.
 
-    Args:
-      spec: what stands for a policy; a map does not.
-      what: what the error message calls the place that it stands in.
-      custom_objects: further classes of serialized policies, by name.
-
-    Raises:
-      ValueError: `spec` is none of these.
+    `what` names the argument in errors; `custom_objects` are further classes, by name.
     """
     if isinstance(spec, DTypePolicy) and isinstance(spec.__jmp_policy__(), JmpPolicy):
         return spec
@@ -54,11 +48,7 @@ def find_dtype_policy(
 
 
 def parse_dtype_policy(name: str | None) -> DTypePolicy:
-    """Keras's policy of a name, quantized if the name is; `None` stands for the global policy's.
-
-    Raises:
-      TypeError: `name` is not a string.
-      ValueError: `name` names no policy.
+    """Returns the Keras policy of a name; None stands for the global policy.
 
     >>> parse_dtype_policy("int4/64_from_bfloat16"), parse_dtype_policy("float8_from_bfloat16")
     (<Int4DTypePolicy "int4/64_from_bfloat16">, <QuantizedFloat8DTypePolicy "float8_from_bfloat16">)
@@ -75,10 +65,7 @@ def parse_dtype_policy(name: str | None) -> DTypePolicy:
 
 
 def convert_policy(policy: JmpPolicy) -> DTypePolicy:
-    """Keras's policy that stands for a policy of ours, and for no other.
-
-    Raises:
-      ValueError: it quantizes to int8 what computes in float16, which Keras cannot express.
+    """Returns the Keras policy of a `jmp_policy.Policy`; raises for int8 with float16, which Keras rejects.
 
     >>> import jmp_policy as jmp
     >>> convert_policy(jmp.get_policy("float8_from_bfloat16"))
@@ -91,7 +78,7 @@ def convert_policy(policy: JmpPolicy) -> DTypePolicy:
         like_keras = QuantizedFloat8DTypePolicy(FLOAT8, source_name, format.amax_history_length)
         if like_keras.__jmp_policy__() is policy:
             return like_keras
-    # The bare name is Keras's, whose scales act a step later than ours.
+    # The bare name means Keras's recipe, whose scales act one step later.
     mode = str(format) if str(format) != FLOAT8 else f"{FLOAT8}(recipe=delayed)"
     return _make_quantized(mode, source_name)
 
@@ -114,13 +101,13 @@ def _make_quantized(mode: str, source_name: str) -> QuantizedDTypePolicy:
 
 
 def serialize_policy(policy: DTypePolicy) -> dict[str, Any]:
-    """The dictionary that stands for a dtype policy in Keras's files, with the module in which Keras has its class.
+    """Returns the dictionary of a dtype policy in Keras's files, with Keras's module.
 
     >>> serialize_policy(DTypePolicy("mixed_bfloat16"))
     {'module': 'keras', 'class_name': 'DTypePolicy', 'config': {'name': 'mixed_bfloat16'}, 'registered_name': None}
     """
     name = type(policy).__name__
-    # Without a module Keras raises for a class that it does not have; with one it returns the name, silently.
+    # For an unknown class, Keras raises only if the module is missing.
     return {
         "module": _MODULES.get(name),
         "class_name": name,
@@ -130,20 +117,12 @@ def serialize_policy(policy: DTypePolicy) -> dict[str, Any]:
 
 
 def deserialize_policy(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> Any:
-    """The dtype policy that a dictionary stands for, whichever of Keras's and TensorFlow's versions wrote it.
-
-    Args:
-      config: what `serialize_policy` makes; the class and its config are enough.
-      custom_objects: further classes, by name.
-
-    Raises:
-      ValueError: `config` is not such a dictionary, or names an unknown class.
-    """
+    """Reads a policy from a dictionary that any version of Keras or TensorFlow wrote."""
     if not isinstance(config, dict) or not {"class_name", "config"} <= config.keys():
         raise ValueError(f"Expected a serialized dtype policy, got {quote(config)}. For example: {_EXAMPLE}.")
     classes = _CLASSES | dict(custom_objects or {})
     kind = classes.get(str(config["class_name"]))
     if kind is None:
-        remedy = did_you_mean(config["class_name"], classes)
-        raise ValueError(f"Unknown class of dtype policies in {quote(config)}. {remedy} For example: {_EXAMPLE}.")
+        suggestion = did_you_mean(config["class_name"], classes)
+        raise ValueError(f"Unknown class of dtype policies in {quote(config)}. {suggestion} For example: {_EXAMPLE}.")
     return kind.from_config(config["config"])

@@ -1,4 +1,4 @@
-"""Keras's global policy: our default policy, under Keras's names."""
+"""Keras's global policy, which is our default policy."""
 
 from ..._base import quote
 from ...policy import Policy as JmpPolicy, default_origin, default_policy, set_default_policy
@@ -9,14 +9,14 @@ from ._loss_scale import Policy
 
 
 def dtype_policy() -> DTypePolicy:
-    """The global policy: `jmp_policy.default_policy()` as a dtype policy, or a map.
+    """Returns the global policy: `jmp_policy.default_policy()` as a dtype policy or map.
 
-    It is the very object that was set, here or by `jmp_policy.use_policy`, with its name, class and loss scale; a map
-    that was changed since then is not, for the default policy is the map as it was.
+    It is the object that was set, here or by `jmp_policy.use_policy`, with its name, class and loss scale. A map that
+    was changed since then is returned with its contents at that time.
 
     Raises:
-      ValueError: the default policy is a `PolicyMap` with types as keys, or quantizes to int8 what computes in float16,
-        which Keras cannot express.
+      ValueError: the default policy is a `PolicyMap` with type keys, or quantizes to int8 with float16 compute, which
+        Keras cannot express.
 
     >>> from jmp_policy.compat import keras
     >>> keras.dtype_policy()
@@ -40,10 +40,10 @@ def dtype_policy() -> DTypePolicy:
 def set_dtype_policy(policy: DTypePolicy | str) -> None:
     """Sets the global policy, which is the default policy of `jmp_policy.set_default_policy`.
 
-    It reaches what `with_policy` is applied to from now on, and nothing else.
+    It affects later calls of `with_policy` only.
 
     Args:
-      policy: a dtype policy, a `DTypePolicyMap` (frozen as it is now) or the name of a policy.
+      policy: a dtype policy, a `DTypePolicyMap` (its current contents) or the name of a policy.
 
     Raises:
       ValueError: `policy` is none of these.
@@ -65,7 +65,7 @@ def set_dtype_policy(policy: DTypePolicy | str) -> None:
 
 
 def set_policy(policy: DTypePolicy | str | None) -> None:
-    """As `set_dtype_policy`, and a name gives the legacy `Policy` with its loss scale; `None` sets float32 again.
+    """Like `set_dtype_policy`, but a name sets the legacy `Policy` with its loss scale, and `None` sets float32.
 
     Source: `tf.keras.mixed_precision.experimental.set_policy` of TensorFlow 2.0 to 2.4.
 

@@ -1,4 +1,4 @@
-"""Keras's loss-scaling optimizer over optax, loss scales in configs, and the experimental policy that carried one."""
+"""Keras's `LossScaleOptimizer` and loss scales in configs, and TensorFlow's experimental `Policy`."""
 
 import numbers
 from typing import Any
@@ -85,17 +85,14 @@ def _check_steps(value: object) -> int:
 
 
 def make_dynamic_loss_scale(scale: Any, period: int, factor: float = 2.0) -> DynamicLossScale:
-    """The loss scale of a library without our floor of 1 and ceiling of 2**24, which yield to where it starts."""
-    if not isinstance(scale, float):  # an array, which may be traced, and cannot be compared with the bounds
+    """Makes a loss scale whose floor of 1 and ceiling of 2**24 are extended to its start."""
+    if not isinstance(scale, float):  # a traced array cannot be compared with the bounds
         return DynamicLossScale(scale, 0, period, factor)
     return DynamicLossScale(scale, 0, period, factor, min(1.0, scale), max_loss_scale=max(2.0**24, scale))
 
 
 def read_loss_scale(spec: Any) -> LossScale | None:
-    """Reads `"dynamic"`, a number for a constant, a loss scale, `None`, or the config of one, TensorFlow's too.
-
-    Raises:
-      ValueError: `spec` is none of these.
+    """Reads `"dynamic"`, a number for a constant, a loss scale, None, or a config, also of TensorFlow.
 
     >>> saved = {"initial_loss_scale": 8.0, "increment_period": 100, "multiplier": 4.0}
     >>> scale = read_loss_scale({"class_name": "DynamicLossScale", "config": saved})
@@ -119,7 +116,7 @@ def read_loss_scale(spec: Any) -> LossScale | None:
 
 
 def write_loss_scale(scale: LossScale | None) -> dict[str, Any] | None:
-    """The config that `read_loss_scale` reads, for JSON."""
+    """Inverse of `read_loss_scale`, for JSON."""
     if scale is None:
         return None
     plain = {name: x.item() if isinstance(x, jax.Array) else x for name, x in vars(scale).items()}
@@ -135,7 +132,7 @@ def _from_config(class_name: object, config: dict[str, Any]) -> LossScale | None
         return make_dynamic_loss_scale(float(scale), int(period), float(factor))
     try:
         return _SCALES[str(class_name)](**config)
-    except (KeyError, TypeError):  # another class, or an argument that it does not have
+    except (KeyError, TypeError):  # an unknown class or argument
         return None
 
 
@@ -181,11 +178,11 @@ class Policy(DTypePolicy):
 
     @property
     def should_cast_variables(self) -> bool:
-        """Whether the variable dtype is another one than the compute dtype."""
+        """True if variable and compute dtype differ."""
         return self.variable_dtype != self.compute_dtype
 
     def resolve(self, *inputs: Any) -> "Policy":
-        """This policy with what it infers filled in from the first floating input, as at a layer's first call.
+        """Returns this policy with inferred dtypes taken from the first floating input, as at a layer's first call.
 
         >>> import jax.numpy as jnp
         >>> from jmp_policy.compat import keras
@@ -200,7 +197,7 @@ class Policy(DTypePolicy):
         return Policy(f"{dtype}_with_float32_vars" if self.variable_dtype else str(dtype), self._loss_scale)
 
     def get_config(self) -> dict[str, Any]:
-        """As of `DTypePolicy`, with the loss scale where it is not the default one."""
+        """Like `DTypePolicy.get_config`, with the loss scale if it is not the default."""
         config = super().get_config()
         return config if self._is_default else config | {"loss_scale": write_loss_scale(self._loss_scale)}
 

@@ -1,4 +1,4 @@
-"""Keras's dtype policies with a quantization mode: any mode, float8 with its history, 4 bits with their blocks."""
+"""Keras's quantized dtype policies."""
 
 import dataclasses
 from typing import Any
@@ -10,8 +10,7 @@ from ._dtype_policy import DTypePolicy
 FLOAT8 = "float8"
 INT4 = "int4"
 _PER_CHANNEL = ("none", "-1")
-KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))
-"""What the bare name is in Keras, where a step applies the scale that the step before stored."""
+KERAS_FLOAT8 = Float8(DelayedScaling(delay=2))  # in Keras, a step applies the scale that the previous step stored
 
 MODES = ("int8", "int4", "int4/<block size>", FLOAT8)
 
@@ -51,11 +50,11 @@ class QuantizedDTypePolicy(DTypePolicy):
 
     @property
     def quantization_mode(self) -> str:
-        """The mode that the policy was given."""
+        """The mode."""
         return self._mode
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make this policy again, for JSON."""
+        """Returns the arguments of this policy, for JSON."""
         return {"mode": self._mode, "source_name": self._source_name}
 
 
@@ -77,7 +76,7 @@ def _format(mode: object, compute_dtype: str | None) -> Quantization:
 
 
 def explain_mode(mode: object, modes: tuple[str, ...] = MODES) -> str:
-    """What Keras says of a bad mode."""
+    """Returns Keras's message for a bad mode."""
     return f"Invalid quantization mode. Expected one of {modes}. Received: mode={shorten(str(mode))}"
 
 
@@ -123,11 +122,11 @@ class QuantizedFloat8DTypePolicy(QuantizedDTypePolicy):
 
     @property
     def amax_history_length(self) -> int:
-        """Over how many steps a scale looks back."""
+        """Number of steps in the history."""
         return self._amax_history_length
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make this policy again, for JSON."""
+        """Returns the arguments of this policy, for JSON."""
         return super().get_config() | {"amax_history_length": self.amax_history_length}
 
 
@@ -175,22 +174,22 @@ class Int4DTypePolicy(QuantizedDTypePolicy):
 
     @property
     def block_size(self) -> int:
-        """How many weights share a scale; -1 for all of an output channel."""
+        """Number of weights that share a scale; -1 for all of an output channel."""
         return self._block_size
 
     @property
     def mode(self) -> str:
-        """`"int4"`, without the size of the blocks."""
+        """`"int4"`, without the block size."""
         return INT4
 
     @property
     def quantization_mode(self) -> str:
-        """As `mode`."""
+        """Same as `mode`."""
         return INT4
 
 
 def read_block_size(mode: object) -> int | None:
-    """The block size in the mode of an `Int4DTypePolicy`; `None` for any other mode.
+    """Returns the block size in the mode of an `Int4DTypePolicy`, or None for another mode.
 
     >>> [read_block_size(mode) for mode in ("int4/64", "int4/None", "int4", "int4/64(min_size=0)", "int4/0")]
     [64, -1, None, None, None]

@@ -1,4 +1,4 @@
-"""`keras.dtype_policies`: the classes of dtype policies, and how one is found, written and read.
+"""`keras.dtype_policies`: finds, serializes and deserializes dtype policies.
 
 >>> import jax.numpy as jnp
 >>> from jmp_policy.compat.keras import dtype_policies
@@ -22,11 +22,11 @@ from ._quantized_dtype_policy import (
 
 
 def get(identifier: Any) -> DTypePolicy:
-    """Finds the dtype policy that something stands for.
+    """Returns the dtype policy of an identifier.
 
     Args:
-      identifier: a dtype policy or map, which is returned as it is; the name of a policy; a dtype; a policy of
-        `jmp_policy`; what `serialize` made; or `None` for the global policy.
+      identifier: a dtype policy or map (returned unchanged), a policy name, a dtype, a policy of `jmp_policy`, a result
+        of `serialize`, or `None` for the global policy.
 
     Raises:
       ValueError: `identifier` is none of these.
@@ -47,13 +47,13 @@ def get(identifier: Any) -> DTypePolicy:
 
 
 def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
-    """Writes a dtype policy or map as Keras's files have it: a dictionary for JSON, which Keras 3 reads, too.
+    """Returns a dtype policy or map as a dictionary for JSON, in the format of Keras's files.
 
-    Keras reads the names that it knows; our other names are an error there, such as `"p=f32,c=bf16,o=f32"` or
-    `"int8(activations=false)_from_bfloat16"`, are an error there.
+    Keras 3 reads it if it knows the name: `"p=f32,c=bf16,o=f32"` or `"int8(activations=false)_from_bfloat16"` are
+    errors there.
 
     Raises:
-      TypeError: `dtype_policy` is none.
+      TypeError: `dtype_policy` is not a dtype policy.
 
     Source: `keras.dtype_policies.serialize` of Keras 3.
 
@@ -69,15 +69,15 @@ def serialize(dtype_policy: DTypePolicy) -> dict[str, Any]:
 
 
 def deserialize(config: dict[str, Any], custom_objects: Mapping[str, type] | None = None) -> DTypePolicy:
-    """Reads the dtype policy or map that `serialize` wrote, here, in Keras 3, or in TensorFlow 2.
+    """Reads a dtype policy or map that this package, Keras 3 or TensorFlow 2 serialized.
 
     Args:
       config: a dictionary with the `class_name` and `config` of a policy.
       custom_objects: further classes, by name.
 
     Raises:
-      ValueError: `config` is not such a dictionary, or names a class that does not exist here: Keras's for `gptq`,
-        `awq` and `ternary` do not.
+      ValueError: `config` is not such a dictionary, or its class does not exist here, such as those for `gptq`, `awq`
+        and `ternary`.
 
     Source: `keras.dtype_policies.deserialize` of Keras 3.
 

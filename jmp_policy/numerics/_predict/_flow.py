@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..._jaxpr import MATMULS, Fact, ModulePaths, Step, float_dtype, having, is_backward, walk
-from ...policy import MXFP8, BlockFormat, Float8, Int4, KeptNVFP4, Policy, PolicyMap, Quantization, match_policy
+from ...policy import MXFP8, BlockFormat, Float8, Int4, Policy, PolicyMap, Quantization, match_policy
 from .._stats import ObservedProgram, Row, Value, identify
 from ._trial import HALF, Written
 
@@ -206,7 +206,7 @@ def list_quantized_values(
         direction = _find_direction(operation, rows)
         kind = match_policy(policy, operation.path, types).policy.quantization
         weights = [indices for indices in operation.reads if any(rows[i].direction == "argument" for i in indices)]
-        if kind is None or isinstance(kind, KeptNVFP4) or not _is_inside(operation.path, types):
+        if kind is None or not _is_inside(operation.path, types):
             continue
         if weights and max(np.prod(rows[i].shape) for i in weights[0]) < kind.min_size:
             continue

@@ -132,7 +132,7 @@ def why_layer_wide(
       groups: the number of groups of features of a convolution.
 
     >>> why_layer_wide((3, 3, 3, 64), Layout((3, 3, 3), 1), Float8(min_size=0), is_convolution=True)
-    'the length 3 is no multiple of 16'
+    'the length 3 is not a multiple of 16'
     """
     if groups != 1:
         return "its convolution is one of groups"

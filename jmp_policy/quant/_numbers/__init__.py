@@ -1,4 +1,4 @@
-"""Rounds to integers, to 8-bit floats and to block-scaled formats."""
+"""Rounding to integers, float8 and block-scaled formats."""
 
 from ._block_numbers import (
     Blocks as Blocks,

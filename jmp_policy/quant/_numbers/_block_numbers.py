@@ -1,8 +1,8 @@
-"""Numbers of 8 and 4 bits in blocks that share a scale: MXFP8, MXFP4 and NVFP4.
+"""Rounding to the block-scaled formats MXFP8, MXFP4 and NVFP4.
 
-Every rule is written so that CPUs, GPUs and TPUs, eager or compiled, return the same bits: magnitudes are compared as
-integers, since some backends read subnormal float32 as zero and XLA's float32 `max` on CPUs may lose a nan; scales are
-powers of two made from bits, or quotients that no compiler may write in another way.
+CPUs, GPUs and TPUs, eager or compiled, must return the same bits. So magnitudes are compared as integers (some backends
+flush subnormals, and XLA's float32 `max` on CPUs may lose a nan), and scales are powers of two made from bits, or
+quotients that compilers cannot rewrite.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-E2M1 = np.dtype(jnp.float4_e2m1fn)
-"""Zero, .5, 1, 1.5, 2, 3, 4 and 6, of both signs; neither nan nor infinity."""
-E8M0 = np.dtype(jnp.float8_e8m0fnu)
-"""Powers of two from 2**-127 to 2**127, and nan."""
+E2M1 = np.dtype(jnp.float4_e2m1fn)  # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of both signs; no nan or infinity
+E8M0 = np.dtype(jnp.float8_e8m0fnu)  # powers of two from 2**-127 to 2**127, and nan
 
 _LARGEST_E4M3 = 448.0
 _LARGEST_E2M1 = 6.0
 _LARGEST_NV = _LARGEST_E4M3 * _LARGEST_E2M1
-# By more than this the largest numbers of float32 would come back as infinities.
+# With a larger scale, the largest float32 values would dequantize to infinity.
 _LARGEST_TENSOR_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(_LARGEST_NV), np.float32(0))
 
 _INFINITY = 0x7F800000  # the bits of float32
@@ -29,40 +27,28 @@ _NAN_E8M0 = 255
 
 
 class Blocks(NamedTuple):
-    """Numbers in blocks, and what they are multiples of: `values * scale * tensor_scale`.
+    """Block-scaled elements: they stand for `values * scale * tensor_scale`."""
 
-    Attributes:
-      values: e4m3fn, e5m2 or e2m1fn.
-      scale: e8m0fnu, or e4m3fn beside a `tensor_scale`: one for each block of the axis that is in blocks. It is nan
-        where a number of the block is not finite.
-      tensor_scale: float32, of length 1 on the axes that share it; `None` where the scales are powers of two.
-    """
-
-    values: jax.Array
-    scale: jax.Array
-    tensor_scale: jax.Array | None = None
+    values: jax.Array  # e4m3fn, e5m2 or e2m1fn
+    scale: jax.Array  # one per block: e8m0fnu, or e4m3fn with a tensor_scale; nan if an element is not finite
+    tensor_scale: jax.Array | None = None  # float32, of length 1 on the axes that share it
 
 
 def quantize_mx(
     x: jax.Array, dtype: Any, axis: int, block_size: int = 32, *, rounding: Literal["up", "floor"] = "up"
 ) -> Blocks:
-    """Rounds to the nearest numbers of a narrow format, ties to even, with one power of two for each block.
+    """Rounds to the nearest elements of a narrow format, ties to even, with a power-of-two scale (e8m0fnu) per block.
 
-    A block of zeros has the least scale, 2**-127. Subnormal numbers are rounded as all others are. A block with a nan
-    or an infinity has the scale nan: e2m1 could show neither, and a scale that is large instead would make zeros of the
-    numbers beside it. Its values are nan, in e2m1 zero.
+    A block of zeros has the scale 2**-127. Subnormals are rounded like other values. A block with a nan or an infinity
+    has the scale nan, because e2m1 cannot represent either; its values are nan, or zero in e2m1.
 
     Args:
       x: floating, any shape; float64 is rounded to float32 first.
       dtype: e4m3fn, e5m2 or e2m1fn.
-      axis: the axis that is in blocks, whose length is a multiple of `block_size`.
-      block_size: how many numbers share a scale.
-      rounding: "up" takes the least power of two by which no number is larger than the format's largest; "floor" the
-        one by which the largest number has the exponent of the format's largest, where up to an eighth of it, in e2m1 a
-        quarter, is clipped.
-
-    Returns:
-      Values of the shape of `x`, and scales in e8m0fnu.
+      axis: the axis to divide into blocks, of a length that `block_size` divides.
+      block_size: number of elements that share a scale.
+      rounding: "up" takes the least power of two with which no element exceeds the largest value of the format; "floor"
+        aligns the exponents of both, and clips up to an eighth of the largest element (a quarter in e2m1).
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3, for "floor"; NVIDIA's Transformer Engine for "up".
 
@@ -73,8 +59,7 @@ def quantize_mx(
     x, axis, dtype = x.astype(jnp.float32), axis % x.ndim, np.dtype(dtype)
     largest = np.float32(jnp.finfo(dtype).max)
     amax = _max_of_blocks(_magnitude(x), axis, block_size)
-    # The exponent of float32 that makes `amax` fit, biased by 127 as in e8m0. Of a subnormal one it would be less than
-    # zero whatever its bits are.
+    # The float32 exponent that makes `amax` fit, biased by 127 as in e8m0. It is negative for a subnormal `amax`.
     exponent = (amax >> 23).astype(jnp.int32) - int(np.frexp(largest)[1] - 1)
     if rounding == "up":
         fraction = int(largest.view(np.uint32)) & 0x007FFFFF
@@ -82,7 +67,7 @@ def quantize_mx(
     exponent = jnp.maximum(exponent, 0)
     is_finite = amax < _INFINITY
     scale = jnp.where(is_finite, exponent, _NAN_E8M0).astype(jnp.uint8)
-    # Where a block is not finite the exponent could be beyond what `_divide` takes.
+    # The exponent of a non-finite block may be too large for `_divide`.
     scaled = _divide(x, _spread(jnp.where(is_finite, exponent, 0), axis, block_size))
     values = _round_to_nearest(scaled, _spread(is_finite, axis, block_size), dtype)
     return Blocks(values, lax.bitcast_convert_type(scale, E8M0))
@@ -98,26 +83,22 @@ def quantize_nv(
     amax: jax.Array | float | None = None,
     key: jax.Array | None = None,
 ) -> Blocks:
-    """Rounds to e2m1, with an e4m3 scale for each block and a float32 scale for the tensor.
+    """Rounds to e2m1, with an e4m3 scale per block and a float32 scale per tensor.
 
-    With S = 2688 / amax of the tensor, a block's scale is e4m3(amax of the block * S / 6) and its values are
-    e2m1(x * (S / scale)); the tensor's scale is 1 / S. Larger scales and values, by an `amax` that is too small, are
-    clipped. Where `amax` is zero, S is 1; below 2**-114, 2688 * 2**114. A block whose scale is rounded to zero has
-    zeros. A block with a nan or an infinity has the scale nan and zeros, and takes no part in the tensor's amax.
+    With S = 2688 / amax of the tensor, the scale of a block is e4m3(amax of the block * S / 6) and its values are
+    e2m1(x * (S / scale)); the tensor's scale is 1 / S. Values too large for a given `amax` are clipped. S is 1 for a
+    zero `amax`, and 2688 * 2**114 below 2**-114. A block whose scale rounds to zero has zeros. A block with a nan or an
+    infinity has the scale nan and zeros, and does not count in the tensor's amax.
 
     Args:
       x: floating, any shape; float64 is rounded to float32 first.
-      axis: the axis that is in blocks, whose length is a multiple of `block_size`.
-      block_size: how many numbers share a scale.
-      square_axis: another axis, along which `block_size` blocks share a scale too; the last of them may be fewer.
-      tensor_axes: the axes that share the tensor's scale, `axis` and `square_axis` among them; by default all.
-      amax: float32 that stands for the measured one, broadcastable to `x` with length 1 on `tensor_axes`. Where it is
-        not finite, the tensor's scale is nan.
-      key: rounds values at random, if given, to one of both neighbours, the nearer the likelier, with 8 bits for each:
-        on average a value is right within 2**-9 of their distance. The scales are rounded to nearest.
-
-    Returns:
-      e2m1fn values of the shape of `x`, scales in e4m3fn, and the tensor's scale.
+      axis: the axis to divide into blocks, of a length that `block_size` divides.
+      block_size: number of elements that share a scale.
+      square_axis: another axis, along which `block_size` blocks share a scale; its last group may be smaller.
+      tensor_axes: the axes that share the tensor's scale, including the two above; all by default.
+      amax: replaces the measured amax: float32, broadcastable to `x` with length 1 on `tensor_axes`. A non-finite one
+        makes the tensor's scale nan.
+      key: for stochastic rounding of the values, with 8 random bits each: unbiased within 2**-9 of the spacing.
 
     Source: Pretraining Large Language Models with NVFP4, NVIDIA, 2025, appendix B; NVIDIA's Transformer Engine.
 
@@ -134,8 +115,8 @@ def quantize_nv(
     assert axis in axes, f"tensor_axes {axes} lack axis {axis}"
     is_finite = block_amax < _INFINITY
 
-    # The tensor's amax, as a number between 1 and 4 and a power of two, by which everything is divided first: S itself
-    # would overflow for small numbers, and 1 / S be subnormal.
+    # The tensor's amax is a fraction between 1 and 4 times a power of two. Everything is divided by the power first,
+    # because S would overflow for small tensors, and 1 / S would be subnormal.
     if amax is None:
         tensor_amax = jnp.max(jnp.where(is_finite, block_amax, 0), axis=axes, keepdims=True, initial=0)
     else:
@@ -149,7 +130,7 @@ def quantize_nv(
     tensor_scale = jnp.minimum(1 / factor * _power_of_two(exponent), _LARGEST_TENSOR_SCALE)
     tensor_scale = jnp.where(tensor_amax < _INFINITY, tensor_scale, jnp.nan)
 
-    # By a product with 1/6: a compiler may divide by a constant or multiply so, with other last bits.
+    # Multiplied by 1/6: compilers may divide by a constant or multiply by its inverse, with different last bits.
     wanted = _divide(lax.bitcast_convert_type(block_amax, jnp.float32), exponent) * (factor * np.float32(1 / 6))
     scale = _round_to_nearest(wanted, is_finite, np.dtype(jnp.float8_e4m3fn))
     divisor = scale.astype(jnp.float32)
@@ -162,16 +143,10 @@ def quantize_nv(
 
 
 def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Multiplies numbers by their scales, in float32.
+    """Multiplies values by their scales in float32, and casts to `dtype`; `axis` is divided into blocks.
 
-    Args:
-      blocks: as `quantize_mx` and `quantize_nv` return them.
-      axis: the axis that is in blocks.
-      dtype: of the result.
-
-    Returns:
-      Numbers of that dtype. Products with a power of two are exact, unless they are subnormal in float32, which some
-      backends flush to zero, or larger than its largest number; `tensor_scale` rounds once.
+    Scaling by a power of two is exact, except for float32 subnormals (which some backends flush) and overflow;
+    `tensor_scale` rounds once.
 
     >>> dequantize(quantize_mx(jnp.array([1.0, -460.0, 0.3, 0.0]), jnp.float8_e4m3fn, 0, 2), 0).tolist()
     [1.0, -448.0, 0.3125, 0.0]
@@ -181,9 +156,9 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
     block_size = values.shape[axis] // scale.shape[axis]
     x = values.astype(jnp.float32)
     if tensor_scale is not None:
-        # Both narrow numbers first: their product is exact, and the scale of a block alone may be too small.
+        # The product of both narrow values is exact; scale * tensor_scale may underflow.
         return (x * _spread(scale.astype(jnp.float32), axis, block_size) * tensor_scale).astype(dtype)
-    # In two halves, since 2**-127 is subnormal itself.
+    # In two factors, since 2**-127 is subnormal.
     exponent = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     half = exponent >> 1
     first = jnp.where(exponent == _NAN_E8M0, jnp.nan, _power_of_two(half + 64))
@@ -192,12 +167,9 @@ def dequantize(blocks: Blocks, axis: int, dtype: Any = jnp.float32) -> jax.Array
 
 
 def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Draws 8 random bits for each number, the same ones however an array is sharded.
+    """Draws 8 random bits per element, independent of the sharding.
 
-    Four neighbours on an axis share a word: a number costs a quarter of what `jax.random.bits` computes for uint8.
-
-    >>> draw_noise(jax.random.key(0), (2, 6), 1).shape
-    (2, 6)
+    Four neighbors along an axis share a word, at a quarter of the cost of `jax.random.bits` for uint8.
     """
     words = jax.random.bits(key, (*shape[:axis], -(-shape[axis] // 4), *shape[axis + 1 :]), jnp.uint32)
     quarters = jnp.moveaxis(lax.bitcast_convert_type(words, jnp.uint8), -1, axis + 1)
@@ -206,14 +178,7 @@ def draw_noise(key: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def pack_e2m1(values: jax.Array, axis: int) -> jax.Array:
-    """Packs numbers of 4 bits two to a byte, the first in the low half.
-
-    Args:
-      values: e2m1fn.
-      axis: the axis to halve, of even length.
-
-    Returns:
-      uint8.
+    """Packs e2m1fn values two to a byte (uint8), the first in the low half, along an axis of even length.
 
     >>> pack_e2m1(jnp.array([0.5, 1.0, -6.0, 0.0]).astype(jnp.float4_e2m1fn), 0).tolist()
     [33, 15]
@@ -224,19 +189,19 @@ def pack_e2m1(values: jax.Array, axis: int) -> jax.Array:
 
 
 def unpack_e2m1(packed: jax.Array, axis: int) -> jax.Array:
-    """Unpacks the numbers that `pack_e2m1` put two to a byte.
+    """Inverse of `pack_e2m1`.
 
     >>> unpack_e2m1(jnp.array([33, 15], jnp.uint8), 0).tolist()
     [0.5, 1.0, -6.0, 0.0]
     """
     axis %= packed.ndim
-    # A barrier, since XLA of jax 0.10 splits the bytes of a constant wrongly, and reads beyond its end.
+    # XLA of jax 0.10 splits the bytes of a constant wrongly and reads past its end; the barrier prevents that.
     pairs = jnp.moveaxis(lax.bitcast_convert_type(lax.optimization_barrier(packed), E2M1), -1, axis + 1)
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """Takes the bits of float32 without the sign: in the order of magnitudes, infinities and nans last."""
+    """Returns the bits of float32 without the sign, in the order of magnitudes; infinities and nans are last."""
     return lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
 
 
@@ -248,14 +213,14 @@ def _max_of_blocks(bits: jax.Array, axis: int, block_size: int) -> jax.Array:
 
 
 def _share_along(amax: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Gives blocks that are neighbours on another axis, `block_size` of them, their largest magnitude."""
+    """Gives each group of `block_size` neighboring blocks along an axis their common maximum."""
     length = amax.shape[axis]
     padded = jnp.pad(amax, [(0, -length % block_size if i == axis else 0) for i in range(amax.ndim)])
     return lax.slice_in_dim(_spread(_max_of_blocks(padded, axis, block_size), axis, block_size), 0, length, axis=axis)
 
 
 def _spread(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:
-    """Repeats what blocks have for each of their numbers."""
+    """Repeats per-block values for each element."""
     shape = of_blocks.shape
     repeated = jnp.broadcast_to(
         jnp.expand_dims(of_blocks, axis + 1), (*shape[: axis + 1], block_size, *shape[axis + 1 :])
@@ -264,14 +229,14 @@ def _spread(of_blocks: jax.Array, axis: int, block_size: int) -> jax.Array:
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Makes `2 ** (exponent - 127)` of bits, for 0 < exponent < 255; zero of 0."""
+    """Makes `2 ** (exponent - 127)` from bits, for 0 < exponent < 255; zero for 0."""
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Divides float32 by `2 ** (exponent - 127)`, for 0 <= exponent < 254: exact but for results that are subnormal.
+    """Divides float32 by `2 ** (exponent - 127)`, for 0 <= exponent < 254; exact unless the result is subnormal.
 
-    Subnormal numbers are taken for the integers that their bits are, which no backend flushes.
+    Subnormal inputs are read as the integers of their bits, because some backends flush them.
     """
     words = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = words & _MAGNITUDE
@@ -284,22 +249,22 @@ def _divide(x: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def _round_to_nearest(x: jax.Array, is_finite: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Rounds to the nearest number of a narrow format, clipped to its largest, ties to even.
+    """Rounds to the nearest value of a narrow format, ties to even, saturating; non-finite blocks become nan (e2m1: 0).
 
-    What is not finite is nan, and in e2m1 zero. Clipping serves scales that are rounded up too: XLA may keep numbers
-    wider than half precision where `x` is read once more, and not where its amax was measured.
+    Scales that are rounded up need saturation too: XLA may read `x` here with more precision than its amax was measured
+    in.
     """
     limit = float(jnp.finfo(dtype).max)
     otherwise = 0.0 if dtype == E2M1 else jnp.nan
-    # The constant in an array of its own: what goes from a nan back to its origin would end at a literal.
+    # An array and not a literal, so that tracing a nan back to its origin does not end here.
     return lax.select(is_finite, jnp.clip(x, -limit, limit), jnp.full_like(x, otherwise)).astype(dtype)
 
 
 def _round_at_random(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds to one of both neighbours in e2m1, the nearer the likelier."""
+    """Rounds stochastically to e2m1."""
     size = jnp.minimum(jnp.abs(x), _LARGEST_E2M1)
-    # The distance of neighbours is a power of two, so that the sum alone is inexact. Noise is never zero nor one, and
-    # one half on average: multiples of the distance stay where they are.
+    # The spacing is a power of two, so only the sum is inexact. Noise is strictly between 0 and 1, with mean 0.5, so
+    # representable values do not change.
     spacing = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     inverse = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
     noise = (bits.astype(jnp.float32) + 0.5) * np.float32(2.0**-8)

@@ -11,11 +11,12 @@ from ._bilinear import (
     describe_convolution as describe_convolution,
     describe_dot_general as describe_dot_general,
     describe_einsum as describe_einsum,
+    is_matmul as is_matmul,
     label_convolution as label_convolution,
     label_dot as label_dot,
     label_einsum as label_einsum,
 )
-from ._block_product import ROUNDING as ROUNDING, block_product as block_product, is_matmul as is_matmul
+from ._block_product import ROUNDING as ROUNDING, block_product as block_product
 from ._float8_product import (
     float8_product as float8_product,
     warn_of_odd_rows as warn_of_odd_rows,

@@ -1,7 +1,6 @@
-"""The operations between a layer's input and its weight, by the labels of their axes.
+"""Bilinear operations between a layer's input and its weight, described by labels of their axes.
 
-Three tuples of labels describe a product: one for the left, one for the right, one for the result. The operation
-sums over an axis whose label is not in the result. The other labels say where a scale of the left or the right belongs.
+Labels that are not in the output are summed over. The other labels place the scales of both operands.
 """
 
 import dataclasses
@@ -21,15 +20,7 @@ Sharding = NamedSharding | PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Bilinear:
-    """An operation that is linear in both of its operands.
-
-    Attributes:
-      left: the labels of the axes of the left operand, a layer's input.
-      right: the labels of the right operand, its weight.
-      out: the labels of the result.
-      compute: `(left, right, preferred_element_type) -> result`, by an operation of JAX's; equal if it is the same
-        operation, for JAX's caches.
-    """
+    """A bilinear operation of a layer's input (`left`) and weight (`right`), with the labels of all axes."""
 
     left: Labels
     right: Labels
@@ -37,22 +28,22 @@ class Bilinear:
     compute: "Dot | Convolution | Einsum"
 
     def summed_axes(self, operand: Labels) -> tuple[int, ...]:
-        """The axes of an operand that are summed over, counted from the front."""
+        """Returns the axes of an operand that are summed over."""
         return tuple(i for i, label in enumerate(operand) if label not in self.out)
 
     def align_scale(self, scale: jax.Array, operand: Labels) -> jax.Array:
-        """A scale of an operand, with length 1 on the axes that are summed over, to multiply the result with."""
+        """Reshapes a scale of an operand (length 1 on summed axes) so that it broadcasts to the output."""
         kept = [i for i, label in enumerate(operand) if label in self.out]
         order = sorted(kept, key=lambda i: self.out.index(operand[i]))
         lengths = {operand[i]: scale.shape[i] for i in kept}
-        if order != kept:  # axes of length 1 need no moving
+        if order != kept:
             scale = lax.transpose(scale, (*order, *self.summed_axes(operand)))
         return scale.reshape([lengths.get(label, 1) for label in self.out])
 
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """`lax.dot_general` with all but its operands."""
+    """`lax.dot_general` without its operands."""
 
     dimension_numbers: lax.DotDimensionNumbers
     precision: lax.PrecisionLike = None
@@ -65,7 +56,7 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """`lax.conv_general_dilated` with all but its operands."""
+    """`lax.conv_general_dilated` without its operands."""
 
     options: tuple[tuple[str, Any], ...]
     preferred_element_type: DTypeLike | None = None
@@ -77,7 +68,7 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`jnp.einsum` of two operands with all but these."""
+    """`jnp.einsum` of two operands, without them."""
 
     equation: str
     precision: lax.PrecisionLike = None
@@ -89,9 +80,18 @@ class Einsum:
 
 
 def without_preferred_dtype(operation: Bilinear) -> Bilinear:
-    """An operation whose result has the dtype of its operands, unless a call asks for another."""
+    """Returns the operation with outputs in the dtype of its operands."""
     compute = dataclasses.replace(operation.compute, preferred_element_type=None)
     return dataclasses.replace(operation, compute=compute)
+
+
+def is_matmul(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
+    """True for a matmul, as opposed to a convolution or an einsum that sums one operand alone or broadcasts one."""
+    if isinstance(operation.compute, Convolution):
+        return False
+    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
+    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
+    return not alone and all(lengths[label] == others[label] for label in lengths.keys() & others.keys())
 
 
 def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _options(compute: Dot | Einsum, preferred: DTypeLike | None) -> dict[str, An
 
 
 def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
-    """`lax.dot_general`: the result has the axes of the batch, then those left over of the left, then of the right.
+    """Labels `lax.dot_general`: its output has the batch axes, then the other axes of the left, then of the right.
 
     >>> label_dot(2, 2, Dot((((1,), (0,)), ((), ())))).out
     ('l0', 'r1')
@@ -118,9 +118,9 @@ def label_dot(left_ndim: int, right_ndim: int, compute: Dot) -> Bilinear:
 
 
 def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
-    """`lax.conv_general_dilated`: an example of the batch and an output feature are axes of their own.
+    """Labels `lax.conv_general_dilated`: batch and output features.
 
-    Each window overlaps with others, so that a scale of the input is one for all places of an example.
+    Windows overlap, so all positions of an example share a scale of the input.
     """
     numbers: lax.ConvDimensionNumbers = dict(compute.options)["dimension_numbers"]
     left, right, out = ([f"{side}{i}" for i in range(left_ndim)] for side in ("left", "right", "out"))
@@ -130,10 +130,7 @@ def label_convolution(left_ndim: int, compute: Convolution) -> Bilinear:
 
 
 def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
-    """`jnp.einsum` of two operands, written out.
-
-    Raises:
-      ValueError: the equation does not have two operands and a result, or one of them has a label twice.
+    """Labels `jnp.einsum` of two operands; raises if the equation has another form or repeated labels.
 
     >>> label_einsum(3, 2, Einsum("...d,nd->...n")).out
     ('.0', '.1', 'n')
@@ -143,7 +140,7 @@ def label_einsum(left_ndim: int, right_ndim: int, compute: Einsum) -> Bilinear:
     twice = any(term.count(label) > 1 for term in (*operands.split(","), out) for label in term if label != ".")
     if not arrow or operands.count(",") != 1 or twice:
         raise ValueError(
-            f"The equation {compute.equation!r} is not of two operands and a result, all without diagonals. "
+            f"The equation {compute.equation!r} must have two operands and an output, without repeated labels. "
             "For example: 'abc,cd->abd'."
         )
     left, right = operands.split(",")
@@ -157,19 +154,13 @@ def _count_dots(term: str, ndim: int) -> int:
 
 
 def _labels(term: str, count: int, dots: int) -> Labels:
-    """The labels of a term; the axes under its ellipsis are counted from the last, as broadcasting does."""
+    """Returns the labels of a term; axes under its ellipsis are counted from the last, as in broadcasting."""
     before, _, after = term.partition("...")
     return (*before, *(f".{i}" for i in range(dots - count, dots)), *after)
 
 
 class Call(NamedTuple):
-    """A call of one of JAX's operations.
-
-    Attributes:
-      operation: what it computes.
-      lhs: its left operand.
-      rhs: its right operand.
-    """
+    """An operation and its operands."""
 
     operation: Bilinear
     lhs: jax.Array
@@ -185,7 +176,6 @@ def describe_dot_general(
     *,
     out_sharding: Sharding | None = None,
 ) -> Call:
-    """Describes a call of `lax.dot_general` by its arguments."""
     (left_sum, right_sum), (left_batch, right_batch) = dimension_numbers
     numbers = ((_axes(left_sum), _axes(right_sum)), (_axes(left_batch), _axes(right_batch)))
     return Call(label_dot(lhs.ndim, rhs.ndim, Dot(numbers, precision, preferred_element_type, out_sharding)), lhs, rhs)
@@ -200,7 +190,6 @@ def describe_einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Sharding | None = None,
 ) -> Call:
-    """Describes a call of `jnp.einsum` of two operands by its arguments."""
     return Call(
         label_einsum(lhs.ndim, rhs.ndim, Einsum(equation, precision, preferred_element_type, out_sharding)), lhs, rhs
     )
@@ -217,7 +206,7 @@ def describe_convolution(
     out_sharding: Sharding | None = None,
     **options: Any,
 ) -> Call:
-    """Describes a call of `lax.conv_general_dilated` by its arguments; dilations are keywords."""
+    """Takes the arguments of `lax.conv_general_dilated`; dilations are keywords."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     pads = padding if isinstance(padding, str) else tuple(map(tuple, padding))
     given = {"window_strides": tuple(window_strides), "padding": pads, "dimension_numbers": numbers, **options}

@@ -1,4 +1,4 @@
-"""Products of numbers in 8-bit floating point, forward and backward."""
+"""Matmuls and convolutions in float8, and their derivatives."""
 
 import contextlib
 import contextvars
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,32 +27,23 @@ from ._amax_history import (
     scale_by_history,
     varying_axes,
 )
-from ._bilinear import Bilinear, Convolution, Labels, Sharding
+from ._bilinear import Bilinear, Convolution, Labels, Sharding, is_matmul
 
+# Row counts and dtypes of the matmuls with eligible weights in the running call of a model.
 _ROWS: contextvars.ContextVar[list[tuple[int, np.dtype]] | None] = contextvars.ContextVar("_ROWS", default=None)
-"""The numbers of rows, and the dtypes, of the products with fit weights in the running call of a model."""
 
 
 def float8_product(
     operation: Bilinear, left: jax.Array, right: jax.Array, format: Float8, state: State | None = None
 ) -> jax.Array:
-    """Computes `operation(left, right)` in 8 bits: both operands in e4m3, the gradient of the result in e5m2.
+    """Computes `operation(left, right)` with e4m3 operands; the gradient of the output is rounded to e5m2.
 
-    A left operand of an odd number of rows is left to JAX. The caller leaves the weights for which `why_weight_wide`
-    has a reason.
+    If the number of rows of `left` is not a multiple of 16, it computes in the dtype of `left`. The caller has checked
+    `why_weight_wide`. The gradient of `state` (for `DelayedScaling`) is the next state. The output has the dtype of
+    `left`, or the operation's preferred one.
 
-    Args:
-      operation: what to compute.
-      left: floating.
-      right: the weight, which is computed with in the dtype of `left`.
-      format: how to scale.
-      state: of the product, for `DelayedScaling`; its gradient is the next state.
-
-    Returns:
-      The result in the dtype of `left`, or in the preferred one of the operation.
-
-    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; the operands are multiplied as 8-bit
-    numbers, and the result by their scales, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, section 3; float8 values are multiplied and the
+    output is scaled, as in `flax.linen.fp8_ops.Fp8DirectDotGeneralOp`.
     """
     right = right.astype(left.dtype)
     rows, seen = _count_rows(operation, left.shape), _ROWS.get()
@@ -60,97 +51,76 @@ def float8_product(
         seen.append((rows, left.dtype))
     if rows % MULTIPLE:
         return operation.compute(left, right)
-    # In `shard_map` a custom derivative varies over devices as its operand does. The cast to a varying weight makes JAX
-    # sum the gradients of a weight that devices share.
+    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs. Marking a replicated
+    # weight as varying makes JAX sum its gradients over devices.
     axes = tuple(varying_axes(left, right))
     left, right = vary(left, axes), vary(right, axes)
-    spec = _ProductSpec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
+    spec = _Float8Spec(operation, format, left.dtype, jax.typeof(left), jax.typeof(right))
     return _product(spec, left, right, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ProductSpec:
-    """What a product is, without its numbers.
-
-    Attributes:
-      operation: what to compute.
-      format: how to scale.
-      dtype: the dtype of the operands and of their gradients.
-      left: the type of the left operand: its shape, and how it lies on devices.
-      right: the type of the right operand.
-    """
+class _Float8Spec:
+    """Static description of a matmul or convolution."""
 
     operation: Bilinear
     format: Float8
-    dtype: np.dtype
+    dtype: np.dtype  # of the operands and their gradients
     left: core.ShapedArray
     right: core.ShapedArray
 
     @property
     def by_row(self) -> bool:
-        """Whether each slice along the summed axes has a scale of its own; forward and backward then scale anew."""
+        """True if each slice along the summed axes has its own scale."""
         return self.format.recipe == CurrentScaling("row")
 
     @property
     def sums(self) -> np.dtype:
-        """The dtype of unscaled results: 448 times 448 is more than float16 holds."""
+        """Dtype of unscaled sums: float16 overflows at 448 * 448."""
         return self.dtype if self.dtype == jnp.bfloat16 else np.dtype(np.float32)
 
 
-class _Residuals(NamedTuple):
-    """What the backward pass needs of the forward pass.
-
-    Attributes:
-      left: the left operand, in 8 bits where the backward pass multiplies the same 8 bits.
-      right: the right operand, likewise.
-      memories: of input and kernel for the next step, of the gradient for this one, which the backward pass replaces.
-    """
-
-    left: Scaled | jax.Array
-    right: Scaled | jax.Array
-    memories: dict[str, Memory]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: _ProductSpec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
+def _product(spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None) -> jax.Array:
     return _forward(spec, left, right, state, records=False)[0]
 
 
 def _forward(
-    spec: _ProductSpec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
-) -> tuple[jax.Array, _Residuals]:
+    spec: _Float8Spec, left: jax.Array, right: jax.Array, state: State | None, *, records: bool = True
+) -> tuple[jax.Array, Any]:
     operation = spec.operation
-    # Both operands go into 8 bits, each by its own scale; with delayed scaling each also updates its memory.
+    # Scale both operands; with delayed scaling, also update their histories.
     memories = {} if state is None else {name: read_memory(state, name) for name in DTYPES}
     inputs = _scale_operand(spec, memories, "input", left, operation.summed_axes(operation.left), records=records)
     weight = _scale_operand(spec, memories, "kernel", right, operation.summed_axes(operation.right), records=records)
-    # The product of the 8-bit numbers, times both scales, is the result, which nothing rounds before if it is wide.
+    # Float8 values are multiplied, and the sums are scaled. A wide output is not rounded in between.
     dtype = np.dtype(operation.compute.preferred_element_type or spec.dtype)
     sums = spec.sums if dtype == spec.dtype else np.dtype(np.float32)
     values = multiply(operation, inputs.values, weight.values, sums)
     out = _undo_scales(values, operation, inputs, weight).astype(dtype)
-    # A scale per row serves one direction alone, and a weight gradient in the compute dtype wants the input as it was.
+    # Row scales serve one direction only, and a weight gradient in the compute dtype needs the unrounded input.
     keeps_left = spec.by_row or not spec.format.weight_grad
-    return out, _Residuals(left if keeps_left else inputs, right if spec.by_row else weight, memories)
+    return out, (left if keeps_left else inputs, right if spec.by_row else weight, memories)
 
 
-def _backward(spec: _ProductSpec, residuals: _Residuals, grad: jax.Array) -> tuple[Any, ...]:
-    memories = dict(residuals.memories)
+def _backward(spec: _Float8Spec, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    left, right, memories = residuals
+    memories = dict(memories)  # of input and kernel for the next step, of the gradient for this one
     to_left, to_right = left_transpose(spec.operation), right_transpose(spec.operation)
     scale = functools.partial(_scale_operand, spec, memories)
-    # The gradient of the input: the result's gradient in e5m2, times the weight, which mostly is in 8 bits already.
+    # Gradient of the input: output gradient times weight, which is in float8 already unless scaled by row.
     grads = scale("output_grad", grad, to_left.summed_axes(to_left.left))
-    weight = scale("kernel", residuals.right, to_left.summed_axes(to_left.right))
+    weight = scale("kernel", right, to_left.summed_axes(to_left.right))
     values = grad_left(spec.operation, grads.values, weight.values, spec.left, spec.sums)
     left_grad = _undo_scales(values, to_left, grads, weight).astype(spec.dtype)
-    if isinstance(residuals.left, Scaled) or spec.format.weight_grad:
-        # The gradient of the weight: the input times the result's gradient, which is scaled again by its other rows.
-        inputs = scale("input", residuals.left, to_right.summed_axes(to_right.left))
+    if isinstance(left, Scaled) or spec.format.weight_grad:
+        # Gradient of the weight: input times output gradient, scaled again if by row.
+        inputs = scale("input", left, to_right.summed_axes(to_right.left))
         grads = scale("output_grad", grad, to_right.summed_axes(to_right.right)) if spec.by_row else grads
         values = grad_right(spec.operation, grads.values, inputs.values, spec.right, spec.sums)
         right_grad = _undo_scales(values, to_right, inputs, grads).astype(spec.dtype)
     else:
-        right_grad = grad_right(spec.operation, grad.astype(spec.dtype), residuals.left, spec.right, spec.dtype)
+        right_grad = grad_right(spec.operation, grad.astype(spec.dtype), left, spec.right, spec.dtype)
     # The gradient of the state is the next state.
     return left_grad, right_grad, join_memories(memories) if memories else None
 
@@ -159,7 +129,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _scale_operand(
-    spec: _ProductSpec,
+    spec: _Float8Spec,
     memories: dict[str, Memory],
     name: str,
     x: jax.Array | Scaled,
@@ -167,7 +137,7 @@ def _scale_operand(
     *,
     records: bool = True,
 ) -> Scaled:
-    """Scales an operand into 8 bits, and with `records` replaces its memory, if it has one, by the next step's."""
+    """Scales an operand to float8; with `records`, also replaces its memory by the next step's."""
     if isinstance(x, Scaled):
         return x
     if not isinstance(spec.format.recipe, DelayedScaling):
@@ -181,7 +151,7 @@ def _scale_operand(
 
 
 def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scaled) -> jax.Array:
-    """Multiplies a product of 8-bit numbers by the scales of both operands, in float32."""
+    """Multiplies the sums of a float8 matmul by the scales of both operands, in float32."""
     wide = values.astype(jnp.float32)
     if not left.scale.ndim:
         return wide * (left.scale * right.scale)
@@ -189,10 +159,7 @@ def _undo_scales(values: jax.Array, labels: Bilinear, left: Scaled, right: Scale
 
 
 def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
-    """Counts the rows of a left operand. Hardware multiplies in 8 bits only if the number is a multiple of 16.
-
-    Returns 0 for a convolution, whose rows may be of any number.
-    """
+    """Returns the number of rows of a left operand, and 0 for convolutions, which have no restriction."""
     if isinstance(operation.compute, Convolution):
         return 0
     return math.prod(length for label, length in zip(operation.left, left, strict=True) if label not in operation.right)
@@ -200,12 +167,9 @@ def _count_rows(operation: Bilinear, left: tuple[int, ...]) -> int:
 
 @contextlib.contextmanager
 def warn_of_odd_rows(given: Policy | PolicyMap, about: object, *, initializes: bool = False) -> Iterator[None]:
-    """Warns once, after the call of a model, if the number of rows kept every product out of 8 bits.
+    """Warns once per class `about`, after a call, if the number of rows kept every matmul out of float8.
 
-    Args:
-      given: the policy or map of the model.
-      about: the class with a policy; each has the warning once.
-      initializes: whether the call only makes parameters: the inputs are often a single example.
+    A call that `initializes` parameters does not warn: its input is often a single example.
     """
     if not _has_float8(given):
         yield
@@ -236,36 +200,27 @@ def _has_float8(given: Policy | PolicyMap) -> bool:
 
 
 def why_weight_wide(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...], format: Float8) -> str | None:
-    """Why products with a weight stay in the compute dtype, however many rows the input has; `None` if they do not.
-
-    Args:
-      operation: what to compute.
-      left: the shape of the input.
-      right: the shape of the weight.
-      format: of the policy.
-    """
+    """Returns the reason why matmuls with a weight stay in the compute dtype whatever the input, or None."""
     if isinstance(operation.compute, Convolution):
         return _why_convolution_wide(dict(operation.compute.options), right, format)
-    lengths, others = dict(zip(operation.left, left, strict=True)), dict(zip(operation.right, right, strict=True))
-    shared = lengths.keys() & others.keys()
-    alone = (lengths.keys() ^ others.keys()) - set(operation.out)
-    if alone or any(lengths[label] != others[label] for label in shared):
+    if not is_matmul(operation, left, right):
         return "its equation sums one operand alone, or repeats one"
-    summed = math.prod(lengths[label] for label in shared - set(operation.out))
-    columns = math.prod(length for label, length in others.items() if label not in shared)
+    lengths = dict(zip(operation.right, right, strict=True))
+    summed = math.prod(lengths[label] for label in operation.left if label in lengths and label not in operation.out)
+    columns = math.prod(length for label, length in lengths.items() if label not in operation.left)
     return why_sizes_wide(summed * columns, format, summed, columns)
 
 
 def why_sizes_wide(size: int, format: Float8, *lengths: int) -> str | None:
-    """Why products with a weight stay in the compute dtype: the weight is small, or a length is no multiple of 16.
+    """Returns the reason if a weight is too small or a length is not a multiple of 16, else None.
 
     >>> why_sizes_wide(16384, Float8(), 128, 128), why_sizes_wide(25600, Float8(), 256, 100)
-    (None, 'the length 100 is no multiple of 16')
+    (None, 'the length 100 is not a multiple of 16')
     """
     if size < format.min_size or size == 0:
         return f"{size} elements are fewer than min_size={format.min_size}"
     odd = next((length for length in lengths if length % MULTIPLE), None)
-    return None if odd is None else f"the length {odd} is no multiple of {MULTIPLE}"
+    return None if odd is None else f"the length {odd} is not a multiple of {MULTIPLE}"
 
 
 def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], format: Float8) -> str | None:
@@ -276,7 +231,7 @@ def _why_convolution_wide(options: dict[str, Any], right: tuple[int, ...], forma
 
 
 def multiply(operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Multiplies 8-bit numbers and sums them in `dtype`. Convolutions multiply in it too, for want of an 8-bit one."""
+    """Multiplies float8 values with sums in `dtype`. Convolutions cast first, because XLA has no float8 convolution."""
     compute = operation.compute
     if isinstance(compute, Convolution):
         return _without_dtype(compute)(left.astype(dtype), right.astype(dtype))
@@ -291,7 +246,7 @@ def grad_left(
     dtype: np.dtype,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Computes the gradient of the left operand, whose type is `like`, from the gradient of the result."""
+    """Computes the gradient of the left operand, of type `like`, from the gradient of the output."""
     if isinstance(operation.compute, Convolution):
         convolve = _without_dtype(operation.compute)
         transpose = jax.linear_transpose(lambda left: convolve(left, right.astype(dtype)), like.update(dtype=dtype))
@@ -308,7 +263,7 @@ def grad_right(
     dtype: np.dtype,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Computes the gradient of the right operand, whose type is `like`, from the gradient of the result."""
+    """Computes the gradient of the right operand, of type `like`, from the gradient of the output."""
     if isinstance(operation.compute, Convolution):
         convolve = _without_dtype(operation.compute)
         transpose = jax.linear_transpose(lambda right: convolve(left.astype(dtype), right), like.update(dtype=dtype))
@@ -318,22 +273,21 @@ def grad_right(
 
 
 def left_transpose(operation: Bilinear) -> Bilinear:
-    """The labels of `grad_left`: the result and the right operand go in, the left one comes out."""
+    """Returns the labels of `grad_left`, which maps output and right operand to the left operand."""
     return dataclasses.replace(operation, left=operation.out, out=operation.left)
 
 
 def right_transpose(operation: Bilinear) -> Bilinear:
-    """The labels of `grad_right`: the left operand and the result go in, the right one comes out."""
+    """Returns the labels of `grad_right`, which maps left operand and output to the right operand."""
     return dataclasses.replace(operation, right=operation.out, out=operation.right)
 
 
 def _without_dtype(convolution: Convolution) -> Convolution:
-    """The convolution whose result has the dtype of its operands."""
     return dataclasses.replace(convolution, preferred_element_type=None)
 
 
 def _explicit_sharding(like: core.ShapedArray) -> NamedSharding | None:
-    """The sharding of a gradient on a mesh whose axes are part of types: its operand's, which JAX cannot infer."""
+    """Returns the sharding of a gradient on a mesh with explicit axes, which JAX cannot infer."""
     return like.sharding if AxisType.Explicit in like.sharding.mesh.axis_types else None
 
 
@@ -347,12 +301,12 @@ def _contract(
     sharding: Sharding | None,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Multiplies two labelled arrays by one `dot_general`; the result has the axes of `out`, and is sharded like it."""
-    # Labels of both operands are summed over, or, where the result has them, axes of a batch.
+    """Multiplies two labeled arrays by one `dot_general`; the output has the axes `out` and the given sharding."""
+    # Shared labels are summed over, or are batch axes if the output has them.
     shared = [label for label in left_labels if label in right_labels]
     summed, batch = ([x for x in shared if (x in out) == kept] for kept in (False, True))
     where = lambda labels: (tuple(map(left_labels.index, labels)), tuple(map(right_labels.index, labels)))
-    # `dot_general` puts the axes of the batch first, then the others of the left, then of the right.
+    # `dot_general` outputs batch axes first, then the other axes of the left, then of the right.
     made = [*batch, *(x for x in (*left_labels, *right_labels) if x not in shared)]
     options: dict[str, Any] = {} if sharding is None else {"out_sharding": _reorder_sharding(sharding, out, made)}
     options |= {"precision": precision, "preferred_element_type": dtype}
@@ -362,8 +316,8 @@ def _contract(
 
 
 def _reorder_sharding(sharding: Sharding, labels: Labels, order: Sequence[str]) -> Sharding:
-    """The sharding of an array whose axes have these labels, after its axes are put into another order."""
+    """Permutes the entries of a sharding like the axes of its array."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    by_label = dict(zip(labels, spec, strict=False))  # a spec may leave the last axes out
+    by_label = dict(zip(labels, spec, strict=False))  # a spec may omit its last axes
     reordered = PartitionSpec(*map(by_label.get, order))
     return NamedSharding(sharding.mesh, reordered) if isinstance(sharding, NamedSharding) else reordered

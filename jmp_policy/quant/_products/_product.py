@@ -1,4 +1,4 @@
-"""Products with quantized weights: of narrow numbers where both sides are, else in the dtype of the input."""
+"""Matmuls and convolutions with quantized weights."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from ...policy import BlockFormat, Int8
 from .._calibrate import observe_input
 from .._numbers import Quantized, measure_row_amax, narrow_sums, quantize_symmetric
-from .._weights import QuantizedArray, StoredWeight, Unquantized, fake_quantize
-from ._bilinear import Bilinear, without_preferred_dtype
-from ._block_product import block_product, has_stored_order, is_matmul
+from .._weights import QuantizedArray, StoredWeight, fake_quantize
+from ._bilinear import Bilinear, is_matmul, without_preferred_dtype
+from ._block_product import block_product, has_stored_order
 
 
 def multiply_quantized(
@@ -22,49 +22,36 @@ def multiply_quantized(
 ) -> jax.Array:
     """Computes `operation(left, weight)` with a quantized weight.
 
-    With `Int8`, each row of `left`, all that one sum takes in, is quantized by its largest magnitude. The integers are
-    multiplied into int32, and the sums by both scales in float32; on an NVIDIA GPU a result in bfloat16 is rounded
-    twice, before the scales and after them. That needs one scale for all weights of a sum. Formats of blocks with
-    `activations` multiply blocks by blocks: see `block_product`. That needs blocks along all that is summed over, and
-    the axes of the weight in the order of stored blocks: of a batch, of inputs, of outputs. Elsewhere, and for other
-    formats, the weight is dequantized to the dtype of `left`.
+    - `Int8` with activations: each row of `left` is quantized, int8 values are multiplied into int32, and the sums are
+      scaled in float32. This needs one weight scale per sum.
+    - Block formats with activations: see `block_product`. This needs blocks along all summed axes, and the axis order
+      of stored blocks.
+    - Otherwise the weight is dequantized to the dtype of `left`.
 
-    The derivative is the derivative of the product of both rounded operands. It passes straight through the rounding,
-    to an `Unquantized` weight and to `left`.
-
-    Args:
-      operation: what to compute.
-      left: floating.
-      weight: the right operand.
-      key: of the noise of `NVFP4` with `stochastic_rounding`.
-
-    Returns:
-      The result in the dtype of `left`, or in the preferred one of the operation.
+    The derivative passes straight through the rounding, to `left` and to an `Unquantized` weight. The output has the
+    dtype of `left`, or the operation's preferred one. `key` is for `NVFP4` with `stochastic_rounding`.
 
     Source: Dettmers et al., LLM.int8(), NeurIPS 2022, section 2.2 (a scale per row and column).
     """
-    # Nothing differentiates a stored weight.
     if isinstance(weight, QuantizedArray):
         weight = jax.tree.map(lax.stop_gradient, weight)
     if isinstance(weight.format, BlockFormat) and is_block_product(operation, left, weight):
         right = weight if isinstance(weight, QuantizedArray) else weight.array
         return block_product(operation, left, right, weight.format, key)
-    # Integers are multiplied only where each sum has one scale; elsewhere the weight becomes floating numbers.
     if not is_integer_product(operation, weight):
         return operation.compute(left, fake_quantize(weight, left.dtype))
-    right, rounded = (None, weight) if isinstance(weight, QuantizedArray) else (weight.array, _quantize_weight(weight))
-    # The input is rounded here, not in the function below, whose derivative needs the same integers and would round
-    # again.
+    if isinstance(weight, QuantizedArray):
+        right, rounded = None, weight
+    else:
+        right = weight.array
+        rounded = dataclasses.replace(weight, array=lax.stop_gradient(right)).quantize()
+    # Rounded outside of the function with the custom derivative, which would round again.
     rows = _quantize_rows(operation, lax.stop_gradient(left), rounded)
     return _multiply_integers(operation, left, right, rows, rounded)
 
 
-def _quantize_weight(weight: Unquantized) -> QuantizedArray:
-    return dataclasses.replace(weight, array=lax.stop_gradient(weight.array)).quantize()
-
-
 def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight) -> bool:
-    """Whether blocks are multiplied: those of the weight, as they are stored, lie along all that each sum takes in."""
+    """True if the operation multiplies blocks, because the weight's blocks span all of its summed axes."""
     if not isinstance(weight.format, BlockFormat) or not weight.format.activations:
         return False
     blocked = {axis % weight.ndim for axis in weight.layout.axes}
@@ -73,26 +60,22 @@ def is_block_product(operation: Bilinear, left: jax.Array, weight: StoredWeight)
 
 
 def is_integer_product(operation: Bilinear, weight: StoredWeight) -> bool:
-    """Whether both operands of a product are integers: inputs are quantized too, and each sum has one scale of each."""
+    """True if the operation multiplies integers: inputs are quantized, and each sum has one scale."""
     if not isinstance(weight.format, Int8) or not weight.format.activations:
         return False
     shared = {axis % weight.ndim for axis in weight.layout.axes}
-    return set(operation.summed_axes(operation.right)) <= shared and not _joins_groups(operation)
-
-
-def _joins_groups(operation: Bilinear) -> bool:
-    """Whether a convolution sums over parts of the batch, so that no example has a scale of its own."""
-    return dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1) != 1
+    # A convolution with batch groups sums over examples, which have different scales.
+    batch_groups = dict(getattr(operation.compute, "options", ())).get("batch_group_count", 1)
+    return set(operation.summed_axes(operation.right)) <= shared and batch_groups == 1
 
 
 def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray) -> Quantized:
-    """Quantizes the rows of an input to 8 bits, each by its largest magnitude or by what calibration clips it to."""
+    """Quantizes each row of an input to int8 by its largest magnitude, or by the calibrated clip."""
     summed, clip = operation.summed_axes(operation.left), weight.input_clip
     observe_input(left, summed)
     amax = measure_row_amax(left, summed)
     if clip is not None:
-        # An infinity stays: clipping would hide it. A stack has one clip for each layer only to be cut with them, so
-        # that the clips of a batch of weights are the same.
+        # Clipping would hide an infinity. All clips of a stack are equal; they are repeated to be sliced with it.
         amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.min(clip)), amax)
     return quantize_symmetric(left, amax)
 
@@ -101,23 +84,23 @@ def _quantize_rows(operation: Bilinear, left: jax.Array, weight: QuantizedArray)
 def _multiply_integers(
     operation: Bilinear, left: jax.Array, right: jax.Array | None, rows: Quantized, weight: QuantizedArray
 ) -> jax.Array:
-    """The product of the integers that stand for `left` and `right`; a weight that is stored so has no `right`."""
+    """Multiplies the integers of `left` and `right`; `right` is None for a stored weight."""
     sums = operation.compute(rows.values, weight.values, jnp.int32).astype(jnp.float32)
     dtype = np.dtype(operation.compute.preferred_element_type or left.dtype)
-    if dtype == jnp.bfloat16:  # float16 could not hold the sums
+    if dtype == jnp.bfloat16:  # float16 would overflow
         sums = narrow_sums(sums)
-    # One scale after the other: their product may underflow, or overflow where the sum is zero.
+    # One by one: the product of both scales may underflow or overflow.
     scaled = sums * operation.align_scale(rows.scale, operation.left)
     scaled = scaled * operation.align_scale(weight.scale, operation.right)
     return scaled.astype(dtype)
 
 
 def _jvp(operation: Bilinear, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """The sum of two products: each tangent by the numbers that the integers of the other operand stand for."""
+    """Multiplies each tangent by the dequantized other operand, and adds both."""
     left, right, rows, weight = primals
     left_tangent, right_tangent, *_ = tangents
     out = _multiply_integers(operation, *primals)
-    # Its operands are in the dtype of the input, the gradient of a wide result too.
+    # Both tangents are computed in the dtype of the input, also for a wide output.
     operation = without_preferred_dtype(operation)
     parts = []
     if not isinstance(left_tangent, SymbolicZero):
@@ -134,7 +117,7 @@ _multiply_integers.defjvp(_jvp, symbolic_zeros=True)
 
 @jax.custom_jvp
 def _replace_value(original: jax.Array, rounded: jax.Array) -> jax.Array:
-    """What an array was rounded to, with the derivative of the array."""
+    """Returns `rounded` with the derivative of `original`."""
     return rounded
 
 

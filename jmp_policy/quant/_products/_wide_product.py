@@ -1,4 +1,4 @@
-"""Products of half-precision numbers that hand over their sums unrounded, forward and backward."""
+"""Half-precision matmuls and convolutions with float32 outputs, and their derivatives."""
 
 import dataclasses
 import functools
@@ -13,29 +13,18 @@ from jax.extend.core import Literal
 from ..._base import at_least_float32, vary
 from ..._jaxpr import PRODUCT_SCOPE
 from ._amax_history import varying_axes
-from ._bilinear import Bilinear, Convolution, without_preferred_dtype
-from ._block_product import is_matmul
+from ._bilinear import Bilinear, Convolution, is_matmul, without_preferred_dtype
 from ._float8_product import grad_left, grad_right
 
 
 def wide_product(
     operation: Bilinear, left: jax.Array, right: jax.Array, dtype: np.dtype, compute_dtype: np.dtype
 ) -> jax.Array:
-    """Computes `operation(left, right)` of operands in one dtype, and hands the sums over in another.
+    """Computes `operation(left, right)` with operands in `compute_dtype` and the output in `dtype`.
 
-    The reverse-mode derivative multiplies operands in the compute dtype alone, too, and sums in float32: JAX's own has
-    a float32 operand, and rounds the gradient of the weight before a float32 weight gets it. There is no forward-mode
-    derivative. In `jax.shard_map` the gradient of a weight that devices share is summed in the dtype of the weight.
-
-    Args:
-      operation: what to compute; its own `preferred_element_type` is not read.
-      left: in the compute dtype; or as it is stored, as the right operand.
-      right: as it is stored, which its gradient is, too.
-      dtype: of the result, as `Policy.accumulate_dtype` has it.
-      compute_dtype: what the operands, and the gradient of the result, are rounded to.
-
-    Returns:
-      The result in `dtype`.
+    The backward pass has operands in `compute_dtype` and float32 sums too. JAX's own would have a float32 operand, and
+    would round the gradient of a float32 weight. It has no forward-mode derivative. In `jax.shard_map`, the gradient
+    of a replicated weight is summed in the dtype of the weight. The operation's `preferred_element_type` is ignored.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.3.
 
@@ -47,60 +36,45 @@ def wide_product(
     """
     dtype, compute_dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype)), np.dtype(compute_dtype)
     operation = without_preferred_dtype(operation)
-    if not _has_our_derivative(operation, left.shape, right.shape):
+    if not isinstance(operation.compute, Convolution) and not is_matmul(operation, left.shape, right.shape):
         return operation.compute(left.astype(compute_dtype), right.astype(compute_dtype), dtype)
-    # In `shard_map` a custom derivative varies over devices as its operand does, and JAX sums what they share.
+    # In `shard_map` the outputs of a custom derivative must vary over the same axes as its inputs.
     axes = tuple(varying_axes(left, right))
     left, right = vary(left, axes), vary(right, axes)
     types, config = (jax.typeof(left), jax.typeof(right)), cast(Any, jax.config)
-    spec = _ProductSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
+    spec = _WideSpec(operation, dtype, compute_dtype, *types, config.jax_default_matmul_precision)
     return _product(spec, left, right)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ProductSpec:
-    """What a product is, without its numbers.
-
-    Attributes:
-      operation: what to compute.
-      dtype: of the result.
-      compute_dtype: of the operands of every product.
-      left: the type of the left operand, as it is stored: its shape, and how it lies on devices.
-      right: the type of the right operand, likewise.
-      precision: the default one where the product was computed; its gradients are where another may be.
-    """
+class _WideSpec:
+    """Static description of a matmul or convolution."""
 
     operation: Bilinear
-    dtype: np.dtype
-    compute_dtype: np.dtype
-    left: core.ShapedArray
+    dtype: np.dtype  # of the output
+    compute_dtype: np.dtype  # of the operands of each matmul
+    left: core.ShapedArray  # types as stored
     right: core.ShapedArray
-    precision: str | None
+    precision: str | None  # default matmul precision of the forward pass
 
     @property
     def sums(self) -> np.dtype:
-        """The dtype of the sums of the backward pass."""
+        """Dtype of the sums in the backward pass."""
         return at_least_float32(self.dtype)
 
 
-def _has_our_derivative(operation: Bilinear, left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Whether the gradients of an operation are products as well: not where an einsum sums or repeats one operand."""
-    return isinstance(operation.compute, Convolution) or is_matmul(operation, left, right)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: _ProductSpec, left: jax.Array, right: jax.Array) -> jax.Array:
+def _product(spec: _WideSpec, left: jax.Array, right: jax.Array) -> jax.Array:
     return _forward(spec, left, right)[0]
 
 
-def _forward(spec: _ProductSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
-    # Which are kept for the backward pass, as without this function.
+def _forward(spec: _WideSpec, left: jax.Array, right: jax.Array) -> tuple[jax.Array, Any]:
     left, right = left.astype(spec.compute_dtype), right.astype(spec.compute_dtype)
     compute = functools.partial(spec.operation.compute, preferred=spec.dtype)
     return _choose_form(spec, compute, left, right), (left, right)
 
 
-def _backward(spec: _ProductSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(spec: _WideSpec, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     left, right = residuals
     grad, compute = grad.astype(spec.compute_dtype), spec.operation.compute
     with jax.default_matmul_precision(spec.precision):
@@ -118,12 +92,11 @@ def _backward(spec: _ProductSpec, residuals: Any, grad: jax.Array) -> tuple[jax.
 _product.defvjp(_forward, _backward)
 
 
-def _choose_form(spec: _ProductSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Computes a product of operands in the compute dtype; on a CPU they are cast to the dtype of the sums before.
+def _choose_form(spec: _WideSpec, compute: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Computes a matmul of operands in the compute dtype; on CPUs casts them to the dtype of the sums first.
 
-    XLA has no kernel for some of them there, if the result is wider: "Unsupported element type for DotThunk::Execute:
-    BF16 x BF16 = F32" in 6 of 54 products under `vmap`, jax 0.10.2 and 0.12; barriers around them change nothing. Where
-    it has one, it casts them, too.
+    XLA on CPUs has no kernel for some wide outputs ("Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
+    in 6 of 54 matmuls under `vmap`, jax 0.10.2 and 0.12), even behind barriers. For the others it casts as well.
     """
     if spec.compute_dtype.itemsize > 2 or spec.dtype == spec.compute_dtype:
         return compute(*operands)
@@ -133,12 +106,12 @@ def _choose_form(spec: _ProductSpec, compute: Callable[..., jax.Array], *operand
 
 
 def _grads_of_convolution(
-    spec: _ProductSpec, left: jax.Array, right: jax.Array, grad: jax.Array
+    spec: _WideSpec, left: jax.Array, right: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of both operands of a convolution, which are convolutions too, in the dtype of sums.
+    """Computes the gradients of both operands with sums in float32.
 
-    JAX's transpose keeps the dtype of the operands, and there is no way to ask it for another one: so the convolutions
-    that it writes are run with the dtype of the sums. What stands around them only moves numbers.
+    JAX's transpose outputs the dtype of the operands, so its convolutions are rebound with another
+    `preferred_element_type`. Its other ops only move data.
     """
     convolve = spec.operation.compute
     to_left = lambda grad, right: jax.linear_transpose(

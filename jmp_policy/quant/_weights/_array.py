@@ -1,4 +1,4 @@
-"""The array of narrow numbers and scales that stands for a weight, and its serialization."""
+"""The quantized array, and its serialization."""
 
 import dataclasses
 import functools
@@ -36,23 +36,22 @@ from ._layout import Layout, block_length, stack_shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class QuantizedArray(Uncast):
-    """A weight in 8 or 4 bits: numbers, the scales that they are multiples of, and the dtype that they stand for.
+    """Weight in 8 or 4 bits: values, their scales, and the dtype that they stand for.
 
-    A pytree of arrays whose other fields are static; no policy casts it. Made by `quant.quantize` from a model, and by
-    `quantize_array` from an array. A stack of weights may be cut along its leading axes, as `scan` and `vmap` do.
+    A pytree of arrays with static other fields; no policy casts it. `quant.quantize` makes it from a model, and
+    `quantize_array` from an array. A stack of weights may be sliced along its leading axes, as `scan` and `vmap` do.
 
     Attributes:
-      values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two
-        numbers of 4 bits to a byte, or the e4m3 of `MXFP8`.
-      scale: float32: of the weight's shape with length 1 where the weight is summed over; or
-        `(*stack, blocks, 1, *channels)`: float32, or for formats of blocks e8m0 and for `NVFP4` e4m3.
-      zero_point: uint8 of the shape of `scale` for 4 bits, else `None`.
-      input_clip: float32, one for each of a stack: the magnitude that calibration chose to clip the layer's inputs to;
-        `None` without.
+      values: int8 of the weight's shape; or of shape `(*stack, blocks, bytes of a block, *channels)`: uint8, two 4-bit
+        values to a byte, or the e4m3 of `MXFP8`.
+      scale: float32 of the weight's shape, with length 1 on summed axes; or of shape `(*stack, blocks, 1, *channels)`:
+        float32 for `Int4`, e8m0 for `MXFP8` and `MXFP4`, e4m3 for `NVFP4`.
+      zero_point: uint8 of the shape of `scale` for `Int4`, else `None`.
+      input_clip: float32, one per weight of a stack: the calibrated magnitude to clip the layer's inputs to, or `None`.
       format: `Int8`, `Int4`, `MXFP8`, `MXFP4` or `NVFP4`.
-      layout: which axes are summed over.
-      dtype: the dtype that the weight had.
-      tensor_scale: float32, one for each of a stack: what `NVFP4` multiplies all scales of blocks with; `None` without.
+      layout: the axes that are summed over.
+      dtype: the dtype of the original weight.
+      tensor_scale: float32, one per weight of a stack, for `NVFP4`, else `None`.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> w = jmp.quant.quantize_array(jnp.array([[1.0, -4.0], [0.5, 2.0]]), "int8")
@@ -73,43 +72,43 @@ class QuantizedArray(Uncast):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
+        """Shape of the weight."""
         if isinstance(self.format, Int8):
             return self.values.shape
         blocks_axis = self.values.ndim - 2 - self.layout.channels
         stack, channels = self.values.shape[:blocks_axis], self.values.shape[blocks_axis + 2 :]
-        # Fewer blocks than the layout has are the part of one device in `shard_map`, cut along the first axis.
+        # In `shard_map`, a shard has a part of the blocks, split along the first axis.
         first, *others = self.layout.contracted
         whole = self.layout.length // block_length(self.layout, self.format)
         return (*stack, first * self.values.shape[blocks_axis] // whole, *others, *channels)
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the weight."""
+        """Number of axes of the weight."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements of the weight."""
+        """Number of elements of the weight."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays in it."""
+        """Total bytes of all arrays."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """The sharding of the values."""
+        """Sharding of the values."""
         return self.values.sharding
 
     @jax.named_scope(ROUNDING_SCOPE)
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The weight as an ordinary array.
+        """Returns the weight as a floating array.
 
         Args:
-          dtype: the floating dtype to return; `None` for the one the weight had. The product with the scale is
-            computed in float32 and rounded once.
+          dtype: the floating dtype of the result; `None` for the original one. Values and scales are multiplied in
+            float32, and the result is rounded once.
         """
         dtype = self.dtype if dtype is None else parse_dtype(dtype)
         if isinstance(self.format, Int8):
@@ -121,12 +120,12 @@ class QuantizedArray(Uncast):
             length = block_length(self.layout, self.format)
             numbers = unpack(self.values, axis, length).astype(jnp.float32)
             wide = ((numbers - self.zero_point.astype(jnp.float32)) * self.scale).reshape(self.shape)  # type: ignore[union-attr]
-        # A mere conversion could be dropped where the product computes in float32: the rounding is part of the number.
+        # XLA could drop a plain conversion if the matmul computes in float32.
         is_half = dtype in (np.dtype("float16"), np.dtype("bfloat16"))
         return round_to_half(wide, dtype) if is_half else wide.astype(dtype)
 
     def read_blocks(self) -> Blocks:
-        """The numbers and scales of a format of blocks, as matrices `(*stack, inputs, outputs)`."""
+        """Returns the values and scales of a block format as matrices `(*stack, inputs, outputs)`."""
         axis = self.values.ndim - 2 - self.layout.channels
         packed = isinstance(self.values, jax.Array) and self.values.dtype == jnp.uint8
         values = unpack_e2m1(self.values, axis + 1) if packed else self.values
@@ -136,11 +135,11 @@ class QuantizedArray(Uncast):
         return Blocks(values.reshape(shape), scale, tensor_scale)
 
     def shard(self, sharding: NamedSharding) -> "QuantizedArray":
-        """Puts the weight on devices: the values as told, and the scales beside the values they belong to.
+        """Places the weight on devices: values by `sharding`, and each scale beside its values.
 
         Args:
-          sharding: of the weight, with an axis of the mesh for each of its axes. Where values are in blocks, the first
-            of the axes that are summed over stands for the blocks.
+          sharding: of the weight, with an entry for each of its axes. For block formats, the entry of the first summed
+            axis applies to the blocks.
         """
         spec = (*sharding.spec, *[None] * (self.ndim - len(sharding.spec)))
         if not isinstance(self.format, Int8):
@@ -155,14 +154,14 @@ class QuantizedArray(Uncast):
         return jax.tree.map(place, self)
 
     def __getattr__(self, name: str) -> Any:
-        amiss = f"A quantized weight has no attribute {name!r}; what its dequantize() returns may have."
-        if name.startswith("__") or name in self.__dataclass_fields__:  # Python asks, of one that is being made too
+        amiss = f"A quantized weight has no attribute {name!r}; the array of its dequantize() may have it."
+        if name.startswith("__") or name in self.__dataclass_fields__:  # Python asks for these, even before __init__
             raise AttributeError(amiss)
         raise MisreadAttribute(self, amiss)
 
     def __getitem__(self, index: Any) -> Any:
-        amiss = "A quantized weight cannot be indexed; what its dequantize() returns can."
-        if index is Ellipsis:  # as the Variables of nnx read themselves
+        amiss = "A quantized weight cannot be indexed; the array of its dequantize() can."
+        if index is Ellipsis:  # nnx Variables read themselves like this
             amiss += (
                 " A float model of nnx has no place for it; restore its state into a quantized one: "
                 f"nnx.update(quant.quantize(model, '{self.format}_from_mixed_bfloat16'), state)."
@@ -173,24 +172,23 @@ class QuantizedArray(Uncast):
         raise MisreadType(
             self,
             f"{self!r} is quantized, and was read by a layer or code that computes with floats. Give the model the "
-            f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in code of your "
-            "own read its dequantize().",
+            f"policy it was quantized with: with_policy(model, '{self.format}_from_mixed_bfloat16'); in your own code, "
+            "call its dequantize().",
         )
 
     def __repr__(self) -> str:
         try:
             shape = self.shape
-        except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with anything as leaves
+        except (AttributeError, TypeError, IndexError):  # JAX rebuilds pytrees with arbitrary leaves
             shape = "?"
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype})"
 
 
-ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale")
-"""The fields of a quantized weight that are arrays, some of which may be `None`."""
+ARRAYS = ("values", "scale", "zero_point", "input_clip", "tensor_scale")  # fields that are arrays or None
 
 
 def is_quantized(node: Any) -> TypeGuard[QuantizedArray]:
-    """Whether a node of a tree is a quantized weight, and so a leaf to walks that ask this."""
+    """True if a node of a tree is a quantized weight."""
     return isinstance(node, QuantizedArray)
 
 
@@ -206,19 +204,18 @@ def quantize_array(
     """Quantizes one weight.
 
     Args:
-      array: real floating, of one or more axes and elements; an abstract one (`jax.ShapeDtypeStruct`) becomes an
-        abstract result.
+      array: real floating, with axes and elements; a `jax.ShapeDtypeStruct` gives an abstract result.
       quantization: `Int8`, `Int4`, `MXFP8`, `MXFP4`, `NVFP4`, or their string.
-      layout: which axes are summed over; all but the last, if `None` (of a vector, its only one).
-      clip: how the range of integers is chosen: `"absmax"` takes it whole; a percentile in (0, 100] of the magnitudes,
-        and `"mse"`, the range of the least mean square error, clip what is outside. Formats of blocks take it whole.
-      input_clip: a number to clip the inputs of the layer to, where the format quantizes these to integers.
-      where: what the error message says of the place the weight stands in.
+      layout: the axes that are summed over; by default all but the last (of a vector, its only one).
+      clip: how the range of integers is chosen: `"absmax"` is the full range; a percentile in (0, 100] of the
+        magnitudes, or `"mse"`, the range with the least mean square error, clip values outside. Block formats support
+        `"absmax"` only.
+      input_clip: a magnitude to clip the inputs of the layer to, if the format quantizes inputs to integers.
+      where: the place of the weight, for error messages.
 
     Raises:
       TypeError: `array` is not a floating array, or has no axes or elements.
-      ValueError: blocks do not divide it, or it is quantized already; `quantization` or `clip` is not of its kind, or
-        `clip` is of no use to a format of blocks.
+      ValueError: blocks do not divide it, it is quantized already, or `quantization` or `clip` is not valid.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> jmp.quant.quantize_array(jnp.ones((256, 8)), "int4").scale.shape
@@ -231,62 +228,41 @@ def quantize_array(
     if format is None:
         given = None if quantization is None else str(quantization)
         raise ValueError(
-            f"quantize_array needs a quantization by which weights are stored, got {given!r}. "
-            "For example: quantize_array(w, 'int8')."
+            f"quantize_array needs a format that stores weights, got {given!r}. For example: quantize_array(w, 'int8')."
         )
     _check_quantizable(array, where)
     if isinstance(array, jax.ShapeDtypeStruct):
         options: dict[str, Any] = {"clip": clip, "input_clip": input_clip, "where": where}
         return jax.eval_shape(lambda array: quantize_array(array, format, layout, **options), array)
     array = jnp.asarray(array)
-    layout = layout or _default_layout(array.shape)
+    layout = layout or (Layout(array.shape[:-1], 1) if array.ndim > 1 else Layout(array.shape, 0))
     if isinstance(format, BlockFormat):
-        _check_takes_all(check_clip(clip), format, where)
+        if check_clip(clip) != "absmax":
+            raise ValueError(
+                f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its "
+                "largest element. Leave clip out; where a map has integers too, quantize those first, with a map of "
+                "their rules alone, and the rest afterwards."
+            )
         return _quantize_in_blocks(array, layout, format, where)
     if isinstance(format, Int8):
         made = quantize_symmetric(array, choose_peak(array, layout.axes, clip))
     else:
         made = _quantize_blocks(array, layout, format, clip, where)
-    input_clip = _repeat_input_clip(array, layout, format, input_clip)
-    return QuantizedArray(*made, input_clip, format, layout, np.dtype(array.dtype))
+    clips = None  # one per weight of a stack, to be sliced with it
+    if input_clip is not None and isinstance(format, Int8) and format.activations:
+        clips = jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
+    return QuantizedArray(*made, clips, format, layout, np.dtype(array.dtype))
 
 
 def _check_quantizable(array: Any, where: str) -> None:
     if isinstance(array, QuantizedArray):
-        raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize what its dequantize() returns.")
+        raise ValueError(f"The weight{where} is quantized already: {array!r}. Quantize the array of its dequantize().")
     if not is_array(array) or not is_floating_dtype(array.dtype) or array.ndim == 0 or array.size == 0:
         got = f"{array.dtype}{list(array.shape)}" if is_array(array) else repr(array)
         raise TypeError(
             f"Only floating arrays with axes and elements are quantized, got {got}{where}. "
             "For example: jnp.ones((8, 8))."
         )
-
-
-def _check_takes_all(clip: Clip, format: BlockFormat, where: str) -> None:
-    """Checks that the range of a weight in blocks is not to be chosen.
-
-    The better one of two powers of two for each block took 3 % off the error of `mxfp4`, and nothing off `mxfp8`'s.
-    """
-    if clip != "absmax":
-        raise ValueError(
-            f"clip={clip!r} is for integers, and {str(format)!r} scales each block of the weight{where} by its largest "
-            "number. Leave clip out; where a map has integers too, quantize those first, with a map of their rules "
-            "alone, and the rest afterwards."
-        )
-
-
-def _repeat_input_clip(
-    array: jax.Array, layout: Layout, format: StoredFormat, input_clip: ArrayLike | None
-) -> jax.Array | None:
-    """Repeats the magnitude to clip inputs to for each weight of a stack, so that both are cut into layers."""
-    if input_clip is None or not isinstance(format, Int8) or not format.activations:
-        return None
-    return jnp.full(stack_shape(array.shape, layout), input_clip, jnp.float32)
-
-
-def _default_layout(shape: tuple[int, ...]) -> Layout:
-    """The layout that sums over all axes but the last; of a vector, over its only one."""
-    return Layout(shape[:-1], 1) if len(shape) > 1 else Layout(shape, 0)
 
 
 def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip, where: str) -> Quantized:
@@ -301,11 +277,11 @@ def _quantize_blocks(array: jax.Array, layout: Layout, format: Int4, clip: Clip,
 
 
 def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, where: str) -> QuantizedArray:
-    """Quantizes a weight to narrow floating point; its blocks lie along the axes that are summed over."""
+    """Quantizes to a block format, with blocks along the axes that are summed over."""
     block = block_length(layout, format, where)
     stack = array.shape[: array.ndim - layout.channels - len(layout.contracted)]
     channels = array.shape[array.ndim - layout.channels :]
-    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2, block)
+    made = round_weight(array.reshape(*stack, layout.length, math.prod(channels)), format, -2)
     blocks = made.values.reshape(*stack, layout.length // block, block, *channels)
     values = blocks if format.bits == 8 else pack_e2m1(blocks, len(stack) + 1)
     scale = made.scale.reshape(*stack, layout.length // block, 1, *channels)
@@ -314,80 +290,65 @@ def _quantize_in_blocks(array: jax.Array, layout: Layout, format: BlockFormat, w
 
 
 class Misread(Exception):
-    """A quantized weight was read by code that knows nothing of it.
-
-    Attributes:
-      weight: the weight that was read.
-    """
+    """Raised when code that cannot handle a quantized weight reads it."""
 
     def __init__(self, weight: Any, amiss: str):
-        super().__init__(f"{amiss} {_remedy(weight, 'the weight', 'path/of/its/module')}")
+        super().__init__(f"{amiss} {_suggest_rule(weight, 'the weight', 'path/of/its/module')}")
         self.weight = weight
         self._amiss = amiss
 
     def name_weight(self, module: str, name: str) -> None:
-        """Says in the message which weight it was.
-
-        Args:
-          module: the path of the module that it belongs to.
-          name: its own.
-        """
+        """Adds the path of the weight to the message."""
         path = f"{module}/{name}" if module else name
-        self.args = (f"{self._amiss} {_remedy(self.weight, repr(path), module)}",)
+        self.args = (f"{self._amiss} {_suggest_rule(self.weight, repr(path), module)}",)
 
 
 class MisreadType(Misread, TypeError):
-    """A `Misread` by an operation."""
+    """`Misread` by an operation."""
 
 
 class MisreadAttribute(Misread, AttributeError):
-    """A `Misread` by the name of an attribute."""
+    """`Misread` by an attribute."""
 
 
-def _remedy(weight: Any, named: str, module: str) -> str:
+def _suggest_rule(weight: Any, named: str, module: str) -> str:
     return (
-        f"Or leave {named} out by a rule of the map that it is quantized by. "
+        f"Or leave {named} out by a rule of the PolicyMap that quantizes it. "
         f"For example: PolicyMap({{{module!r}: 'mixed_bfloat16'}}, '{weight.format}_from_mixed_bfloat16')."
     )
 
 
 @functools.cache
 def register_with_flax() -> None:
-    """Registers quantized weights with Flax, once."""
+    """Registers quantized weights with Flax's serialization, once."""
     from flax import serialization
 
     serialization.register_serialization_state(QuantizedArray, _save_arrays, _restore_arrays)
 
 
 def _save_arrays(weight: QuantizedArray) -> dict[str, Any]:
-    """The arrays that there are; format and layout are not saved, and come from the target again."""
     return {name: array for name in ARRAYS if (array := getattr(weight, name)) is not None}
 
 
 def _restore_arrays(target: QuantizedArray, state: Any) -> QuantizedArray:
-    """The weight that was saved, as the target says; shapes and dtypes tell whether that is what it was.
-
-    Raises:
-      ValueError: what was saved is not of the target's format, sizes, or calibration.
-    """
-    wanted = _shapes(_save_arrays(target))
-    found = _shapes(state) if isinstance(state, dict) and "values" in state else None
+    """Restores the arrays; format and layout come from the target. Raises if shapes or dtypes differ."""
+    wanted = _describe_arrays(_save_arrays(target))
+    found = _describe_arrays(state) if isinstance(state, dict) and "values" in state else None
     if found != wanted:
-        what = f"a weight that is not quantized: {_shape(state)}" if found is None else f"{found}"
+        saved = f"a weight that is not quantized: {_describe_array(state)}" if found is None else f"{found}"
         from flax import serialization
 
         path = serialization.current_path().removeprefix("./")
         raise ValueError(
-            f"The target at {path!r} is {target!r}, of the arrays {wanted}; what was saved is {what}. Restore "
-            "into what it was saved from: quantize the target with the policy of the checkpoint, or quantize what is "
-            "restored into an unquantized one."
+            f"The target at {path!r} is {target!r}, of the arrays {wanted}; the checkpoint has {saved}. Quantize the "
+            "target with the policy of the checkpoint, or restore into an unquantized target and quantize that."
         )
     return dataclasses.replace(target, **{name: jnp.asarray(array) for name, array in state.items()})
 
 
-def _shapes(arrays: dict[str, Any]) -> dict[str, str]:
-    return {name: _shape(array) for name, array in sorted(arrays.items())}
+def _describe_arrays(arrays: dict[str, Any]) -> dict[str, str]:
+    return {name: _describe_array(array) for name, array in sorted(arrays.items())}
 
 
-def _shape(array: Any) -> str:
+def _describe_array(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__

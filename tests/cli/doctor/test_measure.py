@@ -7,18 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_policy.cli.doctor import MATMULS, Machine, Speedup, diagnose, find_machine, list_versions
-from jmp_policy.cli.doctor._machine import find_half_instructions
-from jmp_policy.cli.doctor._measure import (
-    FEWEST_TURNS,
+from jmp_policy.cli.doctor._diagnosis import (
+    FEWEST_ROUNDS,
     MOST_SECONDS,
-    TURNS,
+    ROUNDS,
     choose_sizes,
     compare_times,
-    list_products,
+    find_half_instructions,
     measure_matmuls,
     measure_steps,
-    read_products,
-    time_in_turns,
+    read_matmuls,
+    time_rounds,
 )
 
 
@@ -31,18 +30,18 @@ def test_thirds_that_disagree_show_the_noise():
     assert (speedup.value, speedup.low, speedup.high) == (2.0, 0.5, 2.0)
 
 
-def test_calls_take_turns_and_each_turn_begins_with_another():
+def test_calls_take_turns_and_each_round_begins_with_another():
     called = []
-    seconds = time_in_turns({name: lambda name=name: called.append(name) for name in "abc"}, clock=lambda: 0.0)
+    seconds = time_rounds({name: lambda name=name: called.append(name) for name in "abc"}, clock=lambda: 0.0)
     assert "".join(called[:9]) == "abcbcacab"
-    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", TURNS)
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", ROUNDS)
 
 
-def test_a_slow_machine_has_fewer_turns_and_never_too_few():
+def test_a_slow_machine_has_fewer_rounds_and_never_too_few():
     now = iter(range(10**6))  # each look at the clock takes a second
-    seconds = time_in_turns({"a": lambda: None}, clock=lambda: float(next(now)))
-    assert MOST_SECONDS < FEWEST_TURNS
-    assert seconds == {"a": [1.0] * FEWEST_TURNS}
+    seconds = time_rounds({"a": lambda: None}, clock=lambda: float(next(now)))
+    assert MOST_SECONDS < FEWEST_ROUNDS
+    assert seconds == {"a": [1.0] * FEWEST_ROUNDS}
 
 
 @pytest.mark.slow
@@ -81,11 +80,11 @@ def test_the_matmuls_of_a_step_are_counted():
     ],
 )
 def test_products_are_read_from_the_text_of_a_program(text, dtypes):
-    assert read_products(text) == dtypes
+    assert read_matmuls(text) == dtypes
 
 
 def test_an_elementwise_program_has_no_products():
-    assert list_products(jax.jit(jnp.exp).lower(jnp.ones(8)).compile()) == []
+    assert read_matmuls(jax.jit(jnp.exp).lower(jnp.ones(8)).compile().as_text()) == []
 
 
 def test_sizes_are_those_of_the_device():
@@ -116,7 +115,7 @@ def test_the_machine_is_named_with_its_versions():
 
 
 def test_a_package_that_is_not_there_has_no_version(monkeypatch):
-    monkeypatch.setattr("jmp_policy.cli.doctor._machine.PACKAGES", ("jax", "no_such_package"))
+    monkeypatch.setattr("jmp_policy.cli.doctor._diagnosis.PACKAGES", ("jax", "no_such_package"))
     assert list_versions()["no_such_package"] == "not installed"
 
 

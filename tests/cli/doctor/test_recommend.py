@@ -53,12 +53,12 @@ def test_matmuls_decide_nothing():
 def test_the_reason_for_half_has_the_ratios_of_steps_and_of_matmuls():
     assert recommend((1.9, 1.85), matmuls=(7.5, 7.25)).reason == (
         "forward and backward run at 1.90x the speed of float32 in bfloat16 (matmuls alone 7.50x) and 1.85x the speed "
-        "of float32 in float16 (matmuls alone 7.25x); bfloat16 has the range of float32, so that it needs no loss scale"
+        "of float32 in float16 (matmuls alone 7.25x); bfloat16 has the range of float32, so it needs no loss scale"
     )
 
 
 def test_the_reason_for_float16_names_the_loss_scale():
-    assert recommend((0.8, 1.9)).reason.endswith("; the small range of float16 is what the dynamic loss scale is for")
+    assert recommend((0.8, 1.9)).reason.endswith("; float16 has a small range, so it needs a dynamic loss scale")
 
 
 def test_a_jaxlib_that_converts_is_blamed_and_not_the_device():
