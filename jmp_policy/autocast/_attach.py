@@ -26,13 +26,12 @@ from .._jaxpr import (
 from ..modules import (
     NO_TARGET,
     Adapter,
-    NoContext,
+    PolicyDecorator,
     cast_result,
     find_adapter,
     is_flax_object,
     matmul_precision,
     parse_target,
-    refuse_device,
     resolve_policy,
 )
 from ..policy import Policy, PolicyMap, PolicySpec
@@ -66,11 +65,12 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    refuse_device("autocast", fun)
     target, captured = parse_target(fun, policy, "autocast")
     check_policy(captured)
     if target is NO_TARGET:
-        attached: Any = NoContext(lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast")
+        attached: Any = PolicyDecorator(
+            lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast"
+        )
     else:
         attached = _wrap_function(target, captured, moved, custom_rules)
     if policy is None and target is fun and rules is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._base import P, R
-from ..modules import NO_TARGET, refuse_unknown_arguments
+from ..modules import NO_TARGET
 from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def autocast(
     rules: "AutocastRules | None" = None,
     custom_rules: CustomRules = "opaque",
 ) -> F: ...
-@refuse_unknown_arguments
 def autocast(
     fun: Any = NO_TARGET,
     policy: "PolicySpec" = None,
