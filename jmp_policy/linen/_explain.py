@@ -20,9 +20,9 @@ from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._place import calling, explain_unknown, path_of, path_text
+from ._products import has_wide_sums
 from ._quantized import quantization_of
 from ._variables import is_bridge
-from ._wide import has_wide_sums
 
 
 def examine(

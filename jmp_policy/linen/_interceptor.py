@@ -23,9 +23,9 @@ from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._fields import PARAMETER_WRAPPERS, find_fields, has_open_dtype, written_dtype
 from ._place import add_paths_to_jit_keys, calling, path_text
-from ._quantized import name_misread_weight, quantize_method
+from ._products import multiply_by_policy
+from ._quantized import name_misread_weight
 from ._variables import INSIDE, fill_fields
-from ._wide import round_method, widen_method
 
 _UNCHANGED = contextlib.nullcontext()
 _RUNNING = "jmp_policy_running"
@@ -107,9 +107,7 @@ def _compute_as(
     if is_plain and not isinstance(module, PARAMETER_WRAPPERS):
         return next_fun
     bound: Any = context.orig_method  # a partial of the function
-    function = inspect.unwrap(bound.func)
-    next_fun = widen_method(module, function, policy, next_fun)
-    return round_method(module, function, policy, quantize_method(module, function, policy, next_fun))
+    return multiply_by_policy(module, inspect.unwrap(bound.func), policy, next_fun)
 
 
 def _is_cast_due(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from flax import linen as nn
@@ -16,6 +17,7 @@ from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
 from ._calls import BOUNDARY_HOOK, hook_boundary
+from ._float8 import has_float8
 from ._interceptor import make_interceptor
 from ._place import path_of
 from ._quantized import note_quantized_weights
@@ -137,11 +139,14 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
 
     # The modules inside compute by the interceptor, while the policy is active.
     active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)
+    odd_rows: Any = nullcontext()
+    if has_float8(given.policy):
+        odd_rows = warn_of_odd_rows(given.policy, given.owner, initializes=module.is_initializing())
     with (
         activate_policy(active, module),
         nn.intercept_methods(make_interceptor(active)),
         matmul_precision(policy),
-        warn_of_odd_rows(given.policy, given.owner, initializes=module.is_initializing()),
+        odd_rows,
         keep_wide_results() as results,
     ):
         try:

@@ -106,9 +106,11 @@ class Adapter(Protocol):
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
         """Returns a module or class with a policy in place of the one it may have had. `target` does not change."""
+        ...
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
         """Returns the policy of a module or class, or `None`."""
+        ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         """Returns `fun` with a hook in place of each method of a module that it calls; `setup` if asked.
@@ -116,15 +118,19 @@ class Adapter(Protocol):
         In nnx the modules among the arguments are hooked, and nobody else may hold these. Hooks nest, and skip the
         calls in which Flax only tries the setup of a module.
         """
+        ...
 
     def find_modules(self, arguments: PyTree) -> dict[str, type]:
         """Returns the classes, by path, of the nnx modules among `arguments`; none for linen."""
+        ...
 
     def bind(self, model: Any, variables: Any) -> Any:
         """Returns a module with its variables. Rejects a second set of variables, or none at all."""
+        ...
 
     def run(self, model: Any, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
         """Calls a bound module under a hook and drops its writes. In linen, `Module.apply` gets `kwargs`."""
+        ...
 
     def examine(
         self,
@@ -141,13 +147,16 @@ class Adapter(Protocol):
         `method` and `rngs` are as in `explain`; the method gets `kwargs`. `trace` is called with a function that runs
         the model, and its arguments.
         """
+        ...
 
     def find_weights(self, model: Any) -> dict[str, Any]:
         """Returns the quantized weights, and those that can be quantized, by the path of their module."""
+        ...
 
     @property
     def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
         """`(model, policy, Quantizer.quantize_weight) -> (model, sentences about unused rules)`; `None` for linen."""
+        ...
 
     @property
     def attach_wrapped(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
@@ -155,13 +164,16 @@ class Adapter(Protocol):
 
         Gives a policy to an nnx module that a linen model wraps.
         """
+        ...
 
     @property
     def value_and_grad(self) -> Callable[..., Any] | None:
         """Differentiates functions of nnx modules under a loss scale; `None` for linen."""
+        ...
 
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Runs `fun`, a function of Flax objects, by `run(pure function, tree of arrays)`, and keeps its writes."""
+        ...
 
 
 def find_adapter(target: Any) -> Adapter | None:

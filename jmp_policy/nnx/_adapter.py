@@ -13,16 +13,15 @@ from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_module
 from ..policy import Policy, PolicyMap, match_policy
 from ..quant import QuantizedArray
-from ..quant._layers import Promote, read_narrow
 from ..quant._weights import is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
-from ._layer_table import LayerWeight, find_weight, weight_name
+from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_keep
 from ._module_spec import ModuleSpec, find_spec
-from ._quantized import QuantizedParam, describe_quantization
+from ._quantized import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 
 
@@ -240,7 +239,7 @@ class _Nnx:
             weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
-            name, mask = weight_name(spec.base), vars(module).get("mask")
+            name, mask = weight.name, vars(module).get("mask")
             variable = vars(module)[name]
             # Layers that differ in any of these make different numbers of one weight.
             key = id(variable), id(mask), weight.layout, spec.policy.quantization
@@ -266,12 +265,11 @@ def _quantize_layer(
     quantize_weight: Callable[..., Any], path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
 ) -> QuantizedArray | None:
     """The weight of a layer, quantized; `None` if it stays as it is."""
-    is_ours = isinstance(read_narrow(vars(module)["promote_dtype"]), Promote)
-    unfit = None if is_ours else "its author wrote the functions that it computes with"
+    unfit = None if has_stored_format(vars(module)["promote_dtype"]) else WRITTEN
     value, mask = weight.value, vars(module).get("mask")
     if mask is not None and not isinstance(value, QuantizedArray):
         value = _mask_kernel(value, mask)
-    return quantize_weight(path, weight_name(spec.base), value, weight.layout, spec.policy, unfit)
+    return quantize_weight(path, weight.name, value, weight.layout, spec.policy, unfit)
 
 
 def _mask_kernel(kernel: Any, mask: Any) -> Any:

@@ -13,7 +13,6 @@ from ..modules.common import describe_written_dtypes, find_wider_dtype, make_sub
 from ..policy import KeptNVFP4, Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import find_accumulate_dtype
 from ..quant._weights import WEIGHT_NAMES
-from ._float8 import has_wide_sums
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -27,6 +26,7 @@ from ._layers import (
 )
 from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
+from ._products import has_wide_sums
 from ._quantized import check_weight, choose_product, make_float8_attributes
 from ._shadow import (
     Attributes,

@@ -11,9 +11,8 @@ from jax.typing import DTypeLike
 from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy
-from ._float8 import make_wide_attributes
 from ._module_spec import DtypeSource, ModuleSpec
-from ._quantized import make_quantized_attributes
+from ._products import make_product_attributes
 from ._shadow import Attributes, NodeKind, find_kind
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
@@ -80,8 +79,7 @@ def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    new |= make_quantized_attributes(base, attributes, policy.quantization)
-    return new | make_wide_attributes(base, {**attributes, **new}, policy)
+    return new | make_product_attributes(base, attributes, policy)
 
 
 def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
