@@ -170,7 +170,7 @@ def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], quer
 
 
 def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | Unquantized | None:
-    """Returns the table as it is stored (`module.embedding` may be dequantized), or `None`."""
+    """Returns the stored table (`module.embedding` may be dequantized), or `None`."""
     format, stored = stored_format_of(policy.quantization), find_stored(module, "embedding")
     if format is None or stored is None or not is_promotion_open(module):
         return None

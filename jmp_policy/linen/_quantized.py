@@ -41,7 +41,7 @@ def read_quantized_param(
 ) -> Any:
     """Reads a parameter of a module under a quantized policy.
 
-    The layer that multiplies by a weight gets it as it is stored. Other code gets it dequantized, or, in training,
+    The layer that multiplies by a weight gets it in the stored format. Other code gets it dequantized, or, in training,
     rounded to quantized values.
     """
     format = stored_format_of(policy.quantization)
@@ -63,7 +63,7 @@ def _read_param(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Makes or finds a parameter by `param`; returns it as it is stored, or dequantized."""
+    """Makes or finds a parameter by `param`; returns it in the stored format, or dequantized."""
     stored = find_stored(module, name)
     as_stored = MULTIPLIES in vars(module) or (name == "embedding" and _is_flax_embedding(module))
     if isinstance(stored, QuantizedArray):
@@ -100,7 +100,7 @@ def _find_weight(module: nn.Module) -> tuple[str, tuple[int, ...]] | None:
 
 
 def find_stored(module: nn.Module, name: str) -> Any:
-    """Returns a parameter of a bound module as it is stored; `None` without one, or for a submodule of that name."""
+    """Returns the stored parameter of a bound module; `None` without one, or for a submodule of that name."""
     assert module.scope is not None
     value = meta.unbox(module.scope.get_variable("params", name))
     return value if hasattr(value, "shape") else None
@@ -165,7 +165,7 @@ def quote_path(module: nn.Module, name: str) -> str:
 def _make_like(
     module: nn.Module, stored: QuantizedArray, name: str, init_fn: Callable[..., Any], args: Args, key: jax.Array
 ) -> Any:
-    """Replaces the initializer of a stored weight. Flax checks the shapes of arrays only, so this checks the weight's."""
+    """Replaces the initializer of a stored weight. Flax checks shapes of arrays only, so this checks the weight's."""
     wanted = jax.eval_shape(lambda: meta.unbox(init_fn(key, *args))).shape
     if wanted != stored.shape:
         path = "/".join((*path_of(module), name))
