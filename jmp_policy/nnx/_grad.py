@@ -57,34 +57,34 @@ def value_and_grad(
     strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Differentiates a function of nnx modules with its loss scaled, and hands back true values.
+    """Like `flax.nnx.value_and_grad`, but scales the loss so that small float16 gradients do not underflow.
 
-    As `jmp_policy.value_and_grad`, on top of `flax.nnx.value_and_grad`. Where the step is one that will be skipped,
-    because a gradient is not finite, batch statistics and other state that the function wrote into the modules it
-    differentiates stay as they were; RNG states and intermediates are kept. With a bare `NoOpLossScale`, which skips
-    nothing, and without float8 layers this is `flax.nnx.value_and_grad`.
+    As `jmp_policy.value_and_grad`, for nnx modules. On a step that will be skipped, because a gradient is not finite,
+    batch statistics and other state that `fun` wrote into the differentiated modules are restored; RNG states and
+    intermediates are not. With a `NoOpLossScale` on its own, and without float8 layers, this is
+    `flax.nnx.value_and_grad`.
 
-    Float8 layers with state are differentiated with respect to that too, whose gradient is the next state: what to hand
-    to `jmp_policy.nnx.Optimizer`. A `DiffState` names it itself, `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
+    Float8 layers with state are differentiated with respect to the state too: its gradient is the next state, which
+    `jmp_policy.nnx.Optimizer` writes. A `DiffState` must name it, `nnx.DiffState(0, nnx.Any(nnx.Param, Float8State))`.
 
     Args:
       fun: `(*args, **kwargs) -> loss`, a real scalar, or `-> (loss, aux)` with `has_aux`. Compute the loss in float32.
-      argnums: which positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
-      has_aux: whether `fun` returns auxiliary data; it is returned untouched.
+      argnums: positional arguments to differentiate, or `nnx.DiffState`s, as in `flax.nnx.value_and_grad`.
+      has_aux: whether `fun` returns auxiliary data, which is returned unchanged.
       loss_scale: a `LossScale`, or any state that holds exactly one, such as an `nnx.Optimizer`.
-      reduce_dtype: the dtype in which gradients are summed over the devices of a mesh, as in
-        `jmp_policy.value_and_grad`: by default that of the policies that `fun` meets.
-      strict: whether it is an error where a gradient cannot be followed to its sum, as in `jmp_policy.value_and_grad`.
+      reduce_dtype: the dtype of sums of gradients over the devices of a mesh, as in `jmp_policy.value_and_grad`. By
+        default, the `reduce_dtype` of the policies in `fun`.
+      strict: whether to raise if a gradient cannot be followed to its sum, as in `jmp_policy.value_and_grad`.
       **options: other options of `flax.nnx.value_and_grad`, such as `graph`.
 
     Returns:
-      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`. The loss is as
+      A function of the arguments of `fun` that returns `(loss, grads)`, or `((loss, aux), grads)`, with the loss as
       `fun` computed it. Gradients are float32 or wider, and non-finite where the scaled backward pass overflowed.
 
     Raises:
-      ValueError: `loss_scale` holds no loss scale, or more than one; or a float8 layer with state is used twice outside
-        of `jax.jit`, or in a branch for each example of `jax.vmap`; or float8 state is not a `Float8State`; or
-        gradients cannot be reduced in `reduce_dtype`.
+      ValueError: `loss_scale` holds no loss scale, or more than one; a float8 layer with state is used twice outside of
+        `jax.jit`, or in a branch per example of `jax.vmap`; float8 state is not a `Float8State`; or gradients cannot be
+        reduced in `reduce_dtype`.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -158,7 +158,7 @@ def grad(
     strict: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, and returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
+    """Like `value_and_grad`, but returns only the gradients, or `(grads, aux)` with `has_aux`, as `flax.nnx.grad` does.
 
     >>> import jax.numpy as jnp, jmp_policy as jmp
     >>> from flax import nnx
@@ -179,7 +179,7 @@ def _differentiate_models(
     reduce: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
     scale: LossScale,
 ) -> Callable[..., Any]:
-    """Makes the function that differentiates models, with respect to their float8 state too, where they have some."""
+    """Makes the function that differentiates models, and their float8 state if they have some."""
     plain = differentiate_scaled(differentiate, fun, argnums, has_aux, scale, reduce=reduce)
 
     @functools.wraps(fun)
@@ -199,7 +199,7 @@ def _differentiate_models(
 
 
 def _unscale_models(grads: PyTree, scale: LossScale) -> PyTree:
-    """Makes true gradients; the state of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
+    """Unscales gradients. The state of a linen module in `nnx.bridge.ToNNX` is known by its type alone."""
     state = {path: variable.get_value() for path, variable in find_states(grads).items()}
     true_grads = unscale_grads(grads, scale)
     for path, variable in find_states(true_grads).items():
@@ -208,7 +208,7 @@ def _unscale_models(grads: PyTree, scale: LossScale) -> PyTree:
 
 
 def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
-    """What to differentiate: beside the parameters, the float8 state; where a filter was given, that and no more."""
+    """Adds float8 state to the arguments to differentiate. A `DiffState` of the user's stays as given."""
     if isinstance(argnums, nnx.DiffState):
         return argnums
     if isinstance(argnums, int):
@@ -217,14 +217,14 @@ def _with_state(argnums: ArgNum | Sequence[ArgNum]) -> Any:
 
 
 def _takes_filters(options: dict[str, Any]) -> bool:
-    """Whether Flax differentiates by filters; where it takes modules for trees, it does by all that is floating."""
+    """True if Flax differentiates by filters; if it treats modules as trees, it differentiates all floating leaves."""
     defaults = {"graph": nnx.set_graph_mode, "graph_updates": nnx.set_graph_updates}
     given = {name: options.get(name) for name in defaults}
     return all(defaults[name].current_value() if value is None else value for name, value in given.items())
 
 
 class _Carried(NamedTuple):
-    """A variable that a step carries on, and what it held before."""
+    """A variable that a step carries on, and its value before."""
 
     variable: nnx.Variable
     value: Any

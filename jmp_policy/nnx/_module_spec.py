@@ -44,7 +44,7 @@ class DtypeSource(enum.Enum):
 
 
 class Product(enum.Enum):
-    """How a layer multiplies by its weight."""
+    """The ways in which a layer multiplies by its weight."""
 
     OWN = enum.auto()
     """By the functions in its attributes."""

@@ -36,7 +36,7 @@ OutSharding = NamedSharding | PartitionSpec | None
 
 
 def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
-    """Returns the attributes by which a layer promotes and multiplies under a policy; none if it stays as it is."""
+    """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
     layer, weight = find_layer(base), find_weight(base, attributes)
     if layer is None or weight is None:
         return {}

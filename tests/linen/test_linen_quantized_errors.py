@@ -112,7 +112,8 @@ def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
     message = (
         f"{kind.__name__} rewrites the weights of 'layer_instance', but "
         "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized. Leave that layer out of the "
-        "quantization by a rule of the map. For example: PolicyMap({'layer_instance': 'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
+        "quantization by a rule of the map. "
+        "For example: PolicyMap({'layer_instance': 'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
     )
     with raises(ValueError, message):
         jmp.with_policy(model, INT8).apply(quant.quantize(variables, INT8), X, **options)
