@@ -12,12 +12,12 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._base import PyTree, remember_on_class
+from .._base import PyTree, prepare_state, read_state, remember_on_class
 from ..modules import check_keep
 from ..modules.common import find_by_name, make_subclass
 from ..policy import Policy, PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
-from ._float8 import has_float8_state, mark_state, store_state
+from ._float8 import has_float8_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import ModulePlace
 
@@ -74,8 +74,7 @@ def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
-        policy = read_class_policy(self).policy
-        return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
+        return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
@@ -98,7 +97,3 @@ def _reduce(self: nn.Module) -> tuple:
 
 def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     return object.__new__(make_policied_class(base, policy, keep, place))
-
-
-policied_class = make_policied_class
-"""The name of the function in old pickles."""

@@ -108,10 +108,9 @@ def read_authors_dtype(dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def temporarily_set(module: nn.Module | Scope, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which these attributes are written on a module, or on its scope.
+    """Sets attributes of a module or scope for a `with` block.
 
-    Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
-    self, and its place among its parent's children.
+    Writes past `__setattr__`, which is frozen outside of setup. A clone would lose attributes that the method sets.
     """
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .._base import OVERWRITE, PyTree, prepare_state, read_state, remember_weakly
+from .._base import OVERWRITE, remember_weakly
 from ..policy import Float8, Policy, PolicyMap
 from ..quant._layers import why_layer_wide
 from ..quant._products import State, needs_state, new_state
@@ -68,16 +68,6 @@ def explain_float8_layer(module: nn.Module, format: Float8, shape: tuple[int, ..
     is_convolution = layer.operation == "conv_general_dilated"
     left = why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
     return str(format) if left is None else f"left: {left}"
-
-
-def mark_state(given: Policy | PolicyMap, variables: PyTree) -> PyTree:
-    """Marks float8 state among the variables of a model, so that autodiff combines it by max."""
-    return prepare_state(variables, 1.0) if has_float8_state(given) else variables
-
-
-def store_state(given: Policy | PolicyMap, out: PyTree) -> PyTree:
-    """Undoes `mark_state` in the variables that a model returned."""
-    return read_state(out) if has_float8_state(given) else out
 
 
 @remember_weakly

@@ -61,9 +61,6 @@ class ModulePlace:
         return found if _rank(rules, found) <= _rank(rules, around) else dataclasses.replace(around, boundary=False)
 
 
-Place = ModulePlace
-"""The name of the class in old pickles."""
-
 ROOT = ModulePlace()
 """The place of a module that was itself given the policy."""
 

@@ -171,8 +171,7 @@ class _Nnx:
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
         return hook_calls(fun, hook)
 
-    def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        return find_modules(arguments)
+    find_modules = staticmethod(find_modules)
 
     def bind(self, model: nnx.Module, variables: Any) -> nnx.Module:
         if variables is not None:
@@ -225,8 +224,7 @@ class _Nnx:
 
     attach_wrapped = staticmethod(attach_wrapped)
 
-    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        return lift(run, fun, args, kwargs)
+    lift = staticmethod(lift)
 
 
 NNX: Adapter = _Nnx()
