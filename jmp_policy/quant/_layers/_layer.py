@@ -31,7 +31,7 @@ WHY_AS_NUMBERS = "no policy can replace the function that it multiplies by"
 
 @dataclasses.dataclass(frozen=True)
 class WeightedLayer:
-    """How a type of Flax layer multiplies by its weight: a row of linen's or nnx's table.
+    """The matmul of a type of Flax layer: a row of linen's or nnx's table.
 
     To add a layer, add a row to `linen/_layer_table.py` or `nnx/_layer_table.py`.
 
@@ -95,7 +95,7 @@ class LayerProduct:
 
 @dataclasses.dataclass(frozen=True)
 class Promote:
-    """The `promote_dtype` of a layer under a policy: leaves the weight as it is stored."""
+    """The `promote_dtype` of a layer under a policy: leaves a stored weight uncast."""
 
     product: LayerProduct
 
