@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 from typing import Any
 
 import jax
@@ -110,71 +109,6 @@ def test_trainers_under_a_policy_compile_what_they_would_without():
         return count[0]
 
     assert compiled(jmp.with_policy) == compiled(plain) == 0
-
-
-def recursive(depths):
-    """A function with a policy, and a jitted one that calls it, which tells what dtypes it got back."""
-
-    @jmp.with_policy("bfloat16")
-    def fun(x, depth, call=lambda x, depth: None):
-        call(x.astype(jnp.float32), depth)
-        return x
-
-    jitted = jax.jit(fun, static_argnums=1)
-
-    def call(x, depth):
-        depths.append(str(jitted(x, depth).dtype))
-
-    return fun, call
-
-
-@pytest.mark.slow
-def test_functions_of_one_kind_that_call_a_jitted_one_are_told_apart():
-    seen = []
-    functions = [recursive(seen) for _ in range(3)]
-    for _ in range(2):
-        for fun, call in functions:
-            fun(X, 1, call)  # inside of itself: passes through
-        for (fun, _), (_, call) in zip(functions, functions[1:] + functions[:1], strict=True):
-            fun(X, 1, call)  # inside of another: casts
-    assert seen == (["float32"] * 3 + ["bfloat16"] * 3) * 2
-
-
-@pytest.mark.slow
-def test_a_function_that_was_called_inside_of_another_is_told_from_that_one():
-    seen = []
-    (first, call_first), (second, call_second) = recursive(seen), recursive(seen)
-    first(X, 1, call_second)  # traced where the second is not running
-    second(X, 1, call_second)
-    second(X, 1, call_first)
-    first(X, 1, call_first)
-    first(X, 1, call_second)
-    assert seen == ["bfloat16", "float32", "bfloat16", "float32", "bfloat16"]
-
-
-@pytest.mark.slow
-def test_functions_that_run_in_other_threads_are_told_apart():
-    seen = []
-    (first, call_first), (second, _) = recursive(seen), recursive(seen)
-    inside_first, called_by_second = threading.Event(), threading.Event()
-
-    def in_thread():
-        inside_first.wait(10)
-        second(X, 1, call_first)  # not running in this thread
-        called_by_second.set()
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-
-    def wait_and_call(x, depth):
-        inside_first.set()
-        called_by_second.wait(10)
-        call_first(x, depth)
-
-    first(X, 1, wait_and_call)
-    thread.join(10)
-    second(X, 1, call_first)
-    assert seen == ["bfloat16", "float32", "bfloat16"]
 
 
 def redefined(give):

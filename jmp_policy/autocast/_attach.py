@@ -25,13 +25,12 @@ from .._jaxpr import (
 )
 from ..modules import (
     NO_TARGET,
-    NoContext,
+    PolicyDecorator,
     cast_result,
     find_adapter,
     is_flax_object,
     matmul_precision,
     parse_target,
-    refuse_device,
     resolve_policy,
 )
 from ..policy import Policy, PolicyMap, PolicySpec
@@ -59,17 +58,20 @@ def attach(fun: Any, policy: PolicySpec, rules: AutocastRules | None, custom_rul
             f"Unknown custom_rules {custom_rules!r}. {did_you_mean(custom_rules, CUSTOM_RULES)} "
             "For example: custom_rules='inside'."
         )
-    rules = AutocastRules() if rules is None else rules
-    if not isinstance(rules, AutocastRules):
+    moved = AutocastRules() if rules is None else rules
+    if not isinstance(moved, AutocastRules):
         raise TypeError(
             f"rules must be AutocastRules, got {rules!r}. For example: AutocastRules(functions={{'softmax': 'full'}})."
         )
-    refuse_device("autocast", fun)
     target, captured = parse_target(fun, policy, "autocast")
     check_policy(captured)
-    wrap = functools.partial(_wrap_function, policy=captured, rules=rules, custom_rules=custom_rules)
-    attached: Any = NoContext(wrap, "autocast") if target is NO_TARGET else wrap(target)
-    if policy is None and target is fun and rules == AutocastRules():
+    if target is NO_TARGET:
+        attached: Any = PolicyDecorator(
+            lambda target: _wrap_function(target, captured, moved, custom_rules), "autocast"
+        )
+    else:
+        attached = _wrap_function(target, captured, moved, custom_rules)
+    if policy is None and target is fun and rules is None:
         _warn_of_float32(captured)
     return attached
 

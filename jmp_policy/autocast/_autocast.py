@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .._base import P, R
-from ..modules import NO_TARGET, refuse_unknown_arguments
+from ..modules import NO_TARGET
 from ..policy import Decorator, F, FirstSpec, Jitted, PolicySpec
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def autocast(
 def autocast(
     fun: F, policy: PolicySpec = None, *, rules: AutocastRules | None = None, custom_rules: CustomRules = "opaque"
 ) -> F: ...
-@refuse_unknown_arguments
 def autocast(
     fun: Any = NO_TARGET,
     policy: PolicySpec = None,

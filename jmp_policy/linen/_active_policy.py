@@ -1,4 +1,4 @@
-"""What holds inside an attached module while one of its methods runs."""
+"""The policy that is active inside an attached module while one of its methods runs."""
 
 import contextlib
 import contextvars
@@ -27,16 +27,14 @@ CLASS_POLICY = "_jmp_class_policy"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassPolicy:
-    """What a class was given by `with_policy`, which the class carries in one attribute.
-
-    Subclasses that an author derives from the class inherit it.
+    """The arguments of `with_policy`, in an attribute of the class. Subclasses inherit it.
 
     Attributes:
       base: the class without a policy.
       policy: the policy or map.
-      keep: names of arguments of its public methods that enter uncast.
-      place: where its modules stand in the model that was given the policy.
-      owner: the class that was made of `base`, and carries this.
+      keep: names of arguments of its public methods that are not cast.
+      place: the place of its modules in the model that was given the policy.
+      owner: the class that was made of `base`.
     """
 
     base: type[nn.Module]
@@ -47,19 +45,18 @@ class ClassPolicy:
 
 
 def find_class_policy(target: object) -> ClassPolicy | None:
-    """What a class, or the class of a module, was given by `with_policy`; `None` if nothing."""
+    """Returns the `ClassPolicy` of a class or module, or `None`."""
     return getattr(target, CLASS_POLICY, None)
 
 
 def read_class_policy(target: object) -> ClassPolicy:
-    """What a class with a policy, or the class of a module with one, was given by `with_policy`."""
     return getattr(target, CLASS_POLICY)
 
 
 class _CurrentPolicy:
-    """The active policy. Part of the key of every jit cache: the program of a jitted submodule depends on it.
+    """The active policy, as a context that is part of every jit key: programs of jitted submodules depend on it.
 
-    JAX never lets go of such a key, so it is a reference that keeps neither the policy nor its classes alive.
+    JAX never frees such a key, so the context holds a weak reference.
     """
 
     def __init__(self) -> None:
@@ -72,7 +69,7 @@ class _CurrentPolicy:
         return None if reference is None else reference()
 
     def __call__(self, active: "ActivePolicy") -> AbstractContextManager[Any]:
-        """The context in which a policy is active."""
+        """Activates a policy for a `with` block."""
         return self._reference(active.reference)
 
     def __reduce__(self) -> str:  # by its name, for what pickles functions by value
@@ -83,13 +80,13 @@ CURRENT = _CurrentPolicy()
 
 
 class CallNotes:
-    """What the running call of an attached module has met so far, by path.
+    """The modules that the running call of an attached module has met, by path.
 
-    No cache may depend on it: all that it decides for a program, `ActivePolicy.rule` says too.
+    No cache may depend on it: everything that decides about a program is in `ActivePolicy.rule` too.
 
     Attributes:
       types: the types of the modules.
-      layers: for each layer with a weight, the dtype that its author wrote, if that is wider than its policy's.
+      layers: for each layer with a weight, the author's dtype if it is wider than the policy's, else `None`.
     """
 
     def __init__(self) -> None:
@@ -102,17 +99,16 @@ NOTES: contextvars.ContextVar[CallNotes] = contextvars.ContextVar("NOTES")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ActivePolicy:
-    """What is in force inside an attached module: which policy holds at which path.
+    """The policy in force inside an attached module.
 
-    Active policies of the same values are one object, and are compared by identity: JAX looks them up with each of its
-    caches while a call is traced.
+    Equal active policies are one object and are compared by identity, because JAX compares them at each cache lookup.
 
     Attributes:
-      given: what the class of the attached module was given.
-      path: where it stands in its model.
-      inferred: what stands for a compute dtype that a policy leaves open: the dtype of the first floating input of the
-        attached module, or of the innermost module around whose own rule leaves it open.
-      rule: the rule of the policy map that covers the module whose method is running, if one does.
+      given: the `ClassPolicy` of the attached module.
+      path: the path of that module in its model.
+      inferred: the dtype in place of an open compute dtype, from the first floating input of the attached module, or
+        of the innermost module whose own rule leaves it open.
+      rule: the rule of the map that covers the running module, or `None`.
     """
 
     given: ClassPolicy
@@ -122,49 +118,44 @@ class ActivePolicy:
 
     @functools.cached_property
     def policy(self) -> Policy | PolicyMap:
-        """The policy that the attached module was given."""
+        """The policy or map that the attached module was given."""
         return self.given.policy
 
     @functools.cached_property
     def reference(self) -> "weakref.ref[ActivePolicy]":
-        """What stands for the active policy where it is not to be kept alive."""
+        """A weak reference, for the jit key."""
         return weakref.ref(self)
 
     @functools.cached_property
     def attachment(self) -> "ActivePolicy":
-        """What all active policies inside one attached module have in common."""
+        """The active policy that all those inside one attached module share."""
         return intern_active_policy(self.given.owner, self.path, None)
 
     @functools.cached_property
     def has_paths(self) -> bool:
-        """Whether modules of equal fields may be told apart by where they stand."""
+        """True if modules with equal fields may have different policies at different paths."""
         return isinstance(self.policy, PolicyMap) and any(isinstance(rule.key, str) for rule in self.policy.rules)
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Whether `module` is the attached module itself, or what a lifted transform (`nn.jit`) clones it to inside."""
+        """True for the attached module itself, and for its clones inside a lifted transform (`nn.jit`)."""
         return issubclass(type(module), self.given.owner) and self.path == path_of(module)
 
     def locate(self, module: nn.Module) -> str:
-        """Returns the path of a module inside, as the rules of a map see it."""
+        """Returns the path of a module, as the rules of a map see it."""
         return self.given.place.path(path_of(module)[len(self.path) :])
 
     def get_rules_inside(self, module: nn.Module, policy: Policy) -> Policy | PolicyMap:
-        """Returns the policy or the rules inside of a module that wraps one of nnx.
-
-        Args:
-          module: the module.
-          policy: what holds for the module itself, which is the boundary of its outputs.
-        """
+        """Returns the policy or map inside of a module that wraps an nnx one. The outer module casts the outputs."""
         rest = policy.replace(output_dtype=None)
         if isinstance(self.policy, Policy):
             return rest
-        # A rule that covers the module decides for all that is inside, but for what an earlier rule names there.
+        # The rule of the module decides inside too, except for modules that an earlier rule names.
         covering = self.match(module).rule
         earlier = itertools.takewhile(lambda rule: rule is not covering, self.policy.rules)
         return PolicyMap([(rule.key, rule.policy) for rule in earlier], rest)
 
     def match(self, module: nn.Module) -> Match:
-        """The policy of a module inside; the attached module's boundary is its own, if that is one."""
+        """Returns the policy of a module inside, and its rule. The attached module is not a boundary a second time."""
         found = self._find_match(module)
         return dataclasses.replace(found, policy=widen_policy(found.policy)) if is_in_full_precision() else found
 
@@ -180,37 +171,35 @@ class ActivePolicy:
         return Match(self._fill_compute_dtype(found.policy), found.rule, found.boundary and not is_outermost)
 
     def replace_rule(self, rule: MapRule | None) -> "ActivePolicy":
-        """What is active while a method of a module runs that this rule covers.
+        """Returns the active policy for the methods of a module that this rule covers.
 
-        The modules inside compute by that rule. The program of a jitted one (`nn.jit`), or of a jitted function that
-        runs one by `.apply`, must not be taken for the program of its like elsewhere.
+        The rule is part of the jit key, so equal jitted modules under different rules do not share a program.
         """
         if rule is self.rule:
             return self
         return intern_active_policy(self.given.owner, self.path, self.inferred, rule)
 
     def replace_inferred(self, dtype: np.dtype | None) -> "ActivePolicy":
-        """What is active where this dtype stands for one left open."""
         return intern_active_policy(self.given.owner, self.path, dtype, self.rule)
 
     def explain_unused(self, module: nn.Module) -> list[str]:
-        """What to say, when the call of the attached module is over, of rules that decided for no module."""
-        if isinstance(self.policy, Policy) or self.given.place.lineage:  # they may be for modules of nnx
+        """Returns warnings about rules that cover no module, at the end of a call of the attached module."""
+        if isinstance(self.policy, Policy) or self.given.place.lineage:  # its rules may name nnx modules
             return []
-        # Those inside a jitted module are met only once: all that were met in models of one structure count.
+        # Modules inside a jitted one are met in the first call only, so all calls of an equal structure count.
         structure = jax.tree.structure(module.variables.get("params"))
         known = self._known_types.setdefault(structure, weakref.WeakValueDictionary())
         known.update(NOTES.get().types)
         return self.policy.explain_unused(dict(known))
 
     def explain_written_dtypes(self) -> list[str]:
-        """What to say, when the call is over, if written dtypes keep most layers out of the dtype of their policy."""
+        """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""
         layers = NOTES.get().layers
         return describe_written_dtypes(layers, AUTOCAST_EXAMPLE) if set(layers.values()) - {None} else []
 
     @functools.cached_property
     def _match_everywhere(self) -> Match:
-        """What holds for all modules inside, where a policy and not a map was given."""
+        """The match of all modules inside, under a single policy."""
         assert isinstance(self.policy, Policy)
         return Match(self._fill_compute_dtype(self.policy), None, boundary=False)
 
@@ -226,13 +215,13 @@ class ActivePolicy:
 def intern_active_policy(
     owner: type, path: tuple[str, ...], inferred: np.dtype | None, rule: MapRule | None = None
 ) -> ActivePolicy:
-    """The one active policy of these values; `owner` is the class that carries what was given."""
+    """Returns the one active policy with these values; `owner` is the class with the `ClassPolicy`."""
     return ActivePolicy(read_class_policy(owner), path, inferred, rule)
 
 
 @contextlib.contextmanager
 def activate_policy(active: ActivePolicy, module: nn.Module) -> Iterator[None]:
-    """The context in which a method of an attached module runs: its policy is active, and no module was met yet."""
+    """Activates the policy of an attached module, without any modules met so far."""
     before = NOTES.set(CallNotes())
     try:
         with calling(module), CURRENT(active):

@@ -1,4 +1,4 @@
-"""`LINEN`: what the library asks of linen."""
+"""`LINEN`: the adapter of linen."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -22,7 +22,7 @@ from ._place import ROOT, ModulePlace
 
 
 class _Linen:
-    """The adapter of linen. Its modules hold no arrays: what a call reads and writes are variables."""
+    """The adapter of linen, whose modules hold no arrays: a call reads and writes variables. See `Adapter`."""
 
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(model.apply)(variables, x)"
@@ -31,7 +31,6 @@ class _Linen:
     attach_wrapped = None
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-        """Returns a linen class or instance with a policy."""
         base = unpolicied_class(target if isinstance(target, type) else type(target))
         cls = make_policied_class(base, policy, frozenset(keep), ROOT)
         forget_warnings(cls)
@@ -39,39 +38,29 @@ class _Linen:
         return cls if isinstance(target, type) else _change_class(target, cls)
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
-        """Returns the policy of a linen class or instance."""
         given = find_class_policy(target)
         return None if given is None else given.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns the same function, in which a hook runs in place of each method of a module, inside of its casts."""
         return hook_calls(fun, hook, setup=setup)
 
     def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        """Returns none: modules show when they are called."""
         return {}
 
     def bind(self, model: nn.Module, variables: Any) -> nn.Module:
-        """Returns a module with its variables.
-
-        Raises:
-          ValueError: it is bound to some and given others, or neither.
-        """
         if (model.scope is None) == (variables is None):
             amiss = "and is bound to some already" if variables is not None else "and is not bound to them"
             raise ValueError(f"A linen module runs with variables, {amiss}. For example: model.bind(variables).")
         return model if variables is None else model.bind(variables)
 
     def run(self, model: nn.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
-        """Calls a bound module under a hook; what it writes to its variables is lost."""
         unbound, variables = model.unbind()
-        mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+        mutable = DenyList("params")  # a call may write caches, statistics and sown values
         return hook_calls(unbound.apply, hook)(variables, *inputs, method=method, mutable=mutable, **kwargs)[0]
 
     examine = staticmethod(examine)
 
     def find_weights(self, model: nn.Module) -> dict[str, Any]:
-        """Returns the weights of a bound module that can be quantized, or are, by the path of their module."""
         _, variables = model.unbind()
         leaves = jax.tree.leaves_with_path(meta.unbox(variables.get("params", {})), is_leaf=is_quantized)
         weights = {}
@@ -82,7 +71,7 @@ class _Linen:
         return weights
 
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Runs a function as it is: there is nothing in a module that it could write to."""
+        """Runs the function unchanged: a call cannot write to a module."""
         return run(lambda arguments: fun(*arguments[0], **arguments[1]), (args, kwargs))
 
     def attach_for_nnx(
@@ -94,15 +83,15 @@ class _Linen:
         boundary: bool,
         inferred: np.dtype | None,
     ) -> nn.Module:
-        """Returns a linen module inside a model of nnx with the policy of that model.
+        """Returns a linen module inside an nnx model, with the policy of that model.
 
         Args:
-          module: the module, as `nnx.bridge.ToNNX` wraps it.
-          policy: what the model was given; a map's rules name paths in the whole model.
-          keep: names of arguments of its public methods that enter uncast.
-          lineage: the types of the nnx modules around it, by path, its wrapper last.
-          boundary: whether it casts what enters and leaves.
-          inferred: what stands for a compute dtype that the policy leaves open, if not its own inputs' dtype.
+          module: the module that `nnx.bridge.ToNNX` wraps.
+          policy: the policy or map of the model; rules name paths in the whole model.
+          keep: names of arguments of its public methods that are not cast.
+          lineage: the types of the nnx modules around it, by path; its wrapper is the last.
+          boundary: true if it casts its inputs and outputs.
+          inferred: the dtype in place of an open compute dtype, or `None`.
         """
         place = ModulePlace(lineage, boundary, inferred)
         return _change_class(
@@ -114,11 +103,11 @@ LINEN: Adapter = _Linen()
 
 
 def _change_class(target: nn.Module, kind: type[nn.Module]) -> Any:
-    """A copy of a module that is of another class."""
-    module = object.__new__(kind)  # copy.copy asks for attributes before there are fields: ToLinen recurses for ever
+    """Returns a copy of a module with another class."""
+    module = object.__new__(kind)  # `copy.copy` reads attributes first, on which ToLinen recurses forever
     vars(module).update(vars(target))
     if target.scope is not None:
-        # The copy makes its parameters under the names that the original may have taken, as at a second call of that.
+        # The original may have taken the names of its parameters: the copy starts as a second call would.
         object.__setattr__(module, "scope", target.scope.rewound())
         object.__setattr__(module, "_state", dataclasses.replace(target._state, children={**target._state.children}))
     return module

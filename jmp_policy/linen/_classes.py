@@ -1,7 +1,7 @@
-"""Policied subclasses of linen modules.
+"""Subclasses of linen modules with a policy.
 
-The policy lives in the class, because Flax clones modules field by field and would lose it from an instance. The
-subclass has the name of its base, so that the names of parameters are the same with and without a policy.
+The class has the policy, because Flax clones modules field by field and would lose an attribute of an instance. The
+subclass has the name of its base, so that the names of parameters do not depend on the policy.
 """
 
 import copyreg
@@ -12,12 +12,12 @@ from typing import Any
 
 from flax import linen as nn
 
-from .._base import PyTree, remember_on_class
+from .._base import PyTree, prepare_state, read_state, remember_on_class
 from ..modules import check_keep
 from ..modules.common import find_by_name, make_subclass
 from ..policy import Policy, PolicyMap
 from ._active_policy import CLASS_POLICY, ClassPolicy, read_class_policy
-from ._float8 import has_float8_state, mark_state, store_state
+from ._float8 import has_float8_state
 from ._methods import call_wrapped_method, is_public, list_methods, wrap_entry, wrap_methods
 from ._place import ModulePlace
 
@@ -25,11 +25,7 @@ from ._place import ModulePlace
 def make_policied_class(
     base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace
 ) -> Any:
-    """The subclass of a linen module class whose public methods are boundaries; one for each policy.
-
-    Raises:
-      ValueError: `keep` names no argument of a public method.
-    """
+    """Returns the subclass of a linen class whose public methods are boundaries; the same one for equal arguments."""
     return _make_class(_choose_shortest_lived(base, policy), base, policy, keep, place)
 
 
@@ -41,7 +37,7 @@ def _make_class(
     recipe = (make_policied_class, (base, policy, keep, place))
     cls = make_subclass(base, {"__init_subclass__": classmethod(_init_subclass)}, recipe)
     setattr(cls, CLASS_POLICY, ClassPolicy(base, policy, keep, place, owner=cls))
-    # Set now, not in the namespace: Flax wraps what it finds there, and would intercept our boundary, not the method.
+    # Set now, not in the namespace: Flax wraps each method there, and would intercept our boundary instead.
     wrap_methods(cls, dir(base))
     cls._call_wrapped_method = call_wrapped_method
     apply = wrap_entry(base.apply)
@@ -52,9 +48,9 @@ def _make_class(
 
 
 def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
-    """The class, or the one among the keys of its map, whose end is the end of its policied class.
+    """Returns the class, or the one among the keys of its map, that holds the made class: the first that is freed.
 
-    That is the first that no module has under its name: one made by a function, or in a notebook.
+    It is the first that its module does not have under its name: made by a function, or in a notebook.
     """
     keys = [rule.key for rule in policy.rules if isinstance(rule.key, type)] if isinstance(policy, PolicyMap) else []
     passing = (kind for kind in (base, *keys) if kind.__module__ == "__main__" or find_by_name(kind) is not kind)
@@ -62,24 +58,23 @@ def _choose_shortest_lived(base: type, policy: Policy | PolicyMap) -> type:
 
 
 def unpolicied_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a policied class was made of, and any other as it is."""
+    """Returns the base of a policied class, or any other class itself."""
     own: ClassPolicy | None = vars(cls).get(CLASS_POLICY)
     return cls if own is None else own.base
 
 
 def _init_subclass(cls: Any, **kwargs: Any) -> None:
-    """Makes the methods of an author's subclass of a policied class boundaries as well, once Flax has wrapped them."""
+    """Makes the methods of an author's subclass of a policied class boundaries too, once Flax has wrapped them."""
     super(read_class_policy(cls).owner, cls).__init_subclass__(**kwargs)
     wrap_methods(cls, vars(cls))
 
 
 def _keep_state(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` of a model with float8 state, which autodiff combines by max."""
+    """Wraps `Module.apply` of a model with float8 state, which autodiff combines by max."""
 
     @functools.wraps(apply)
     def apply_with_state(self: nn.Module, variables: PyTree, *args: Any, **kwargs: Any) -> Any:
-        policy = read_class_policy(self).policy
-        return store_state(policy, apply(self, mark_state(policy, variables), *args, **kwargs))
+        return read_state(apply(self, prepare_state(variables, 1.0), *args, **kwargs))
 
     return nn.nowrap(apply_with_state)
 
@@ -92,7 +87,7 @@ def _check_keep(base: type[nn.Module], keep: frozenset[str]) -> None:
 
 
 def _reduce(self: nn.Module) -> tuple:
-    """Pickles the base class and the policy: a policied class is not found under its name, unless it decorates it."""
+    """Pickles the base class and the policy, unless Python finds the policied class by name."""
     cls: Any = type(self)
     if find_by_name(cls) is cls:
         return copyreg.__newobj__, (cls,), vars(self)  # type: ignore[attr-defined]
@@ -102,7 +97,3 @@ def _reduce(self: nn.Module) -> tuple:
 
 def _rebuild(base: type[nn.Module], policy: Policy | PolicyMap, keep: frozenset[str], place: ModulePlace) -> Any:
     return object.__new__(make_policied_class(base, policy, keep, place))
-
-
-policied_class = make_policied_class
-"""The name under which pickles of earlier versions find the function, as they find `_rebuild`."""

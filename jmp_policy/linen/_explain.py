@@ -1,4 +1,4 @@
-"""What `jmp_policy.explain` learns of a linen module while it is called."""
+"""Traces a linen module for `jmp_policy.explain`."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ from ._calls import hook_calls
 from ._classes import unpolicied_class
 from ._fields import written_dtype
 from ._place import calling, explain_unknown, path_of, path_text
+from ._products import has_wide_sums
 from ._quantized import quantization_of
 from ._variables import is_bridge
-from ._wide import has_wide_sums
 
 
 def examine(
@@ -34,16 +34,9 @@ def examine(
     trace: Callable[..., None],
     hook: Hook,
 ) -> ModelInfo:
-    """Has a linen module traced, and tells what holds at each module that it calls.
+    """Traces a linen module, and describes each module that it calls (`Adapter.examine`).
 
-    Args:
-      model: an unbound module.
-      inputs: positional arguments of the method.
-      method: what to call, as in `Module.apply`.
-      rngs: a key or keys by name, as in `Module.init`; without them one key stands for all.
-      kwargs: keyword arguments of the method.
-      trace: called with a function that applies the module, and its arguments.
-      hook: runs in place of each method, and around the casts of boundaries.
+    `rngs`: a key, or keys by name, as in `Module.init`; by default one key stands for all.
     """
     called = _CalledModules()
     method = called.note_root_of(method) if inspect.isfunction(method) else method
@@ -52,7 +45,7 @@ def examine(
         return model.init(_name_keys(rngs), *inputs, method=method, **kwargs)
 
     def apply(variables: Any, rngs: PyTree, inputs: Args, kwargs: Kwargs) -> Any:
-        mutable = DenyList("params")  # a cache, statistics and what is sown: any call may write them
+        mutable = DenyList("params")  # a call may write caches, statistics and sown values
         return model.apply(variables, *inputs, rngs=_name_keys(rngs), method=method, mutable=mutable, **kwargs)
 
     def note_and_hook(call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -62,7 +55,7 @@ def examine(
         return out
 
     variables = eval_shapes(init, rngs, inputs, kwargs)
-    # At a boundary the hook alone runs: what holds in the module is known inside of it.
+    # Around a boundary, only the hook runs: its policy becomes active inside.
     trace(hook_calls(apply, note_and_hook, boundary_hook=hook), variables, rngs, inputs, kwargs)
     params = _params_by_module(variables.get("params", {}), called.modules)
     unknown = [*explain_unknown(called.modules), *called.wrapped.values()]
@@ -70,27 +63,22 @@ def examine(
 
 
 class _CalledModules:
-    """The modules that were called.
-
-    Attributes:
-      modules: what holds at each, by path.
-      wrapped: a sentence for each that wraps a module of nnx, by path.
-    """
+    """The called modules by path (`modules`), and a sentence for each that wraps an nnx module (`wrapped`)."""
 
     def __init__(self) -> None:
         self.modules: dict[str, ModuleInfo] = {}
         self.wrapped: dict[str, str] = {}
-        # The types of the modules in each, by path relative to it.
+        # For each attached module, the types of the modules inside by relative path.
         self._types: dict[ActivePolicy, dict[str, type]] = {}
 
     def note(self, module: nn.Module) -> None:
-        """Notes what holds at a module, whose method is about to run."""
+        """Describes a module whose method is about to run."""
         path = path_text(module)
         if path not in self.modules:
             self.modules[path] = self._describe(module)
 
     def note_wrapped(self, module: nn.Module) -> None:
-        """Notes the nnx module inside of one, which is made while that is called and has no rows of its own."""
+        """Records the nnx module inside of a linen one. It exists only during the call, and so has no rows."""
         active: ActivePolicy | None = CURRENT.value
         if active is None or not is_bridge(module):
             return
@@ -108,7 +96,7 @@ class _CalledModules:
         )
 
     def note_root_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the root, which Flax does not intercept as it does methods; it notes the root all the same."""
+        """Wraps a function of the root, which Flax does not intercept, so that it records the root too."""
 
         @functools.wraps(function)
         def note_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +107,7 @@ class _CalledModules:
         return note_and_call
 
     def explain_unused(self) -> list[str]:
-        """What to say of the rules that decided for no module."""
+        """Returns warnings about the rules that cover no module."""
         maps = [(active.policy, types) for active, types in self._types.items() if isinstance(active.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
@@ -145,7 +133,7 @@ def _name_keys(rngs: Any) -> dict[str, Any]:
 
 
 def _params_by_module(params: Any, modules: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The parameters of each module itself: those that no module inside it, of those called, has."""
+    """Returns the parameters of each module, without the parameters of called modules inside it."""
     owned: dict[str, list[Any]] = {}
     for keys, leaf in jax.tree.leaves_with_path(params):
         names = [str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey)]

@@ -1,4 +1,4 @@
-"""The dtype fields of linen modules: whether there are any, whether their author wrote them, and filling them in."""
+"""The dtype fields of linen modules: finding them, and filling them in."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,7 @@ from .._base import at_least_float32, remember_weakly
 AUTOCAST_EXAMPLE = "autocast(model.apply, 'mixed_bfloat16')"
 
 PARAMETER_WRAPPERS = (nn.WeightNorm, nn.SpectralNorm)
-"""The modules that rewrite the parameters of another one before it computes with them. No policy fills in their dtype:
-it is the dtype of those parameters, not of a computation."""
+"""Modules that rewrite parameters of another one. No policy fills in their dtype: it is that of these parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +24,11 @@ class ModuleFields:
     """The dtype fields of a class of modules.
 
     Attributes:
-      has_dtype: whether a module has a dtype of its own.
+      has_dtype: true if a module has a dtype of its own.
       dtype_default: the default of that field.
-      has_param_dtype: whether it has a field for the dtype of its parameters.
-      casts_own_params: whether it sees to the dtype that it computes with its parameters in. All with a field `dtype`
-        do, and Flax's own that have none: PReLU casts, the parts of an LSTM cell leave it to the cell.
+      has_param_dtype: true if it has a field for the dtype of its parameters.
+      casts_own_params: true if it casts its own parameters: modules with a field `dtype`, and Flax's own without one
+        (PReLU casts, the parts of an LSTM cell leave it to the cell).
     """
 
     has_dtype: bool
@@ -40,7 +39,6 @@ class ModuleFields:
 
 @remember_weakly
 def find_fields(kind: type[nn.Module]) -> ModuleFields:
-    """The dtype fields of a class of modules."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     has_dtype = "dtype" in fields
     return ModuleFields(
@@ -52,10 +50,9 @@ def find_fields(kind: type[nn.Module]) -> ModuleFields:
 
 
 def has_open_dtype(module: nn.Module) -> bool:
-    """Whether the dtype of a module is for a policy to fill in.
+    """True if a policy fills in the dtype of a module: its author left the field at its default.
 
-    It is not where its author wrote one: a value other than the field's default. A dtype that a module around it handed
-    down (`dtype=self.dtype`), after a policy had filled it in there, was written by nobody.
+    A dtype that an outer module handed down (`dtype=self.dtype`), after a policy had filled it in there, is open too.
     """
     fields = find_fields(type(module))
     if not fields.has_dtype or isinstance(module, PARAMETER_WRAPPERS):
@@ -68,31 +65,31 @@ def has_open_dtype(module: nn.Module) -> bool:
 
 
 def is_widening_params(module: nn.Module, param_dtype: np.dtype | None) -> bool:
-    """Whether a wrapper would store a narrow weight wide: its open dtype is what the weight and float32 state give."""
+    """True if a wrapper with an open dtype would upcast a half-precision weight to float32, the dtype of its state."""
     if not isinstance(module, PARAMETER_WRAPPERS) or module.dtype is not None or param_dtype is None:
         return False
     return param_dtype != at_least_float32(param_dtype)
 
 
 def written_dtype(module: nn.Module) -> Any:
-    """The dtype that the author of a module wrote, or `None`."""
+    """Returns the dtype that the author of a module wrote, or `None`."""
     is_for_policy = not find_fields(type(module)).has_dtype or has_open_dtype(module)
     return None if is_for_policy or isinstance(module, PARAMETER_WRAPPERS) else module.dtype  # type: ignore[attr-defined]
 
 
 def mark_dtype(dtype: np.dtype | None) -> Any:
-    """What to write into the `dtype` field of a module, which may hand it on to the modules inside."""
+    """Returns a value for the `dtype` field of a module, which may hand it on to the modules inside."""
     return None if dtype is None else _make_marked_dtype(dtype, None)
 
 
 def mark_param_dtype(module: nn.Module, dtype: np.dtype) -> Any:
-    """What to write into the `param_dtype` field of a module: its author's dtype, which draws, can be told from it."""
+    """Returns a value for the `param_dtype` field of a module that remembers the author's dtype, for initializers."""
     author = read_authors_dtype(module.param_dtype)  # type: ignore[attr-defined]
     return _make_marked_dtype(dtype, author if author is None else np.dtype(author))
 
 
 def needs_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
-    """Whether a module has a field for the dtype of its parameters that does not say this one already."""
+    """True if the `param_dtype` field of a module has another dtype."""
     if not find_fields(type(module)).has_param_dtype:
         return False
     found: Any = module.param_dtype  # type: ignore[attr-defined]
@@ -100,21 +97,20 @@ def needs_param_dtype(module: nn.Module, dtype: np.dtype) -> bool:
 
 
 def is_filled_in(dtype: Any) -> bool:
-    """Whether a policy, and no author, wrote this value of a field."""
+    """True if a policy wrote this value of a field."""
     return hasattr(dtype, _AUTHOR)
 
 
 def read_authors_dtype(dtype: Any) -> Any:
-    """The dtype that the author wrote where a policy wrote this one, and anything else as it is."""
+    """Returns the author's dtype for one that a policy wrote, and any other value unchanged."""
     return getattr(dtype, _AUTHOR, dtype)
 
 
 @contextlib.contextmanager
 def temporarily_set(module: nn.Module | Scope, values: dict[str, Any]) -> Iterator[None]:
-    """A context in which these attributes are written on a module, or on its scope.
+    """Sets attributes of a module or scope for a `with` block.
 
-    Past the module's own __setattr__, which is frozen outside of setup. A clone would lose what its method stores on
-    self, and its place among its parent's children.
+    Writes past `__setattr__`, which is frozen outside of setup. A clone would lose attributes that the method sets.
     """
     attributes = vars(module)
     before = {name: attributes[name] for name in values if name in attributes}
@@ -133,9 +129,9 @@ _SCALAR_TYPE = type(jnp.float32)
 
 @functools.cache
 def _make_marked_dtype(dtype: np.dtype, author: np.dtype | None) -> Any:
-    """A dtype equal to another in every way but that it says who wrote it.
+    """Returns a dtype that compares equal to `dtype` and has the author's dtype as an attribute.
 
-    A subclass of JAX's scalar type: arrays have numpy's dtypes, so that none carries this mark away.
+    It is a subclass of JAX's scalar type. Arrays have numpy dtypes, so none gets the attribute.
     """
     scalar_type = getattr(jnp, dtype.name, None)
     return dtype if scalar_type is None else _SCALAR_TYPE(dtype.name, (scalar_type,), {_AUTHOR: author})

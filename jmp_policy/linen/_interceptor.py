@@ -1,7 +1,7 @@
 """Makes the modules inside an attached module store and compute in the dtypes of their policy.
 
-Whether a rule's boundary around a module is running is told by a flag of its scope. Flax hands flags to the clones that
-lifted transforms call and to the scopes inside, and has them in the key under which `nn.jit` finds its program.
+A flag of a module's scope tells that its boundary is running. Flax copies flags to the clones that lifted transforms
+call and to the scopes inside, and into the jit key of `nn.jit`.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from flax import linen as nn
-from flax.core import FrozenDict, freeze
+from flax.core import freeze
 from flax.linen.module import InterceptorContext
 
 from .._base import Args, Kwargs
@@ -23,21 +23,21 @@ from ..quant._weights import WEIGHT_NAMES, Misread
 from ._active_policy import CURRENT, NOTES, ActivePolicy
 from ._fields import PARAMETER_WRAPPERS, find_fields, has_open_dtype, written_dtype
 from ._place import add_paths_to_jit_keys, calling, path_text
-from ._quantized import name_misread_weight, quantize_method
+from ._products import multiply_by_policy
+from ._quantized import name_misread_weight
 from ._variables import INSIDE, fill_fields
-from ._wide import round_method, widen_method
 
 _UNCHANGED = contextlib.nullcontext()
 _RUNNING = "jmp_policy_running"
 
 
 def make_interceptor(outermost: ActivePolicy) -> Callable[..., Any]:
-    """The interceptor, for `nn.intercept_methods`, that applies a policy to the modules inside an attached one."""
+    """Returns the interceptor (`nn.intercept_methods`) that applies a policy to the modules inside an attached one."""
 
     def intercept(next_fun: Callable[..., Any], args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         module: nn.Module = context.module
         active: ActivePolicy = CURRENT.value
-        # Another policy is active inside a submodule with a policy of its own, whose interceptor runs as well.
+        # A submodule with a policy of its own has another interceptor, which runs as well.
         if active.attachment is not outermost.attachment or module.scope is None:
             return next_fun(*args, **kwargs)
         try:
@@ -57,29 +57,28 @@ def _call_inside(
     kwargs: Kwargs,
     context: InterceptorContext,
 ) -> Any:
-    """Calls a method of a module inside of the attached one, or of that one itself."""
-    # A method that another one of the same module calls finds the fields filled in.
+    """Calls a method of the attached module, or of a module inside it."""
+    # Another method of this module is running: the fields are filled in.
     if INSIDE in vars(module):
         policy = widen_policy(vars(module)[INSIDE])
-        is_filled = policy is vars(module)[INSIDE]  # but for `force_full_precision` between the two methods
+        is_filled = policy is vars(module)[INSIDE]  # false if `force_full_precision` is between the two methods
         fields = _UNCHANGED if is_filled else fill_fields(module, policy, until_it_returns=True)
         with calling(module), fields:
             return _compute_as(policy, module, context, next_fun)(*args, **kwargs)
 
-    # Which policy holds here, and which rule it came from.
+    # Find the policy of this module, and its rule.
     match = active.match(module)
     inside = active if match.rule is active.rule else active.replace_rule(match.rule)
 
-    # Whether the module casts what enters and leaves. Transforms of functions, such as
-    # `nn.cond(pred, f, g, module, x)`, run those as if they were methods.
+    # Decide if the module casts its inputs and outputs. A transform of functions, such as
+    # `nn.cond(pred, f, g, module, x)`, runs them as if they were methods.
     is_method = hasattr(type(module), context.method_name)
     at_boundary = match.boundary and is_method and context.method_name != "setup" and _is_cast_due(module)
     if at_boundary and match.rule is not None and match.rule.policy.compute_dtype is None:
         inside = inside.replace_inferred(resolve_policy(match.rule.policy, (args, kwargs)).compute_dtype)
         match = inside.match(module)
 
-    # The method runs with the policy's dtypes in the fields of its module. Under a map, where a jitted module stands is
-    # part of the key of its program.
+    # Run the method with the policy's dtypes in the fields. Under a map, the path of a module is part of its jit key.
     fields = fill_fields(module, match.policy, until_it_returns=is_method)
     scope: Any = module.scope
     paths = add_paths_to_jit_keys(scope) if active.has_paths else _UNCHANGED
@@ -92,7 +91,7 @@ def _call_inside(
         else:
             out = next_fun(*args, **kwargs)
 
-    # What a layer's author wrote is for a warning; what a cell returns must fit the scan that it may be in.
+    # Record the author's dtype. The carry of a cell keeps its dtype, which a scan around it needs.
     _note_layer(module, match.policy)
     if not isinstance(module, nn.RNNCellBase) or context.method_name != "__call__":
         return out
@@ -102,27 +101,22 @@ def _call_inside(
 def _compute_as(
     policy: Policy, module: nn.Module, context: InterceptorContext, next_fun: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The method of a layer, which multiplies in the format of a policy and sums in its accumulate dtype."""
+    """Returns `next_fun` with the matmul of the policy."""
     is_plain = policy.quantization is None and policy.accumulate_dtype is None
     if is_plain and not isinstance(module, PARAMETER_WRAPPERS):
         return next_fun
     bound: Any = context.orig_method  # a partial of the function
-    function = inspect.unwrap(bound.func)
-    next_fun = widen_method(module, function, policy, next_fun)
-    return round_method(module, function, policy, quantize_method(module, function, policy, next_fun))
+    return multiply_by_policy(module, inspect.unwrap(bound.func), policy, next_fun)
 
 
 def _is_cast_due(module: nn.Module) -> bool:
-    """Whether a module that a rule matches casts what enters now: once, and not where its author wrote a dtype.
-
-    Casting to another dtype before a layer whose dtype was written would lose what its author wanted.
-    """
+    """True if a module that a rule names casts its inputs: at its outermost call, unless its author wrote a dtype."""
     is_open = has_open_dtype(module) or not find_fields(type(module)).has_dtype
     return is_open and not _is_inside_boundary(module)
 
 
 def _note_layer(module: nn.Module, policy: Policy) -> None:
-    """Notes what is written on a module inside, if it is a layer with a weight."""
+    """Records the author's dtype of a layer with a weight, for a warning."""
     scope: Any = module.scope
     if not find_fields(type(module)).has_dtype or not any(map(scope.has_variable, repeat("params"), WEIGHT_NAMES)):
         return
@@ -131,11 +125,7 @@ def _note_layer(module: nn.Module, policy: Policy) -> None:
 
 
 def _check_cache(module: nn.MultiHeadDotProductAttention) -> None:
-    """Checks the decode cache of an attention module against its dtype.
-
-    Raises:
-      ValueError: there is a cache, and it has another dtype.
-    """
+    """Raises a `ValueError` if the decode cache of an attention module has another dtype than the module."""
     if not module.has_variable("cache", "cached_key"):
         return
     found, dtype = module.get_variable("cache", "cached_key").dtype, module.dtype
@@ -157,26 +147,17 @@ def _call_at_boundary(module: nn.Module, policy: Policy, fun: Callable[..., Any]
 
 @contextlib.contextmanager
 def _mark_boundary(module: nn.Module) -> Iterator[None]:
-    """A context in which a module, and any clone of it, is known to have cast what entered."""
-    before = _read_flags(module)
-    _write_flags(module, freeze({**before, _RUNNING: module.path}))
+    """Marks a module, and any clone of it, as running inside of its boundary."""
+    scope: Any = module.scope
+    before = scope.flags
+    scope.flags = freeze({**before, _RUNNING: module.path})
     try:
         yield
     finally:
-        # The module may have got another scope: a method that calls its base's gives it one.
-        _write_flags(module, before)
+        # A method that calls the method of its base class has replaced the scope.
+        module.scope.flags = before  # type: ignore[union-attr]
 
 
 def _is_inside_boundary(module: nn.Module) -> bool:
-    """Whether the boundary of this very module, or of the one that it is a clone of, is running."""
-    return _read_flags(module).get(_RUNNING) == module.path
-
-
-def _read_flags(module: nn.Module) -> Any:
-    assert module.scope is not None
-    return module.scope.flags
-
-
-def _write_flags(module: nn.Module, flags: FrozenDict[str, Any]) -> None:
-    assert module.scope is not None
-    module.scope.flags = flags
+    """True if the boundary of this module, or of the one that it is a clone of, is running."""
+    return module.scope.flags.get(_RUNNING) == module.path  # type: ignore[union-attr]

@@ -1,15 +1,11 @@
-"""The table of the layers of linen that multiply by a weight, and which of their functions a policy may replace."""
+"""The linen layers that multiply by a weight, and which of their functions a policy may replace."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
-import jax
 from flax import linen as nn
 
 from .._base import remember_weakly
 from ..quant._layers import WeightedLayer, find_row, is_own
-from ..quant._products import Einsum, label_einsum
 
 LAYERS: dict[type, WeightedLayer] = {
     nn.Dense: WeightedLayer("kernel", "dot_general", field="dot_general"),
@@ -20,17 +16,20 @@ LAYERS: dict[type, WeightedLayer] = {
     nn.Einsum: WeightedLayer("kernel", "einsum"),
     nn.Embed: WeightedLayer("embedding"),
 }
-"""The layers whose weights a quantized policy knows; their subclasses have the same row."""
+"""Subclasses of a layer have the same row."""
 
 
 @remember_weakly
 def layer_of(kind: type[nn.Module]) -> WeightedLayer | None:
-    """The row of a class of layers; `None` if it is neither in the table nor derived from one that is."""
+    """Returns the row of a class of layers, or `None`."""
     return find_row(LAYERS, kind)
 
 
 def open_layer(module: nn.Module) -> WeightedLayer | None:
-    """The row of a layer with a field for its function, if its author left that and all places share its weight."""
+    """Returns the row of a layer whose matmul is in a field that its author left at the default, or `None`.
+
+    `nn.ConvLocal` without shared weights has another kernel at each position.
+    """
     layer = layer_of(type(module))
     if layer is None or layer.field is None or not getattr(module, "shared_weights", True):
         return None
@@ -38,15 +37,15 @@ def open_layer(module: nn.Module) -> WeightedLayer | None:
 
 
 def is_default(module: nn.Module, name: str) -> bool:
-    """Whether the author of a layer left a function in its fields as it was; what stands there may be ours."""
+    """True if the author of a layer left a field with a function at its default. A policy may have replaced it."""
     value = getattr(module, name, None)
     return value is None or is_own(value) or value is getattr(type(module), name, None)
 
 
 def rewritten_by(module: nn.Module) -> str | None:
-    """The method by which the author of a layer makes another weight of its parameter; `None` if there is none.
+    """Returns the name of the author's method that computes the weight from the parameter, or `None`.
 
-    That method takes and returns numbers, and is to have the same ones before and after the parameter is quantized.
+    Such a method needs floating values, whether or not the parameter is quantized.
     """
     if type(module).param is not nn.Module.param:
         return "param"
@@ -54,38 +53,6 @@ def rewritten_by(module: nn.Module) -> str | None:
     return "setup" if is_table and inspect.unwrap(type(module).setup) is not inspect.unwrap(nn.Embed.setup) else None
 
 
-def find_equation(module: nn.Einsum, einsum_str: str | None) -> str | None:
-    """The equation of a call; `None` where there is not just one, of which Flax says what is wrong."""
-    written_twice = module.einsum_str is not None and einsum_str is not None
-    return None if written_twice else module.einsum_str or einsum_str
-
-
-def find_bias_shape(module: nn.Einsum, equation: str, inputs: jax.Array) -> tuple[int, ...] | None:
-    """The shape of its bias: the axes of its kernel that are in the result; `None` without one."""
-    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
-    lengths = dict(zip(labels.right, module.shape, strict=True))
-    return tuple(lengths[label] for label in labels.out if label in lengths) if module.use_bias else None
-
-
-def compute_einsum(
-    module: nn.Einsum, equation: str, inputs: jax.Array, kernel: Any, promote: Callable, multiply: Callable
-) -> jax.Array:
-    """What the module computes.
-
-    Args:
-      module: bound, whose method is running.
-      equation: of the call.
-      inputs: floating.
-      kernel: its parameter.
-      promote: as the module's `promote_dtype`.
-      multiply: as `jnp.einsum`.
-    """
-    shape, bias = find_bias_shape(module, equation, inputs), None
-    if shape is not None:
-        bias = module.param("bias", module.bias_init, list(shape), module.param_dtype)
-    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
-    lengths = dict(zip(labels.right, module.shape, strict=True))
-    inputs, kernel, bias = promote(inputs, kernel, bias, dtype=module.dtype)
-    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
-    out = multiply(equation, inputs, kernel, **options)
-    return out if bias is None else out + bias.reshape([lengths.get(label, 1) for label in labels.out])
+def is_promotion_open(module: nn.Module) -> bool:
+    """True if the author left to Flax how a layer promotes its operands, and how its weight is made."""
+    return is_default(module, "promote_dtype") and not rewritten_by(module)

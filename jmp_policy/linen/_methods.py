@@ -1,9 +1,10 @@
-"""The methods of a class with a policy: public ones cast what enters and leaves, the others only have the policy."""
+"""The methods of a class with a policy: public ones cast inputs and outputs, the others only run under the policy."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from flax import linen as nn
@@ -15,7 +16,8 @@ from ..modules.common import keep_wide_results
 from ..policy import Policy
 from ..quant._products import warn_of_odd_rows
 from ._active_policy import CURRENT, ActivePolicy, ClassPolicy, activate_policy, intern_active_policy, read_class_policy
-from ._calls import BOUNDARY_HOOK, hook_boundary
+from ._calls import BOUNDARY_HOOK, describe_call
+from ._float8 import has_float8
 from ._interceptor import make_interceptor
 from ._place import path_of
 from ._quantized import note_quantized_weights
@@ -25,7 +27,7 @@ _OURS = "_jmp_ours"
 
 
 def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
-    """Makes the public methods of a class boundaries, and has the others run under its policy as well."""
+    """Makes the public methods of a class boundaries, and runs its other methods under the policy."""
     names = tuple(names)
     for name, method in list_methods(cls, names):
         setattr(cls, name, _make_boundary(method) if is_public(name) else _make_inner_method(method))
@@ -34,13 +36,13 @@ def wrap_methods(cls: type[nn.Module], names: Iterable[str]) -> None:
 
 
 def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Calls a method as Flax calls each; here for a method of the class without a policy, `Base.encode(module, x)`.
+    """Calls a method of the class without a policy, `Base.encode(module, x)`, under the policy of the module.
 
-    Such a method is not a boundary itself. Without this private hook of Flax's the call would have no policy.
+    Such a method is not a boundary itself. This overrides a private hook of Flax.
     """
     active: ActivePolicy | None = CURRENT.value
     if self.scope is None or (active is not None and active.belongs_to(self)):
-        return nn.Module._call_wrapped_method(self, fun, args, kwargs)  # a boundary around it sees to its policy
+        return nn.Module._call_wrapped_method(self, fun, args, kwargs)  # a boundary around it applied the policy
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return nn.Module._call_wrapped_method(self, fun, args, kwargs)
@@ -53,7 +55,7 @@ def call_wrapped_method(self: nn.Module, fun: Callable[..., Any], args: Args, kw
 
 
 def wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module.apply` or `Module.init_with_output` that has its policy whatever it is told to call."""
+    """Wraps `Module.apply` or `Module.init_with_output`, so that any `method=` runs under the policy."""
 
     @functools.wraps(entry)
     def call_entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -66,20 +68,20 @@ def wrap_entry(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_method_argument(cls: type, method: Any) -> Any:
     if isinstance(method, str):
-        method = getattr(cls, method, method)  # a name that is unknown is Flax's to refuse
+        method = getattr(cls, method, method)  # Flax rejects an unknown name
     fun = method.__func__ if inspect.ismethod(method) else method
     return _make_boundary(fun) if inspect.isfunction(fun) else method
 
 
 def list_methods(cls: type[nn.Module], names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The methods that its author wrote, by name: not those under `nn.nowrap`, nor fields that hold functions."""
+    """Lists the methods that the author of a class wrote, without those under `nn.nowrap` and functions in fields."""
     fields = {field.name for field in dataclasses.fields(cls)}
     for name in names:
         is_flax = (hasattr(nn.Module, name) or name.startswith("__")) and name not in ("__call__", "setup")
         method = inspect.getattr_static(cls, name)
         if is_flax or name in fields or not inspect.isfunction(method) or hasattr(method, "nowrap"):
             continue
-        if method is not nn.Module.setup:  # which does nothing
+        if method is not nn.Module.setup:
             yield name, method
 
 
@@ -88,12 +90,12 @@ def is_public(name: str) -> bool:
 
 
 def _make_boundary(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, or a function of a module, that casts at the outermost call and has its module's policy inside."""
+    """Wraps a method, or a function of a module: casts at the outermost call, and runs under the module's policy."""
     return _wrap_method(method, _call_boundary)
 
 
 def _make_inner_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`setup`, or a private method, that has its module's policy whoever calls it, and casts nothing."""
+    """Wraps `setup` or a private method: runs under the policy of the module, without casts."""
     return _wrap_method(method, _call_without_casts)
 
 
@@ -113,7 +115,7 @@ def _wrap_method(method: Callable[..., Any], call_outermost: Callable[..., Any])
 
 
 def _is_ours(method: Callable[..., Any]) -> bool:
-    """Whether a method is one of ours; not what a decorator such as `nn.remat` made of one, with all its attributes."""
+    """True for a method that we made. False once a decorator such as `nn.remat` wrapped it."""
     return getattr(method, _OURS, None) is method
 
 
@@ -121,27 +123,31 @@ def _call_boundary(method: Callable[..., Any], module: nn.Module, args: Args, kw
     # A linen module inside a model of nnx is not a boundary where no rule names it.
     if not read_class_policy(module).place.boundary:
         return _call_without_casts(method, module, args, kwargs)
-    # What observes the call sees what enters before it is cast.
-    if BOUNDARY_HOOK.get() is not None:
-        call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
-        return hook_boundary(module, method.__name__, call, args, kwargs)
-    return _call_with_casts(method, module, args, kwargs)
+    hook = BOUNDARY_HOOK.get()
+    if hook is None:
+        return _call_with_casts(method, module, args, kwargs)
+    # The hook sees the inputs before they are cast.
+    call = lambda *args, **kwargs: _call_with_casts(method, module, args, kwargs)
+    return hook(describe_call(module, method.__name__), call, args, kwargs)
 
 
 def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     given = read_class_policy(module)
 
-    # What enters is cast to the compute dtype, which the inputs decide where the policy leaves it open.
+    # Inputs are cast to the compute dtype, which the first floating input decides if the policy has none.
     bound = functools.partial(method, module)
     policy, args, kwargs = cast_arguments(_read_root_policy(given, type(module)), bound, given.keep, args, kwargs)
 
-    # The modules inside compute by the interceptor, while the policy is active.
+    # The interceptor applies the policy to the modules inside.
     active = intern_active_policy(given.owner, path_of(module), policy.compute_dtype)
+    odd_rows: Any = nullcontext()
+    if has_float8(given.policy):
+        odd_rows = warn_of_odd_rows(given.policy, given.owner, initializes=module.is_initializing())
     with (
         activate_policy(active, module),
         nn.intercept_methods(make_interceptor(active)),
         matmul_precision(policy),
-        warn_of_odd_rows(given.policy, given.owner, initializes=module.is_initializing()),
+        odd_rows,
         keep_wide_results() as results,
     ):
         try:
@@ -149,7 +155,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
         except ScopeParamShapeError as error:
             note_quantized_weights(module, error)
             raise
-        if method.__name__ == "__call__":  # others may leave out modules that a rule is for
+        if method.__name__ == "__call__":  # other methods may not call the modules that a rule names
             for message in active.explain_unused(module):
                 warn_once(active.policy, message)
             for message in active.explain_written_dtypes():
@@ -160,7 +166,7 @@ def _call_with_casts(method: Callable[..., Any], module: nn.Module, args: Args, 
 def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     given, around = read_class_policy(module), CURRENT.value
     policy = _read_root_policy(given, type(module))
-    # A compute dtype left open is the one of the call around; without one, the inputs decide.
+    # An open compute dtype is inherited from the call around, else from the inputs.
     if policy.compute_dtype is None:
         policy = policy.replace(compute_dtype=given.place.inferred if around is None else around.inferred)
     dtype = policy.resolve(args, kwargs).compute_dtype
@@ -170,17 +176,14 @@ def _call_without_casts(method: Callable[..., Any], module: nn.Module, args: Arg
 
 
 def _read_root_policy(given: ClassPolicy, kind: type) -> Policy:
-    """The policy of the attached module itself."""
+    """Returns the policy of the attached module itself."""
     if isinstance(given.policy, Policy):
         return widen_policy(given.policy)
     return widen_policy(given.place.match(given.policy, (), {given.place.path(()): kind}).policy)
 
 
 def _cast_first_carry(initialize_carry: Callable[..., Any]) -> Callable[..., Any]:
-    """The `initialize_carry` of a cell that has a policy itself, which returns its carry in output dtype.
-
-    A first carry in param dtype would make a scan refuse the cell.
-    """
+    """Wraps `initialize_carry` of a cell with a policy: a scan needs a carry in the output dtype of the cell."""
 
     @functools.wraps(initialize_carry)
     def initialize_cast_carry(self: nn.RNNCellBase, *args: Any, **kwargs: Any) -> Any:

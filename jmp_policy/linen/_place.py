@@ -1,8 +1,8 @@
-"""Where a linen module stands: its path, through every `.apply`, and the place of what was given the policy.
+"""Paths of linen modules, also through `.apply`, and the place of the module that was given the policy.
 
-A module that another one runs by `self.decoder.apply(variables, x)`, as tied heads do, gets a scope of its own, whose
-path begins anew. A flag of the scope tells where it stands: Flax hands flags to the scopes inside, and to the clones
-that lifted transforms call.
+A module that another one runs by `self.decoder.apply(variables, x)`, as tied heads do, has a new scope, whose path is
+empty. A flag of the scope holds the path around it. Flax copies flags to the scopes inside, and to the clones that
+lifted transforms call.
 """
 
 import contextlib
@@ -20,24 +20,23 @@ from flax.core import FrozenDict, Scope
 from ..policy import Match, PolicyMap
 
 _AROUND = "jmp_policy_around"
-"""The flag of a scope: the path of the module whose scope is the outermost around it."""
+"""The flag of a scope with the path of the module around its outermost scope."""
 _PATH = "jmp_policy_path"
 
-# The module whose method is running, and what is around its scope. No context of JAX's, which would compile everything
-# anew in each module. What is jitted and runs modules by `.apply` is mostly a closure of the method that calls it; a
-# function that several modules call is told apart by the rule that covers them, `ActivePolicy.rule`.
+# The module whose method is running, and the path around its scope. Not a JAX context, which would compile everything
+# again in each module. A jitted function that several modules call is told apart by `ActivePolicy.rule`.
 _CALLING: contextvars.ContextVar[tuple[nn.Module, tuple[str, ...]] | None]
 _CALLING = contextvars.ContextVar("_CALLING", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModulePlace:
-    """The place of a module that was given a policy: its model's root, or somewhere inside a model of nnx.
+    """The place of a module that was given a policy: the root of a model, or a path inside an nnx model.
 
     Attributes:
-      lineage: the types of the nnx modules around it, by path; the last is the one that wraps it.
-      boundary: whether it casts what enters and leaves.
-      inferred: what stands for a compute dtype that the policy leaves open; `None` to take it from the inputs.
+      lineage: the types of the nnx modules around it, by path; the last one wraps it.
+      boundary: true if it casts its inputs and outputs.
+      inferred: the dtype in place of an open compute dtype; `None` takes it from the inputs.
     """
 
     lineage: tuple[tuple[str, type], ...] = ()
@@ -45,60 +44,54 @@ class ModulePlace:
     inferred: np.dtype | None = None
 
     def path(self, names: tuple[str, ...]) -> str:
-        """The path, in the whole model, of a module inside the one that stands here."""
+        """Returns the path, in the whole model, of a module inside this one."""
         around = self.lineage[-1][0] if self.lineage else ""
         return "/".join((around, *names) if around else names)
 
     def match(self, rules: PolicyMap, names: tuple[str, ...], types: dict[str, Any]) -> Match:
-        """What a map says of a module inside the one that stands here.
+        """Returns the match of a map for a module inside this one.
 
-        Args:
-          rules: the map that the whole model was given.
-          names: the names of the linen modules around it, and its own.
-          types: its type and the types of the linen modules around it, by path.
+        `names`: the names of the linen modules around it, and its own. `types`: their types, by path.
         """
         if not self.lineage:
             return rules.match(self.path(names), types)
         found = rules.match(self.path(names), ChainMap(types, dict(self.lineage)))
-        # The wrapper has the path of the module in it, but a type of its own, which a rule may name as well.
+        # The wrapper has the same path, but a type of its own, which a rule may name too.
         around = rules.match(self.path(()), dict(self.lineage))
         return found if _rank(rules, found) <= _rank(rules, around) else dataclasses.replace(around, boundary=False)
 
-
-Place = ModulePlace
-"""The name under which pickles of earlier versions find the class."""
 
 ROOT = ModulePlace()
 """The place of a module that was itself given the policy."""
 
 
 def path_of(module: nn.Module) -> tuple[str, ...]:
-    """The path of a bound module.
+    """Returns the path of a bound module.
 
-    A module that runs through `.apply` has the path of the module it was made of, if the one that makes the call holds
-    exactly one such module. Otherwise its path is inside of the caller, with its name in angle brackets.
+    A module that runs through `.apply` has the path of the module that it is a clone of, if its caller holds exactly
+    one such module. Otherwise its path is the caller's, and its name in angle brackets.
     """
     around = module.scope.flags.get(_AROUND)  # type: ignore[union-attr]
     return (*(_find_path_around(module) if around is None else around), *module.path)
 
 
 def path_text(module: nn.Module) -> str:
-    """The path of a bound module as tables, rules and errors write it: `encoder/layer_0`."""
+    """Returns the path of a bound module as tables, rules and errors write it: `encoder/layer_0`."""
     return "/".join(path_of(module))
 
 
 def is_applied_inside(module: nn.Module, path: tuple[str, ...]) -> bool:
-    """Whether a bound module, inside the one at `path`, runs through `.apply`, so that what it writes is lost."""
+    """True if a module runs through `.apply` inside the module at `path`, so that its writes are lost."""
     return len(_find_path_around(module)) > len(path)
 
 
 def is_trial(module: nn.Module, method_name: str) -> bool:
-    """Whether Flax only tries the setup of a module: it calls a function, on a clone without variables."""
+    """True if Flax only tries the setup of a module: it calls a function on a clone without variables."""
     return bool(_find_path_around(module)) and not module.path and not hasattr(type(module), method_name)
 
 
 def explain_unknown(paths: Iterable[str]) -> list[str]:
-    """A sentence for each module that runs through `.apply`, and that its caller does not hold."""
+    """Returns a sentence for each module that runs through `.apply` and that its caller does not hold."""
     return [
         f"{path!r} runs through .apply, and what runs it holds no such module, or several: rules by path cover it "
         f"where they cover {path.rpartition('/')[0]!r}"
@@ -107,8 +100,8 @@ def explain_unknown(paths: Iterable[str]) -> list[str]:
     ]
 
 
-class calling:  # in lower case: a function to those who use it, and a class because each module of a model enters one
-    """The context in which a method of a bound module runs, and whatever runs through `.apply` is inside of it."""
+class calling:  # a class, because a generator context is slower and each module of a model enters one
+    """Context of a running method of a bound module. Modules that run through `.apply` are inside of it."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -123,17 +116,17 @@ class calling:  # in lower case: a function to those who use it, and a class bec
 
     def __exit__(self, *_: object) -> None:
         _CALLING.reset(self._token)
-        if self._marks:  # a bound module may be called from elsewhere next
+        if self._marks:  # a bound module may have another caller next
             _unmark(self._scope)
-            _unmark(self._module.scope)  # another scope, if a method called its base's
+            _unmark(self._module.scope)  # another scope, if the method called its base class
 
 
 @contextlib.contextmanager
 def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
-    """A context in which the scopes that a scope makes for the modules inside carry as a flag what their paths tell.
+    """Adds paths to the flags of the scopes that a scope makes for the modules inside.
 
-    Flax compiles a jitted module once for all modules of equal fields, wherever they stand: its key has everything but
-    the name. Under a policy map they may have different policies.
+    Flax compiles a jitted module once for all modules with equal fields, because its key has no path. Under a policy
+    map they may have different policies.
     """
     if "push" in vars(scope):
         yield
@@ -142,11 +135,11 @@ def add_paths_to_jit_keys(scope: Scope) -> Iterator[None]:
 
     def push_with_path(*args: Any, **kwargs: Any) -> Scope:
         inner = push(*args, **kwargs)
-        flags = {**inner.flags, _PATH: inner.path}  # a copy already: freezing it would copy every item again
+        flags = {**inner.flags, _PATH: inner.path}  # freezing would copy each item again
         inner.flags = FrozenDict(flags, __unsafe_skip_copy__=True)
         return inner
 
-    # On this one object, for the time of a call: neither Flax's class nor the author's module is touched.
+    # Only on this scope, and only during the call.
     vars(scope)["push"] = push_with_path
     try:
         yield
@@ -173,7 +166,7 @@ def _find_path_around(module: nn.Module) -> tuple[str, ...]:
 
 
 def _find_path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
-    """The path of a module that another one runs through `.apply`: Flax clones it, and the clone knows its name."""
+    """Returns the path of a module that runs through `.apply`: Flax clones it, and the clone has its name."""
     near, seen = [caller], {id(caller)}
     while near:
         found = {path_of(module) for module in near if module.name == applied.name and type(module) is type(applied)}
@@ -187,7 +180,7 @@ def _find_path_inside(caller: nn.Module, applied: nn.Module) -> tuple[str, ...]:
 
 
 def _list_held_modules(module: nn.Module) -> list[nn.Module]:
-    """The bound modules that a module made, or has in its fields."""
+    """Lists the bound modules that a module made, or has in its fields."""
     nodes = [*module._state.children.values(), *(x for name, x in vars(module).items() if name != "parent")]
     leaves = jax.tree.leaves(nodes, is_leaf=lambda node: isinstance(node, nn.Module))
     return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf.scope is not None]

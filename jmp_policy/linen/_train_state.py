@@ -1,4 +1,4 @@
-"""Flax's train state, in which a step that overflowed changes nothing."""
+"""A Flax train state in which a non-finite step changes nothing."""
 
 from typing import Any, Self
 
@@ -14,8 +14,8 @@ from ..optim._steps import overwrite_state
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for optimizers under `optim.loss_scaled` or `optim.skip_nonfinite`.
 
-    On a skipped step, `step` does not advance and whatever else is handed over (batch statistics, say) stays what it
-    was. With float8 layers `params` is `{"params": ..., "_overwrite_with_gradient": ...}`, as in Flax's own class.
+    On a skipped step, `step` does not advance, and other fields, such as batch statistics, keep their values. With
+    float8 layers, `params` is `{"params": ..., "_overwrite_with_gradient": ...}`, as in Flax's own class.
     The loss scale is in `opt_state`, so the state itself can be passed as `loss_scale`:
 
     >>> import jax.numpy as jnp, optax, jmp_policy as jmp
@@ -32,8 +32,8 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: true gradients, a tree like `params`.
-          provenance: what `numerics.first_nonfinite` found in them, where `tx` carries it.
-          **kwargs: new values of other fields; on a skipped step they are dropped.
+          provenance: the origin that `numerics.first_nonfinite` found in them, if `tx` carries one.
+          **kwargs: new values of other fields; ignored on a skipped step.
 
         Returns:
           The next state.
@@ -49,7 +49,7 @@ class TrainState(train_state.TrainState):
             return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         finite = find_scaled_state(opt_state).grads_finite
         kept = {name: select_tree(finite, value, getattr(self, name)) for name, value in kwargs.items()}
-        # Selected, not `step + finite`: Flax's first step is a Python int, and a step of another type would make every
-        # jitted train step compile again at its second call.
+        # Not `step + finite`: Flax's first step is a Python int, and a change of its type would compile a jitted train
+        # step a second time.
         step = select_tree(finite, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **kept)

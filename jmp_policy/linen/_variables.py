@@ -1,6 +1,6 @@
-"""What a policy writes on a module while its method runs: dtypes, and how it declares its variables.
+"""Fields of a linen module during a call: the policy's dtypes, and how it makes and reads variables.
 
-They are made in the dtypes their author wrote, and parameters are stored in another.
+Variables are drawn in the dtypes of their author, and parameters are stored in the param dtype.
 """
 
 import contextlib
@@ -31,20 +31,16 @@ from ._fields import (
 from ._quantized import read_quantized_param
 
 INSIDE = "_jmp_inside"
-"""The attribute of a module whose method is running, with its policy. The methods that this one calls find the fields
-filled in."""
+"""The attribute of a module whose method is running, with its policy. Methods that this one calls reuse the fields."""
 
 _NEVER_NARROWED = ("params", "batch_stats")
-"""Collections whose variables are made as if no policy had filled in a `dtype` either; a cache has its layer's."""
+"""Collections that are made without the policy's compute dtype. A cache has the dtype of its layer."""
 
 
 def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) -> AbstractContextManager[None]:
-    """The dtype of a policy in the field of a module that has one, and variables made and read accordingly.
+    """Fills in the dtype fields of a bound module, and how it makes and reads variables, for a `with` block.
 
-    Args:
-      module: a bound module.
-      policy: what holds for it.
-      until_it_returns: false for a plain function of the module: methods that it calls must still act as boundaries.
+    `until_it_returns` is false for a plain function of the module: methods that it calls must still be boundaries.
     """
     assert module.scope is not None
     param_dtype = policy.param_dtype
@@ -70,15 +66,15 @@ def fill_fields(module: nn.Module, policy: Policy, *, until_it_returns: bool) ->
 
 
 def is_bridge(module: nn.Module) -> bool:
-    """True if a linen module wraps one of nnx. Without nnx loaded there is none."""
+    """True if a linen module wraps an nnx one."""
     bridge = sys.modules.get("flax.nnx.bridge")
     return bridge is not None and isinstance(module, bridge.ToLinen)
 
 
 class _MakerAcross:
-    """Makes the nnx module that a linen one wraps, with the policy that holds there.
+    """Replaces the class of the nnx module that a linen one wraps: makes it with its policy.
 
-    It stands for the class, of which Flax calls the constructor and reads methods by their names.
+    Flax calls it as a constructor, and reads methods of the class by name.
     """
 
     def __init__(self, module: nn.Module, policy: Policy):
@@ -93,7 +89,7 @@ class _MakerAcross:
         if adapter is None or adapter.attach_wrapped is None:
             return made
         made, types = adapter.attach_wrapped(made, self._rules, self._path, (args, kwargs))
-        # The two modules have one path: the outer one's type stays, unless a rule decides by the inner one's.
+        # Both modules have the same path. The outer type counts, unless a rule names the inner one.
         if match_policy(self._rules, self._path, types).rule is None:
             types.pop(self._path, None)
         NOTES.get().types.update(types)
@@ -108,7 +104,7 @@ class _MakerAcross:
 
 @contextlib.contextmanager
 def _fill_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> Iterator[None]:
-    """The context of an `nn.RNN`, which asks its cell for the first carry while it is not yet the cell's turn."""
+    """Fills in the fields of the cell too: `nn.RNN` asks it for the first carry before the cell is called."""
     dtype = None if cell.scope is None else _choose_first_carry_dtype(CURRENT.value.match(cell).policy)
     fields = {}
     if dtype is not None and needs_param_dtype(cell, dtype):
@@ -118,10 +114,7 @@ def _fill_first_carry(filled: AbstractContextManager[None], cell: nn.Module) -> 
 
 
 def _choose_first_carry_dtype(policy: Policy) -> np.dtype | None:
-    """The dtype in which a cell makes its first carry: the param dtype, as by hand, unless it computes in a wider one.
-
-    A carry narrower than what the cell computes would be rounded at each step.
-    """
+    """Returns the param dtype, or a wider compute dtype: a narrower carry would be rounded at each step."""
     if policy.param_dtype is None or policy.compute_dtype is None:
         return policy.param_dtype
     return max(policy.param_dtype, policy.compute_dtype, key=lambda dtype: dtype.itemsize)
@@ -137,7 +130,7 @@ def _declare_param(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The module's `param`: draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
+    """Replaces `Module.param`: draws in the author's dtype, stores in param dtype, and may read in compute dtype."""
     drawn = functools.partial(_init_in_authors_dtype, module, "params", init_fn)
     init = functools.partial(_init_in_param_dtype, policy, drawn)
     if stored_format_of(policy.quantization) is not None and not kwargs:
@@ -156,7 +149,7 @@ def _declare_variable(
     *init_args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The module's `variable`: makes running statistics and other state in the author's dtype."""
+    """Replaces `Module.variable`: makes running statistics and other state in the author's dtype."""
     init = None if init_fn is None else functools.partial(_init_in_authors_dtype, module, collection, init_fn)
     return variable(collection, name, init, *init_args, **kwargs)
 
@@ -168,7 +161,7 @@ def _init_in_param_dtype(policy: Policy, init_fn: Callable[..., Any], *args: Any
 def _init_in_authors_dtype(
     module: nn.Module, collection: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """What an initializer makes that finds the author's dtypes in its arguments, and on the module."""
+    """Runs an initializer with the author's dtypes in its arguments and on the module."""
     filled = {name: dtype for name in ("dtype", "param_dtype") if is_filled_in(dtype := vars(module).get(name))}
     if collection not in _NEVER_NARROWED:
         filled.pop("dtype", None)
@@ -177,7 +170,7 @@ def _init_in_authors_dtype(
         as_written = read_authors_dtype
     attributes = vars(module)
     attributes.update({name: read_authors_dtype(dtype) for name, dtype in filled.items()})
-    try:  # not in a context manager: every parameter of a model comes through here
+    try:  # a context manager would be slower, and each parameter comes through here
         return init_fn(*map(as_written, args), **{name: as_written(x) for name, x in kwargs.items()})
     finally:
         attributes.update(filled)

@@ -1,4 +1,4 @@
-"""Policies on functions and modules, and the protocol for Flax modules."""
+"""Policies for functions and modules, and the protocol of the Flax adapters."""
 
 from ._adapter import (
     WRITTEN as WRITTEN,
@@ -16,8 +16,10 @@ from ._adapter import (
 )
 from ._boundary import (
     NO_TARGET as NO_TARGET,
+    PolicyDecorator as PolicyDecorator,
     parse_target as parse_target,
     policy_of as policy_of,
+    refuse_order as refuse_order,
     with_policy as with_policy,
 )
 from ._call_casts import (
@@ -31,10 +33,4 @@ from ._call_casts import (
     matmul_precision as matmul_precision,
     resolve_policy as resolve_policy,
     widen_policy as widen_policy,
-)
-from ._misuse import (
-    NoContext as NoContext,
-    refuse_device as refuse_device,
-    refuse_order as refuse_order,
-    refuse_unknown_arguments as refuse_unknown_arguments,
 )

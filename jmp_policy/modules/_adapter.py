@@ -1,8 +1,7 @@
-"""The written interface between the library and Flax.
+"""The interface between the library and Flax.
 
-`Adapter` says all that the library asks of a Flax API. Two objects keep it: `LINEN` in `linen/_adapter.py` and `NNX` in
-`nnx/_adapter.py`. They are loaded when the first object of their kind arrives, so that importing the library loads no
-Flax.
+`Adapter` is the protocol. `LINEN` in `linen/_adapter.py` and `NNX` in `nnx/_adapter.py` implement it. Each is loaded
+when the first object of its API arrives, so that importing the library does not load Flax.
 """
 
 import dataclasses
@@ -20,17 +19,15 @@ from ..policy import Match, Policy, PolicyMap
 
 @dataclasses.dataclass(frozen=True)
 class ModuleCall:
-    """A call of a method of a Flax module, as a hook sees it.
+    """One call of a method of a Flax module, as a hook sees it.
 
     Attributes:
-      path: the module names joined by `/`; the root's is the empty string.
-      type: the class of the module; of one with a policy, the subclass that the policy made.
+      path: the module names joined by `/`; empty for the root.
+      type: the class of the module, with its policy if it has one.
       method: the name of the method.
-      scope: the `jax.named_scope` that Flax itself opens for the call, such as `dense` or `encoder.encode`; the empty
-        string, if it opens none.
+      scope: the `jax.named_scope` that Flax opens for the call, such as `encoder.encode`, or an empty string.
       module: the module itself.
-      describe_quantization: says what becomes of the weight of the module, in the words of `explain`. It is asked while
-        the call runs.
+      describe_quantization: returns the cell of `explain` about the quantized weight. Valid while the call runs.
     """
 
     path: str
@@ -42,27 +39,26 @@ class ModuleCall:
 
 
 WRITTEN = "author's dtype"
-"""The rule of a module whose author wrote its dtype."""
+"""The rule that `explain` shows for a layer with a `dtype` of its author."""
 
 Method = str | Callable[..., Any] | None
-"""What to call of a module: a method or its name, or a function of the module; `None` for the module itself."""
+"""A method, its name, or a function of the module; `None` calls the module itself."""
 
 Hook = Callable[[ModuleCall, Callable[..., Any], Args, Kwargs], Any]
-"""What runs in place of each method: `hook(call, next, args, kwargs)` calls `next(*args, **kwargs)`."""
+"""Runs in place of each method: `hook(call, next, args, kwargs)` calls `next(*args, **kwargs)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleInfo:
-    """What holds at one module.
+    """Policy and dtypes of one module.
 
     Attributes:
       type: the class of the module, without a policy.
-      policy: the policy that holds for it, if any.
-      rule: where that came from; the empty string without a policy.
-      compute_dtype: the dtype that it is meant to compute in: the author's, if one is written, else the policy's.
-      is_named: whether a rule, a policy of its own or its author says what holds just here.
-      quantization: what becomes of its weight under a quantized policy, as in `Row`.
-      accumulate_dtype: the name of the dtype in which its products may hand over their sums, if they may.
+      rule: the origin of the policy, or an empty string.
+      compute_dtype: the dtype that its author wrote, else the policy's.
+      is_named: true if a rule, a policy of its own or its author decides for this very module.
+      quantization: the treatment of its weight under a quantized policy, as in `Row`.
+      accumulate_dtype: the output dtype of its matmuls, if they may have another one than the inputs.
     """
 
     type: type
@@ -75,20 +71,20 @@ class ModuleInfo:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is one of Flax's own, which see to their dtypes themselves."""
+        """True for a layer of Flax, which casts its own operands."""
         return self.type.__module__.startswith("flax.")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What an adapter knows of a model once the model was called.
+    """Everything that an adapter found in a model that was called.
 
     Attributes:
-      modules: what holds at each module, by path.
-      params: the parameters of each module itself, by path: anything with a shape and a dtype. A quantized weight is
-        the tree of the arrays that are stored.
-      unused: a sentence for each rule that decides for no module.
-      unknown: a sentence for each module whose place in the model is not known.
+      modules: the modules, by path.
+      params: the parameters of each module itself, by path, with shape and dtype. A quantized weight is the tree of its
+        arrays.
+      unused: a sentence for each rule that covers no module.
+      unknown: a sentence for each module with an unknown path.
     """
 
     modules: Mapping[str, ModuleInfo]
@@ -98,69 +94,42 @@ class ModelInfo:
 
 
 class Adapter(Protocol):
-    """What the library asks of a Flax API. Its models, modules and variables come from that API.
+    """The functions that the library needs from a Flax API.
 
     Attributes:
-      autocast_example: for errors: how to call `autocast` with a function that calls a module.
-      audit_example: for errors: how to call `audit` with one.
+      autocast_example: for errors: a call of `autocast` with a function that calls a module.
+      audit_example: likewise for `audit`.
     """
 
     autocast_example: str
     audit_example: str
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-        """Returns a module or module class with a policy, instead of the one it may have had.
-
-        Args:
-          target: the module or class. It stays as it is.
-          policy: the policy.
-          keep: names of arguments of its public methods that enter uncast.
-        """
+        """Returns a module or class with a policy in place of the one it may have had. `target` does not change."""
         ...
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
-        """Returns the policy that a module or class was given, or `None`."""
+        """Returns the policy of a module or class, or `None`."""
         ...
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns the same function, in which a hook runs in place of each method of a module that it calls.
+        """Returns `fun` with a hook in place of each method of a module that it calls; `setup` if asked.
 
-        Hooks nest: the one of the outer function is the outer one. Modules that Flax calls only to try their setup do
-        not count.
-
-        Args:
-          fun: a function: of nnx the modules among its arguments are hooked, and nobody else may hold these; of linen
-            all that it calls.
-          hook: runs in place of the methods.
-          setup: whether it runs in place of linen's `setup` as well.
+        In nnx the modules among the arguments are hooked, and nobody else may hold these. Hooks nest, and skip the
+        calls in which Flax only tries the setup of a module.
         """
         ...
 
     def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        """Returns the classes, by path, of the modules among some arguments that `hook_calls` would hook.
-
-        Of linen there are none: its modules show when they are called.
-        """
+        """Returns the classes, by path, of the nnx modules among `arguments`; none for linen."""
         ...
 
     def bind(self, model: Any, variables: Any) -> Any:
-        """Returns a module that has its variables.
-
-        Raises:
-          ValueError: it has them already and is given others, or it has none and is given none.
-        """
+        """Returns a module with its variables. Rejects a second set of variables, or none at all."""
         ...
 
     def run(self, model: Any, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
-        """Calls a module that has its variables, under a hook. What the call writes to them is lost.
-
-        Args:
-          model: the module, as `bind` returns it.
-          inputs: positional arguments of the method.
-          method: what to call, as for `explain`.
-          kwargs: other keyword arguments; for linen, of `Module.apply`.
-          hook: runs in place of the methods of all modules inside, and of the model's own.
-        """
+        """Calls a bound module under a hook and drops its writes. In linen, `Module.apply` gets `kwargs`."""
         ...
 
     def examine(
@@ -173,96 +142,68 @@ class Adapter(Protocol):
         trace: Callable[..., None],
         hook: Hook,
     ) -> ModelInfo:
-        """Has a model traced under a hook, and tells what holds at each of its modules.
+        """Traces a model under a hook, which sees inputs before they are cast, and describes its modules.
 
-        Args:
-          model: the module.
-          inputs: positional arguments of the method, arrays or `jax.ShapeDtypeStruct`s.
-          method: what to call, as for `explain`.
-          rngs: the keys, as for `explain`.
-          kwargs: keyword arguments of the method.
-          trace: called with a function that runs the model, and its arguments.
-          hook: sees what enters each module before a boundary casts it.
+        `method` and `rngs` are as in `explain`; the method gets `kwargs`. `trace` is called with a function that runs
+        the model, and its arguments.
         """
         ...
 
     def find_weights(self, model: Any) -> dict[str, Any]:
-        """Returns the weights that can be quantized, or are, by the path of the module that they belong to."""
+        """Returns the quantized weights, and those that can be quantized, by the path of their module."""
         ...
 
     @property
     def quantize(self) -> Callable[[Any, Policy | PolicyMap, Callable[..., Any]], tuple[Any, list[str]]] | None:
-        """Quantizes a model that holds its weights; `None` for linen, whose weights are in its variables.
-
-        It takes the model, the policy, and `Quantizer.quantize_weight`. It returns a model with the policy, and a
-        sentence for each rule that decides for no module.
-        """
+        """`(model, policy, Quantizer.quantize_weight) -> (model, sentences about unused rules)`; `None` for linen."""
         ...
 
     @property
     def attach_wrapped(self) -> Callable[[Any, Policy | PolicyMap, str, PyTree], tuple[Any, dict[str, type]]] | None:
-        """Gives a policy to a new module inside a model of another API; `None` for linen, whose calls make modules.
+        """`(new module, policy, its path, its constructor's arguments) -> (module, types by path)`; `None` for linen.
 
-        It takes the module, the policy, the path of the module in the model, and the arguments that it was made of. It
-        returns the module, and the types of the modules in it by path.
+        Gives a policy to an nnx module that a linen model wraps.
         """
         ...
 
     @property
     def value_and_grad(self) -> Callable[..., Any] | None:
-        """Differentiates functions of its models under a loss scale; `None` for linen, whose models hold no arrays."""
+        """Differentiates functions of nnx modules under a loss scale; `None` for linen."""
         ...
 
     def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Runs a function of Flax objects by means of one that knows trees of arrays only.
-
-        What `fun` writes to the objects lands in the caller's objects afterwards.
-
-        Args:
-          run: called with a pure function and its argument, a tree of arrays; returns what that function returns.
-          fun: the function of Flax objects.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-        """
+        """Runs `fun`, a function of Flax objects, by `run(pure function, tree of arrays)`, and keeps its writes."""
         ...
 
 
 def find_adapter(target: Any) -> Adapter | None:
-    """Returns the adapter of a module or module class, loaded now; `None` if it is not one of Flax."""
-    package = _find_package(target if isinstance(target, type) else type(target))
-    return None if package is None else _load_adapter(package)
+    """Returns the adapter of a Flax module or module class, or `None`."""
+    package, name = _find_flax_base(target if isinstance(target, type) else type(target))
+    return _load_adapter(package) if name == "Module" else None
 
 
 def find_loaded_adapters() -> list[Adapter]:
-    """Returns the adapters of the Flax APIs that are loaded: a function may call the modules of any of them."""
+    """Returns the adapters of the Flax APIs that are imported: a function may call modules of any of them."""
     return [_load_adapter(package) for package in _ADAPTERS if package in sys.modules]
 
 
 def find_lifting_adapter(tree: PyTree) -> Adapter | None:
-    """Returns the adapter of nnx, if there are objects of nnx in a tree, which a function may write to."""
+    """Returns the nnx adapter if the tree has nnx objects, which a function may write to."""
     leaves = jax.tree.leaves(tree, is_leaf=is_flax_object)
-    has_any = any(is_flax_object(leaf) and _is_of_nnx(type(leaf)) for leaf in leaves)
+    has_any = any(_find_flax_base(type(leaf))[0] == "flax.nnx" for leaf in leaves)
     return _load_adapter("flax.nnx") if has_any else None
 
 
 def is_flax_object(node: object) -> bool:
-    """Whether a node of a tree is an object of Flax's that a call may write to: a module, or an nnx Variable.
-
-    A cast would copy it, and what the call writes would be lost: the RNG streams that a caller passes to a model, its
-    optimizer and its metrics are trees of Variables, and a copied stream gives the same random numbers for ever.
-    """
-    return _is_flax_class(type(node))
+    """True for Flax modules and nnx Variables, which a cast would copy, so that writes of the call were lost."""
+    return bool(_find_flax_base(type(node))[0])
 
 
 def describe_module(kind: type, match: Match, *, attached: bool, by_map: bool, written: Any = None) -> ModuleInfo:
-    """Says what holds at a module with a policy.
+    """Describes a module with a policy.
 
-    Args:
-      kind: its class.
-      match: the policy, and the rule it came from.
-      attached: whether the policy or map was given to this very module.
-      by_map: whether it is a map that was given.
-      written: the dtype that its author wrote, if any.
+    `attached`: `with_policy` was applied to this very module. `by_map`: it was given a map. `written`: the author's
+    dtype.
     """
     policy = match.policy
     if written is not None:
@@ -280,7 +221,7 @@ _ADAPTERS = {
     "flax.linen": ("jmp_policy.linen._adapter", "LINEN"),
     "flax.nnx": ("jmp_policy.nnx._adapter", "NNX"),
 }
-"""The package of a `Module` class, and the module and the name of the adapter that knows its modules."""
+"""The package of each kind of module, with the module and the name of its adapter."""
 
 
 def _load_adapter(package: str) -> Adapter:
@@ -289,20 +230,10 @@ def _load_adapter(package: str) -> Adapter:
 
 
 @remember_weakly
-def _find_package(kind: type) -> str | None:
+def _find_flax_base(kind: type) -> tuple[str, str]:
+    """Returns package and name of the first Flax base class, `Module` or `Variable`; without one, empty strings."""
     for base in kind.__mro__:
         for package in _ADAPTERS:
-            if base.__name__ == "Module" and base.__module__.startswith(package + "."):
-                return package
-    return None
-
-
-@remember_weakly
-def _is_of_nnx(kind: type) -> bool:
-    return any(base.__module__.startswith("flax.nnx.") for base in kind.__mro__)
-
-
-@remember_weakly
-def _is_flax_class(kind: type) -> bool:
-    packages = ("flax.linen.", "flax.nnx.")
-    return any(b.__name__ in ("Module", "Variable") and b.__module__.startswith(packages) for b in kind.__mro__)
+            if base.__name__ in ("Module", "Variable") and base.__module__.startswith(package + "."):
+                return package, base.__name__
+    return "", ""

@@ -1,4 +1,4 @@
-"""`NNX`: the interface of nnx that the library uses, and what `explain` learns of an nnx module."""
+"""`NNX`: the adapter of nnx, and the description of an nnx model for `explain`."""
 
 import dataclasses
 import functools
@@ -13,16 +13,15 @@ from .._base import Args, Kwargs, PyTree, warn_user
 from ..modules import Adapter, Hook, Method, ModelInfo, ModuleInfo, describe_module
 from ..policy import Policy, PolicyMap, match_policy
 from ..quant import QuantizedArray
-from ..quant._layers import Promote, read_narrow
 from ..quant._weights import is_quantized
 from ._attachment import AUTOCAST_EXAMPLE, Attachment, reject_param
 from ._decorate import attach_wrapped, decorate_class, find_given_policy, lift
 from ._grad import value_and_grad
-from ._layer_table import LayerWeight, find_weight, weight_name
+from ._layer_table import LayerWeight, find_weight
 from ._layers import has_written_dtype
 from ._methods import find_modules, hook_calls, parse_keep
 from ._module_spec import ModuleSpec, find_spec
-from ._quantized import QuantizedParam, describe_quantization
+from ._quantized import WRITTEN, QuantizedParam, describe_quantization, has_stored_format
 from ._shadow import NodeKind, find_kind, list_items
 
 
@@ -35,17 +34,7 @@ def examine(
     trace: Callable[..., None],
     hook: Hook,
 ) -> ModelInfo:
-    """Has an nnx module traced, or an abstract one as `nnx.eval_shape` makes it; what is called is a copy.
-
-    Args:
-      model: the module.
-      inputs: positional arguments of the method.
-      method: the name of what to call, a method, or a function of the module; `None` for the module itself.
-      rngs: the argument `rngs` of the method, if it takes one.
-      kwargs: other keyword arguments of the method.
-      trace: called with a function that calls the copy, and its arguments.
-      hook: runs in place of each method, around the casts of boundaries.
-    """
+    """Traces a copy of an nnx module, which may be abstract (`Adapter.examine`)."""
     tree = _Tree(model)
     graphdef, state = nnx.split(model)
     if rngs is not None:
@@ -60,7 +49,7 @@ def examine(
 
 
 class _Given:
-    """A policy or map that was attached to a module, and the types of the modules inside, by path relative to it."""
+    """A policy or map that was attached to a module, and the types of the modules inside by relative path."""
 
     def __init__(self, policy: Policy | PolicyMap, depth: int):
         self.policy = policy
@@ -68,7 +57,6 @@ class _Given:
         self.types: dict[str, type] = {}
 
     def strip_path(self, path: tuple[str, ...]) -> str:
-        """A path as the map sees it."""
         return "/".join(path[self.depth :])
 
 
@@ -76,8 +64,8 @@ class _Tree:
     """The modules of a model, each under the first path that leads to it.
 
     Attributes:
-      modules: what holds at each, by path.
-      params: the parameters of each module itself, by path; a shared one counts where it is met first.
+      modules: the modules, by path.
+      params: the parameters of each module itself, by path. A shared one is listed once.
     """
 
     def __init__(self, model: nnx.Module):
@@ -88,7 +76,7 @@ class _Tree:
         self._visit_module(model, (), None)
 
     def explain_unused(self) -> list[str]:
-        """What to say of the rules that decided for no module."""
+        """Returns warnings about the rules that cover no module."""
         maps = [(given.policy, given.types) for given in self._given if isinstance(given.policy, PolicyMap)]
         return [message for rules, types in maps for message in rules.explain_unused(types)]
 
@@ -144,7 +132,7 @@ def _find_written_dtype(module: nnx.Module, spec: ModuleSpec) -> Any:
 
 
 def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
-    """What to call: a method is found again by its name, for the class of the module may be another one."""
+    """Returns the method to call, by its name: the class of the module may have replaced it."""
     if method is None:
         return module  # type: ignore[return-value]
     name = method if isinstance(method, str) else getattr(method, "__name__", "")
@@ -154,20 +142,13 @@ def find_method(module: nnx.Module, method: Method) -> Callable[..., Any]:
 
 
 class _Nnx:
-    """The adapter of nnx. Its modules hold their Variables, and a call may write to them."""
+    """The adapter of nnx. Its modules hold their Variables, and a call may write to them. See `Adapter`."""
 
     autocast_example = AUTOCAST_EXAMPLE
     audit_example = "audit(lambda model, x: model(x))(model, x)"
 
     def attach(self, target: Any, policy: Policy | PolicyMap, keep: Collection[str]) -> Any:
-        """Returns an nnx module or module class with a policy.
-
-        A module is copied, with the modules inside it, and shares its Variables with the copy. A class gives a subclass
-        of the same name, whose instances get the policy when their constructor ends.
-
-        Raises:
-          ValueError: a Param is stored in another dtype than the param dtype, or `keep` names no argument.
-        """
+        """Copies a module, which shares its Variables with the copy, or makes a subclass of a class."""
         base = target if isinstance(target, type) else type(target)
         names = parse_keep(base, keep)
         if isinstance(target, type):
@@ -179,7 +160,7 @@ class _Nnx:
         return module
 
     def policy_of(self, target: Any) -> Policy | PolicyMap | None:
-        """Returns the policy that a module or class was given, by itself or by a rule of a map that names it."""
+        """Returns the policy that was given to a module or class, or by a rule that names it."""
         if isinstance(target, type):
             return find_given_policy(target)
         spec = find_spec(target)
@@ -188,26 +169,16 @@ class _Nnx:
         return spec.given if spec.attached else spec.policy
 
     def hook_calls(self, fun: Callable[..., Any], hook: Hook, *, setup: bool = False) -> Callable[..., Any]:
-        """Returns the same function, in which a hook runs in place of each method of a module among its arguments."""
         return hook_calls(fun, hook)
 
-    def find_modules(self, arguments: PyTree) -> dict[str, type]:
-        """Returns the classes, by path, of the modules among some arguments."""
-        return find_modules(arguments)
+    find_modules = staticmethod(find_modules)
 
     def bind(self, model: nnx.Module, variables: Any) -> nnx.Module:
-        """Returns the model, which has its variables.
-
-        Raises:
-          ValueError: it is given others.
-        """
         if variables is not None:
             raise ValueError("variables are those of a linen module; an nnx model has its own.")
         return model
 
     def run(self, model: nnx.Module, inputs: Args, method: Method, kwargs: Kwargs, hook: Hook) -> Any:
-        """Calls a copy of a model under a hook."""
-
         def call(copy: nnx.Module) -> Any:  # the inputs are not arguments: modules among them are not hooked
             return find_method(copy, method)(*inputs, **kwargs)
 
@@ -217,7 +188,6 @@ class _Nnx:
     value_and_grad = staticmethod(value_and_grad)
 
     def find_weights(self, model: nnx.Module) -> dict[str, Any]:
-        """Returns the weights of a model that can be quantized, or are, by the path of their module."""
         weights = {}
         for path, module in nnx.iter_modules(model):
             spec = find_spec(module)
@@ -233,30 +203,28 @@ class _Nnx:
         spec = find_spec(model)
         attachment = Attachment(policy, reject_param, keep=spec.keep if spec else ())
         attached = attachment.attach(nnx.clone(model))
-        # What became of what: a weight of two layers stays one. The values keep the ids in the keys alive.
+        # Maps each variable to its new one, so that tied weights stay tied. The values keep the ids in the keys valid.
         done: dict[Any, tuple[Any, nnx.Variable]] = {}
         for path, module in nnx.iter_modules(attached):
             spec = find_spec(module)
             weight = None if spec is None else find_weight(spec.base, vars(module))
             if spec is None or weight is None:
                 continue
-            name, mask = weight_name(spec.base), vars(module).get("mask")
+            name, mask = weight.name, vars(module).get("mask")
             variable = vars(module)[name]
-            # Layers that differ in any of these make different numbers of one weight.
+            # Layers that differ in one of these quantize the same weight differently.
             key = id(variable), id(mask), weight.layout, spec.policy.quantization
             if key not in done:
                 new = _quantize_layer(quantize_weight, "/".join(map(str, path)), module, spec, weight)
                 done[key] = (variable, mask), variable if new is None else QuantizedParam(new)
             vars(module)[name] = done[key][1]
             if mask is not None and done[key][1] is not variable:
-                module.mask = None  # type: ignore[attr-defined]  # the stored numbers have it
+                module.mask = None  # type: ignore[attr-defined]  # the mask is in the quantized weight
         return attached, attachment.explain_unused_rules()
 
     attach_wrapped = staticmethod(attach_wrapped)
 
-    def lift(self, run: Callable[..., Any], fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Runs a function of nnx objects by means of one that knows trees of arrays only."""
-        return lift(run, fun, args, kwargs)
+    lift = staticmethod(lift)
 
 
 NNX: Adapter = _Nnx()
@@ -265,16 +233,15 @@ NNX: Adapter = _Nnx()
 def _quantize_layer(
     quantize_weight: Callable[..., Any], path: str, module: nnx.Module, spec: ModuleSpec, weight: LayerWeight
 ) -> QuantizedArray | None:
-    """The weight of a layer, quantized; `None` if it stays as it is."""
-    is_ours = isinstance(read_narrow(vars(module)["promote_dtype"]), Promote)
-    unfit = None if is_ours else "its author wrote the functions that it computes with"
+    """Returns the quantized weight of a layer, or `None` if it stays floating."""
+    unfit = None if has_stored_format(vars(module)["promote_dtype"]) else WRITTEN
     value, mask = weight.value, vars(module).get("mask")
     if mask is not None and not isinstance(value, QuantizedArray):
         value = _mask_kernel(value, mask)
-    return quantize_weight(path, weight_name(spec.base), value, weight.layout, spec.policy, unfit)
+    return quantize_weight(path, weight.name, value, weight.layout, spec.policy, unfit)
 
 
 def _mask_kernel(kernel: Any, mask: Any) -> Any:
-    """A kernel as its convolution uses it; abstract, if it is."""
+    """Applies the mask of a convolution to its kernel, which may be abstract."""
     is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)
     return jax.eval_shape(jnp.multiply, kernel, mask) if is_abstract else kernel * mask

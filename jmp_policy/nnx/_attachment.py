@@ -1,4 +1,4 @@
-"""Giving a policy to every module of a tree."""
+"""Gives a policy to each module of a tree."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from ..modules.common import describe_written_dtypes, find_wider_dtype, make_sub
 from ..policy import Match, Policy, PolicyMap, match_policy, stored_format_of
 from ..quant._layers import find_accumulate_dtype
 from ..quant._weights import WEIGHT_NAMES
-from ._float8 import has_wide_sums
 from ._layers import (
     WRAPPERS,
     find_dtype_source,
@@ -27,6 +26,7 @@ from ._layers import (
 )
 from ._methods import list_public_methods, run_method
 from ._module_spec import SPEC, CallEffect, DtypeSource, ModuleSpec, Product, find_spec
+from ._products import has_wide_sums
 from ._quantized import check_weight, choose_product, make_float8_attributes
 from ._shadow import (
     Attributes,
@@ -48,16 +48,16 @@ Path = tuple[str, ...]
 """The names that lead to a value in a tree."""
 
 Mismatch = Callable[[str, nnx.Param, Policy], None]
-"""What happens to a Param, at a path, that is not stored in the param dtype of its policy."""
+"""Called with a path, a Param that is not stored in the param dtype, and its policy."""
 
 
 class _Around(NamedTuple):
-    """What holds around a value in the tree.
+    """The context of a value in the tree.
 
     Attributes:
       policy: the policy of the module around it.
       handed_on: an open dtype that this module may have handed on.
-      rewritten: whether a module around it rewrites the weights of what is inside, which therefore stay floats.
+      rewritten: true if a module around it rewrites the weights inside, which stay floating.
     """
 
     policy: Policy
@@ -68,14 +68,14 @@ class _Around(NamedTuple):
 class Attachment:
     """One walk over a module tree that gives each module its spec.
 
-    Modules are copied, and share their Variables with the originals; or changed in place, where they are `owned`.
+    Copies the modules, which share their Variables with the originals, or changes them in place where they are `owned`.
 
     Args:
       given: the policy or map.
-      on_mismatch: what to do about a Param of another dtype.
-      keep: names of arguments that enter the root uncast.
-      owned: whether a module may be changed in place.
-      lineage: the types by path of the modules around the root of the walk, where it starts inside a tree.
+      on_mismatch: called for each Param that is stored in another dtype.
+      keep: names of arguments of the root that are not cast.
+      owned: true for a module that may be changed in place.
+      lineage: the types by path of the modules around the root of the walk.
 
     Attributes:
       types: the types of the modules met, by path.
@@ -95,36 +95,36 @@ class Attachment:
         self.types = dict(lineage)
         self._on_mismatch = on_mismatch
         self._owned = owned
-        self._layers: dict[str, np.dtype | None] = {}  # the dtypes that authors wrote on layers, by path
-        self._done: dict[int, tuple[Node, Any]] = {}  # each value met and what became of it, by its id, which it keeps
+        self._layers: dict[str, np.dtype | None] = {}  # path -> wider dtype of the author
+        self._done: dict[int, tuple[Node, Any]] = {}  # id(value) -> (value, new); holding the value keeps its id valid
 
     def attach(self, module: nnx.Module) -> nnx.Module:
-        """Gives the policy to a module, as the root of a tree, and to the modules inside."""
+        """Gives the policy to a module as the root of a tree."""
         return self._attach_module(module, (), None, is_root=True)
 
     def attach_inside(self, module: nnx.Module, path: Path) -> nnx.Module:
-        """Gives the policy to a module that stands at a path inside a tree, and to the modules inside of it."""
+        """Gives the policy to a module at a path inside a tree."""
         return self._attach_value(module, path, _Around(self._find_match("/".join(path)).policy))
 
     def explain_unused_rules(self) -> list[str]:
-        """What to say of the rules that decide for no module that was met."""
-        # Which modules a linen one has inside shows when it is called, and a rule may be for one of them.
+        """Returns warnings about the rules that cover no module."""
+        # A rule may name a module inside of a linen one, which appears when it is called.
         if isinstance(self.given, Policy) or any(map(is_bridge, self.types.values())):
             return []
         return self.given.explain_unused(self.types)
 
     def explain_written_dtypes(self) -> list[str]:
-        """What to say of dtypes that an author wrote on layers, if they keep most of those out of their policy's."""
+        """Returns a warning if the dtypes that authors wrote keep most layers out of the compute dtype."""
         return describe_written_dtypes(self._layers, AUTOCAST_EXAMPLE)
 
     def include(self, value: Node, path: Path, policy: Policy) -> Node:
-        """Gives the policy to the modules in a value that stands at a path inside a tree."""
-        # The policy of the module around it lacks its quantization where that one rewrites the weights inside.
+        """Gives the policy to the modules in a value at a path inside a tree."""
+        # A module around it that rewrites weights has a policy without quantization.
         rewritten = policy != self._find_match("/".join(path[:-1])).policy
         return self._attach_value(value, path, _Around(policy, rewritten=rewritten))
 
     def _attach_value(self, value: Node, path: Path, around: _Around | None) -> Node:
-        """What becomes of a value; `around` is `None` inside of a module that keeps a policy of its own."""
+        """Returns a value with policies inside. `around` is `None` inside of a module that keeps its own policy."""
         match find_kind(type(value)):
             case NodeKind.MODULE:
                 return self._attach_module(value, path, around)
@@ -143,7 +143,7 @@ class Attachment:
         if isinstance(container, nnx.Module):  # nnx.List and nnx.Dict have paths, and rules may name them
             self.types.setdefault("/".join(path), type(container))
             around = around and around._replace(policy=self._find_match("/".join(path)).policy)
-        # A container that holds no module stays the same object: the code that holds it may compare.
+        # A container without modules stays the same object, in case the code compares it.
         self._done[id(container)] = container, container
         items = list_items(container)
         new = [self._attach_value(item, (*path, name), around) for name, item in items]
@@ -152,17 +152,17 @@ class Attachment:
         return self._done[id(container)][1]
 
     def _attach_module(self, module: nnx.Module, path: Path, around: _Around | None, is_root: bool = False) -> Any:
-        if id(module) in self._done:  # a shared module stays one, with what holds at the first path that leads to it
+        if id(module) in self._done:  # a shared module has the policy of the first path that leads to it
             return self._done[id(module)][1]
         spec = find_spec(module)
         base = type(module) if spec is None else spec.base
         self.types.setdefault("/".join(path), base)
 
-        # A module with a policy of its own keeps it, and so does what is inside of it.
+        # A module with a policy of its own keeps it, also for the modules inside.
         if not is_root and (around is None or (spec is not None and spec.attached)):
             return self._rebuild(module, type(module), path, None, vars(module), {})
 
-        # The policy sees the module as its author left it: what an earlier policy replaced comes back first.
+        # Restore the attributes that an earlier policy replaced.
         attributes = vars(module) | dict(spec.authored if spec else ())
         state = attributes.pop(OVERWRITE, None)
         is_open = is_dtype_open(base, attributes, around.handed_on if around else None)
@@ -174,7 +174,7 @@ class Attachment:
         check_weight("/".join(path), base, attributes, policy)
         self._note_written_dtype(base, attributes, path, is_open, policy)
 
-        # The attributes that an expert would write for this policy, and float8 state, which outlives policies.
+        # Make the attributes that an expert would write for this policy, and float8 state, which outlives policies.
         new_attributes = make_attributes(base, attributes, policy, is_open)
         known = attributes if state is None else attributes | {OVERWRITE: state}
         new_attributes |= make_float8_attributes(base, known, policy.quantization)
@@ -198,7 +198,7 @@ class Attachment:
         if rewritten and stored_format_of(policy.quantization) is not None:
             policy = policy.replace(quantization=None)
         product = choose_product(base, attributes, policy.quantization)
-        # A dtype that the author wrote wins over a rule: casting to another one first would lose what they wanted.
+        # A dtype that the author wrote wins over a rule: a cast to another one first would lose precision.
         if is_root:
             effect = CallEffect.CASTS_AT_ROOT
         elif match.boundary and not has_written_dtype(base, attributes, is_open):
@@ -236,15 +236,15 @@ class Attachment:
         attributes: Attributes,
         new_attributes: Attributes,
     ) -> Any:
-        """Makes the module again, as one of another class, after what is inside of it."""
+        """Copies a module with another class, after the values inside it."""
         new = module if self._owned(module) else make_blank(type(module), {})
-        self._done[id(module)] = module, new  # first, for what is inside may refer to it
+        self._done[id(module)] = module, new  # first, because values inside may refer to it
         values = {name: self._attach_value(value, (*path, name), inside) for name, value in attributes.items()}
         values |= new_attributes
         state = values.pop(OVERWRITE, None)
         vars(new).update(values)
         object.__setattr__(new, "__class__", kind)
-        # State comes and goes past vars: nnx keeps account of the attributes that hold arrays.
+        # Set and deleted as an attribute, not in vars: nnx tracks the attributes that hold arrays.
         if state is not None:
             setattr(new, OVERWRITE, nnx.data(state))
         elif OVERWRITE in vars(module):
@@ -279,7 +279,7 @@ class Attachment:
 
 
 def make_policied_class(spec: ModuleSpec) -> type:
-    """The subclass of `spec.runs` for the modules of a spec; one for equal specs, so that jit caches hit."""
+    """Returns the subclass of `spec.runs` for a spec; the same one for equal specs, so that jit caches hit."""
     return _make_policied_class(spec.base, spec)
 
 
@@ -297,20 +297,15 @@ def _make_policied_class(_: type, spec: ModuleSpec) -> type:
 
 
 def rebuild_module(spec: ModuleSpec, attributes: Attributes) -> nnx.Module:
-    """Makes a module out of what a pickle holds of it."""
+    """Makes a module from a pickle."""
     return make_blank(make_policied_class(spec), attributes)
 
 
 def wrap_methods(base: type, owner: type) -> tuple[type, dict[str, Callable[..., Any]]]:
-    """Makes the public methods of a class look at the spec of the module that they are called with.
+    """Wraps the public methods of `base`; returns a base with those that `owner` inherits, and the others by name.
 
-    Args:
-      base: the class.
-      owner: the class without a policy. `nnx.capture` observes methods that stand in the class of a module itself, so
-        the methods that `owner` inherits must not stand in the class with the policy.
-
-    Returns:
-      The base of the class with the policy, which has the inherited methods, and the other methods by name.
+    `nnx.capture` observes methods in the class of a module itself, so inherited methods must not be there. `owner` is
+    the class without a policy.
     """
     own = {name: _wrap_method(method) for name, method in list_public_methods(base) if name in vars(owner)}
     return _wrap_inherited_methods(base, owner), own
@@ -329,7 +324,7 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call_with_policy(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         spec = find_spec(self)
-        # A shadow, an instance of a decorated class that is still being made, or a layer whose attributes say it all.
+        # A shadow, an instance in its constructor, or a layer whose attributes are enough.
         if spec is None or (spec.effect is CallEffect.NOTHING and not is_in_full_precision()):
             return method.__get__(self, type(self))(*args, **kwargs)
         adopt(self, spec)
@@ -340,18 +335,10 @@ def _wrap_method(method: Any) -> Callable[..., Any]:
 
 
 def adopt(module: nnx.Module, spec: ModuleSpec) -> None:
-    """Gives the policy to the modules that were assigned to a policied one since it got its own.
+    """Gives the policy to modules that were assigned to a policied one since the last call. Copies take their places.
 
-    Policied modules call this before each call, because nothing announces that a list or a dictionary inside them
-    got another element. The new modules are copied, as `with_policy` does, and the copies take their places. A module
-    that a call makes and uses itself has no policy until the next call: the running code holds the one it made.
-
-    Args:
-      module: the policied module.
-      spec: its spec.
-
-    Raises:
-      ValueError: a Param is stored in another dtype than the param dtype.
+    Called before each call, because nothing announces a new element of a list. A module that a call makes and uses
+    itself gets its policy at the next call.
     """
     for name, value in list(vars(module).items()):
         if find_kind(type(value)) in _MAY_HOLD_MODULES and _has_new_module(value, spec):
@@ -371,11 +358,7 @@ def _has_new_module(value: Node, spec: ModuleSpec) -> bool:
 
 
 def reject_param(path: str, param: nnx.Param, policy: Policy) -> None:
-    """Refuses a Param that a policied module shares with the original, because no cast may change that one.
-
-    Raises:
-      ValueError: always.
-    """
+    """Rejects a Param in another dtype that a policied module shares with the original, which no cast may change."""
     raise ValueError(
         f"The parameter {path!r} is stored in {param.get_value().dtype}, but the policy '{policy.name}' stores "
         f"parameters in {policy.param_dtype}. Cast a copy first: "

@@ -1,4 +1,4 @@
-"""Models whose Params a policy may cast, and functions of nnx objects as functions of arrays."""
+"""Classes that give a policy to their instances, `cast_params`, and functions of nnx objects as functions of arrays."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,20 +15,11 @@ from ._shadow import Node, NodeKind, find_kind, list_items, pytree_options
 
 
 def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs a function of nnx objects by means of one that knows trees of arrays only.
+    """Runs `fun`, a function of nnx objects, by `run(pure function, tree of arrays)`.
 
-    What the function writes, to Variables or attributes, lands in the caller's objects afterwards, as with `nnx.jit`.
-    What it only reads is not touched: the objects may be of an outer trace, as those that `jax.grad` does not
-    differentiate with respect to, and JAX allows no writing there.
-
-    Args:
-      run: called with a pure function and its argument, a tree of arrays; returns what that returns.
-      fun: the function; it is called with copies of the objects.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-
-    Returns:
-      What `fun` returns.
+    As with `nnx.jit`, writes to Variables or attributes land in the caller's objects. Objects that are only read are
+    not
+    touched: they may belong to an outer trace, where JAX allows no writes.
     """
     with nnx.update_context(lift):
         with nnx.split_context(lift) as outside:
@@ -56,11 +47,7 @@ def lift(run: Callable[..., Any], fun: Callable[..., Any], args: tuple, kwargs: 
 
 
 class _Contents:
-    """What a tree of nnx objects holds.
-
-    Attributes:
-      variables: its Variables, in an order that copies of the tree share.
-    """
+    """The contents of a tree of nnx objects; `variables` has an order that copies of the tree share."""
 
     def __init__(self, tree: Any):
         self._graphdef, state = nnx.split(tree, graph=True)
@@ -71,7 +58,7 @@ class _Contents:
         self._bare = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_variable) if not is_variable(leaf)]
 
     def find_written(self, before: "_Contents") -> dict[int, Any] | None:
-        """The values of the Variables that were written, by their numbers; `None` if more was, such as attributes."""
+        """Returns the written values by the index of their Variable, or `None` if attributes were written too."""
         if self._graphdef != before._graphdef or not _are_same(self._bare, before._bare):
             return None
         pairs = enumerate(zip(self._values, before._values, strict=True))
@@ -87,16 +74,16 @@ def _has_objects(tree: Any) -> bool:
 
 
 _GIVEN = "__jmp_given__"
-"""The attribute of a decorated class that holds its policy and the arguments to keep."""
+"""The attribute of a decorated class with its policy and `keep`."""
 
 M = TypeVar("M", bound=nnx.Module)
 
 
 @remember_on_class
 def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...]) -> type:
-    """The subclass of an nnx class that gives a policy to its instances, and to its subclasses' instances.
+    """Returns the subclass of an nnx class that gives a policy to its instances, also in subclasses.
 
-    Its methods are wrapped, as the methods of the instances are, so that `Net.encode(net, x)` has the policy too.
+    Its methods are wrapped too, so that `Net.encode(net, x)` has the policy.
     """
     forget_warnings(given)
     wrapped, methods = wrap_methods(base, base)
@@ -107,23 +94,24 @@ def decorate_class(base: type, given: Policy | PolicyMap, keep: tuple[str, ...])
 
 
 def find_given_policy(kind: type) -> Policy | PolicyMap | None:
-    """The policy that a decorated class gives to its instances, or `None`."""
+    """Returns the policy that a decorated class gives to its instances, or `None`."""
     return getattr(kind, _GIVEN, (None, ()))[0]
 
 
 def cast_params(model: M, policy: "PolicySpec") -> M:
     """Copies a model, with its Params in the param dtype of a policy.
 
-    `with_policy` shares the Variables of an instance, and so refuses one whose Params have another dtype; it takes
-    this copy. Batch statistics, caches, RNG states and other Variables keep their dtypes. The model itself stays as
-    it is, and shares nothing with the copy.
+    `with_policy` shares the Variables of an instance, and so rejects one whose Params have another dtype; it accepts
+    this copy. Batch statistics, caches, RNG states and other Variables keep their dtypes. The model does not change,
+    and shares nothing with the copy.
 
     Args:
       model: an nnx module.
-      policy: anything that `get_policy` reads; of a map, each Param gets the dtype of the policy that covers it.
+      policy: anything that `get_policy` reads; with a map, each Param gets the param dtype of the policy that covers
+        it.
 
     Returns:
-      A model of the same structure. It has no policy yet.
+      A model of the same structure, without a policy.
 
     >>> import jmp_policy as jmp
     >>> from flax import nnx
@@ -133,14 +121,14 @@ def cast_params(model: M, policy: "PolicySpec") -> M:
     (dtype(bfloat16), dtype('float32'), dtype('float32'))
     """
     copy = nnx.clone(model)
-    # Attaching the policy tells which one covers a Param; what it was attached to shares the Params with the copy.
+    # The walk finds the policy of each Param, and casts it in the copy; the policied modules are dropped.
     Attachment(get_policy(policy), cast_param).attach(copy)
     return copy
 
 
 @remember_on_class
 def _make_metaclass(parent: type[type]) -> type[type]:
-    """A metaclass whose classes attach the policy where a call of the class ends: after the outermost `__init__`."""
+    """Makes a metaclass that attaches the policy at the end of a constructor call, after the outermost `__init__`."""
     if getattr(parent, "attaches_policy", False):
         return parent
 
@@ -153,7 +141,7 @@ def _make_metaclass(parent: type[type]) -> type[type]:
 
 
 def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Any:
-    """Attaches the policy to a new module, in place, because nobody else holds it; copies what came as an argument."""
+    """Attaches the policy to a new module in place, and copies the modules among its constructor's arguments."""
     attachment = _make_attachment(given, keep, arguments)
     attachment.attach(module)
     for message in attachment.explain_unused_rules():
@@ -166,24 +154,14 @@ def _attach_to_new(module: nnx.Module, given: Policy | PolicyMap, keep: tuple[st
 def attach_wrapped(
     module: nnx.Module, given: Policy | PolicyMap, path: str, arguments: PyTree
 ) -> tuple[nnx.Module, dict[str, type]]:
-    """Gives a policy to a new module that a linen model wraps.
-
-    Args:
-      module: the module, which nobody else holds.
-      given: what holds there; the rules of a map name paths in the whole model.
-      path: where it stands in the model.
-      arguments: what it was made of.
-
-    Returns:
-      The module, and the types of the modules in it by path.
-    """
+    """Gives a policy to a new module that a linen model wraps (`Adapter.attach_wrapped`)."""
     attachment = _make_attachment(given, (), arguments)
     names = tuple(path.split("/")) if path else ()
     return attachment.attach_inside(module, names), attachment.types
 
 
 def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments: PyTree) -> Attachment:
-    """Makes the walk over a new module, which changes modules in place but for those that came as arguments."""
+    """Makes the walk over a new module."""
     passed_in: set[int] = set()
     _collect_ids(arguments, passed_in)
 
@@ -194,7 +172,7 @@ def _make_attachment(given: Policy | PolicyMap, keep: tuple[str, ...], arguments
 
 
 def cast_param(path: str, param: nnx.Param, policy: Policy) -> None:
-    """Rounds a Param that nobody else holds, such as one that was just drawn in the dtype its author chose."""
+    """Casts a Param that nobody else holds, such as one that was just drawn in its author's dtype."""
     param.set_value(cast_floating(param.get_value(), policy.param_dtype))
 
 

@@ -1,4 +1,4 @@
-"""What the author of a module left open, and what a policy writes there: dtypes, functions, linen modules."""
+"""The attributes that the author of a module left open, and their values under a policy."""
 
 import inspect
 from typing import Any
@@ -11,25 +11,20 @@ from jax.typing import DTypeLike
 from .._base import at_least_float32, remember_weakly
 from ..modules import find_adapter, policy_of
 from ..policy import Policy
-from ._float8 import make_wide_attributes
 from ._module_spec import DtypeSource, ModuleSpec
-from ._quantized import make_quantized_attributes
+from ._products import make_product_attributes
 from ._shadow import Attributes, NodeKind, find_kind
 
 WRAPPERS = (nnx.WeightNorm, nnx.SpectralNorm)
-"""Layers that rewrite a weight. Their `dtype` is the one it is stored in, and not the one they compute in."""
+"""Layers that rewrite a weight. Their `dtype` is the dtype that it is stored in."""
 
 _WRAPPED = "to_nnx__module"
 
 
 def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | None) -> bool:
-    """Whether a layer has a `dtype` that its author left open: at the default of its constructor.
+    """True if a layer has a `dtype` that its author left at the default of the constructor.
 
-    Args:
-      base: the class of the layer.
-      attributes: its attributes.
-      handed_on: the open dtype of the layer around it, which that one may have passed to its parts, as
-        `nnx.SimpleCell` does with its default of float32.
+    `handed_on`: the open dtype of the layer around it, which may have passed it on, as `nnx.SimpleCell` does.
     """
     if "dtype" not in attributes or issubclass(base, WRAPPERS):
         return False
@@ -43,12 +38,12 @@ def is_dtype_open(base: type, attributes: Attributes, handed_on: DTypeLike | Non
 
 
 def has_written_dtype(base: type, attributes: Attributes, is_open: bool) -> bool:
-    """Whether a layer has a `dtype` that its author wrote."""
+    """True if a layer has a `dtype` that its author wrote."""
     return "dtype" in attributes and not is_open and not issubclass(base, WRAPPERS)
 
 
 def is_plain_layer(base: type, attributes: Attributes) -> bool:
-    """Whether a module is a layer of Flax's that heeds its `dtype` and has no modules inside."""
+    """True for a Flax layer that uses its `dtype` and has no modules inside."""
     kinds = {find_kind(type(value)) for value in attributes.values()}
     own_params = NodeKind.PARAM in kinds and "dtype" not in attributes
     has_inside = NodeKind.MODULE in kinds or NodeKind.PYTREE in kinds
@@ -56,14 +51,7 @@ def is_plain_layer(base: type, attributes: Attributes) -> bool:
 
 
 def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_on: bool) -> DtypeSource:
-    """Where the code of a module finds the dtype that it computes in.
-
-    Args:
-      base: the class of the module.
-      attributes: its attributes.
-      is_open: whether it has a `dtype` that its author left open.
-      hands_on: whether the linen module that it wraps gets the policy.
-    """
+    """Returns the place where a module reads its compute dtype. `hands_on`: its linen module has the policy."""
     if hands_on:
         return DtypeSource.LINEN_MODULE
     if is_open:
@@ -72,7 +60,7 @@ def find_dtype_source(base: type, attributes: Attributes, is_open: bool, hands_o
 
 
 def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open: bool) -> Attributes:
-    """The attributes that a policy gives a layer, by name: those its author would write for these dtypes."""
+    """Returns the attributes that a policy gives a layer: those that its author would write for these dtypes."""
     if issubclass(base, WRAPPERS):
         return _make_wrapper_attributes(attributes, policy.param_dtype)
     new = {}
@@ -80,12 +68,11 @@ def make_attributes(base: type, attributes: Attributes, policy: Policy, is_open:
         new["dtype"] = policy.compute_dtype
     if "param_dtype" in attributes and policy.param_dtype is not None:
         new["param_dtype"] = policy.param_dtype
-    new |= make_quantized_attributes(base, attributes, policy.quantization)
-    return new | make_wide_attributes(base, {**attributes, **new}, policy)
+    return new | make_product_attributes(base, attributes, policy)
 
 
 def _make_wrapper_attributes(attributes: Attributes, param_dtype: np.dtype | None) -> Attributes:
-    """The `dtype` of a wrapper: an open one would promote a half weight and its float32 state to float32."""
+    """Returns the `dtype` of a wrapper: an open one would upcast a half-precision weight to float32."""
     if param_dtype is None or attributes["dtype"] is not None or param_dtype == at_least_float32(param_dtype):
         return {}
     return {"dtype": param_dtype}
@@ -106,17 +93,17 @@ def _is_same_dtype(dtype: DTypeLike, default: DTypeLike | None) -> bool:
         return False
     try:
         return jnp.dtype(dtype) == jnp.dtype(default)
-    except TypeError:  # another thing that goes by the name of `dtype`
+    except TypeError:  # the author's own attribute happens to be called `dtype`
         return False
 
 
 def is_bridge(base: type) -> bool:
-    """Whether a module wraps a linen one, whose variables are its Params, and who reads them itself."""
+    """True for a module that wraps a linen one, which reads its variables itself."""
     return issubclass(base, nnx.bridge.ToNNX)
 
 
 def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec | None) -> bool:
-    """Whether a module wraps a linen one that has no policy but the one a module around it handed on."""
+    """True if a module wraps a linen one without a policy of its own."""
     if not is_bridge(base):
         return False
     was_handed_on = spec is not None and spec.dtype_source is DtypeSource.LINEN_MODULE
@@ -124,12 +111,9 @@ def has_open_linen_module(base: type, attributes: Attributes, spec: ModuleSpec |
 
 
 def make_linen_attributes(attributes: Attributes, spec: ModuleSpec, inferred: np.dtype | None = None) -> Attributes:
-    """The attribute that holds the linen module, which gets what the model was given, and does all the casting.
+    """Returns the attribute with the wrapped linen module under the policy of the model, which does the casts.
 
-    Args:
-      attributes: the attributes of the module that wraps it.
-      spec: the spec of the wrapping module.
-      inferred: the compute dtype, where the policy leaves it open and a call told.
+    `inferred`: the dtype in place of an open compute dtype, if a call inferred one.
     """
     module = attributes[_WRAPPED]
     linen: Any = find_adapter(module)  # which alone has the method

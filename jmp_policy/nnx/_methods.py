@@ -36,13 +36,13 @@ _INHERITED = frozenset(dir(nnx.Module)) - {"__call__"}
 
 
 class Method(Protocol):
-    """A method as it stands in a class: a function or another descriptor."""
+    """A method in a class: a function or another descriptor."""
 
     def __get__(self, instance: Any, owner: type | None = None, /) -> Callable[..., Any]: ...
 
 
 def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
-    """The methods of a class that are called from outside, by name, as they are without a policy."""
+    """Lists the public methods of a class by name, without the wrappers of a policy."""
     for name in dir(base):
         if name in _INHERITED or (name.startswith("_") and name != "__call__"):
             continue
@@ -56,11 +56,7 @@ def list_public_methods(base: type) -> Iterator[tuple[str, Method]]:
 
 
 def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
-    """The names of `keep`, each an argument of one of the public methods of a class.
-
-    Raises:
-      ValueError: one of them names no such argument, or `keep` is a string.
-    """
+    """Returns the sorted names of `keep`. Raises a `ValueError` unless each is an argument of a public method."""
     methods: dict[str, Any] = dict(list_public_methods(base))
     main = methods.get("__call__", base)
     if isinstance(keep, str):
@@ -72,27 +68,18 @@ def parse_keep(base: type, keep: Collection[str]) -> tuple[str, ...]:
 
 
 def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a method of the class without a policy as the spec of the module says.
-
-    Args:
-      module: the policied module.
-      spec: its spec.
-      method: the method as it stands in the class.
-      args: positional arguments, without the module.
-      kwargs: keyword arguments.
-    """
+    """Runs a method of the class without a policy, as the spec of the module says."""
     runs, source, given = _find_shadow_class(type(module), spec), spec.dtype_source, widen_policy(spec.policy)
     carry = find_carry(spec.base, method, args, kwargs)
 
-    # A boundary casts its arguments, and without a compute dtype takes theirs. A linen module that is wrapped casts
-    # them itself: it knows their names.
+    # A boundary casts its arguments. A wrapped linen module casts them itself: it knows their names.
     casts = spec.casts and source is not DtypeSource.LINEN_MODULE
     if casts:
         policy, args, kwargs = cast_arguments(given, method.__get__(module), spec.keep, args, kwargs)
     else:
         policy = widen_policy(infer_policy(spec.policy, args, kwargs))
 
-    # Attaching the policy wrote the dtype where the code finds it, unless only this call could tell.
+    # Attaching wrote the dtype where the code reads it, unless it depends on this call.
     changed: Attributes = {}
     if (spec.policy.compute_dtype is None or given is not spec.policy) and source is DtypeSource.FIELD:
         changed = {"dtype": policy.compute_dtype}
@@ -101,7 +88,7 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
     if isinstance(module, nnx.MultiHeadAttention):
         kwargs = give_cache_dtype(module, method, changed.get("dtype", vars(module).get("dtype")), args, kwargs)
 
-    # The method runs on a stand-in, for others may call the module at the same time.
+    # The method runs on a shadow, because other threads may call the module.
     params_dtype = policy.compute_dtype if source is DtypeSource.PARAMS else None
     results = keep_wide_results() if casts else nullcontext()
     odd_rows = warn_of_odd_rows(spec.given, type(module)) if spec.attached else nullcontext()
@@ -110,17 +97,14 @@ def run_method(module: nnx.Module, spec: ModuleSpec, method: Method, args: Args,
             module, runs, changed, params_dtype, lambda shadow: method.__get__(shadow, runs)(*args, **kwargs)
         )
 
-    # A cell hands its carry to itself, in the dtypes it came in with, unless the policy says what leaves.
+    # The carry of a cell keeps its dtypes, unless the policy has an output dtype.
     if wide is not None and policy.output_dtype is not None:
         return cast_result(policy, wide.restore(policy, out))
     return keep_carry_dtypes(carry, out)
 
 
 def _find_shadow_class(kind: type, spec: ModuleSpec) -> type:
-    """Returns the class of the shadow of a module, in which methods that the module calls on itself are observed too.
-
-    `nnx.capture`, for one, replaces the methods that stand in the class of the module by wrappers.
-    """
+    """Returns the class of the shadow of a module. Methods that it calls on itself are observed too (`nnx.capture`)."""
     methods = [method for method in vars(kind).values() if hasattr(method, "_jmp_method")]
     is_observed = any(method.__wrapped__ is not method._jmp_method for method in methods)
     return _make_observed_class(kind, spec.runs) if is_observed else spec.runs
@@ -128,7 +112,7 @@ def _find_shadow_class(kind: type, spec: ModuleSpec) -> type:
 
 @remember_on_class
 def _make_observed_class(kind: type, runs: type) -> type:
-    """Makes the subclass of `runs` whose methods are those that stand in the policied class `kind` when called."""
+    """Makes the subclass of `runs` whose methods are looked up in the policied class `kind` at each call."""
 
     def observe(name: str, method: Any) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -142,7 +126,7 @@ def _make_observed_class(kind: type, runs: type) -> type:
 
 
 def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
-    """A policy with the compute dtype that a call around inferred for it, or else that the inputs of this call tell."""
+    """Fills in a missing compute dtype: the dtype that a call around inferred, or the inputs' dtype."""
     if policy.compute_dtype is not None:
         return policy
     around = INFERRED.value
@@ -152,14 +136,14 @@ def infer_policy(policy: Policy, args: Args, kwargs: Kwargs) -> Policy:
 
 
 def hold_inferred(policy: Policy, resolved_policy: Policy) -> AbstractContextManager:
-    """A context in which the modules inside compute in the dtype that a policy without one was resolved to."""
+    """Hands the inferred compute dtype on to the modules inside."""
     if policy.compute_dtype is not None:
         return nullcontext()
     return INFERRED((policy, resolved_policy.compute_dtype))
 
 
 def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
-    """The carry that a call hands to a recurrent cell; `None` if the call is not a step of one."""
+    """Returns the carry that a call hands to a recurrent cell, or `None`."""
     if not issubclass(base, nnx.RNNCellBase) or getattr(method, "__name__", "") != "__call__":
         return None
     return args[0] if args else kwargs.get("carry")
@@ -168,12 +152,9 @@ def find_carry(base: type, method: Method, args: Args, kwargs: Kwargs) -> Any:
 def give_cache_dtype(
     module: nnx.MultiHeadAttention, method: Method, dtype: np.dtype | None, args: Args, kwargs: Kwargs
 ) -> Kwargs:
-    """The keyword arguments for a method of an attention layer, whose cache is made in the dtype of the layer.
+    """Adds the dtype of an attention layer to the arguments of `init_cache`, and rejects a cache of another dtype.
 
-    Flax makes the cache in float32 unless told otherwise, and then fails to write keys of another dtype into it.
-
-    Raises:
-      ValueError: the call decodes, and there is a cache of another dtype than the layer's.
+    By default, Flax makes the cache in float32, and fails to write keys of another dtype into it.
     """
     if dtype is None:
         return kwargs
@@ -201,19 +182,18 @@ def _takes_argument(method: Callable[..., Any], name: str) -> bool:
 
 
 _PATH = "_pytree__jmp_path"
-"""The attribute that holds the path of a module: a static one, so that transforms which split and merge keep it. It is
-named like the bookkeeping of Flax, whose bridge takes all other attributes for variables of a linen module."""
+"""The attribute with the path of a module. It is static, so that transforms which split and merge keep it. It is named
+like Flax's bookkeeping, because the bridge turns all other attributes into variables of a linen module.
+"""
 
 _HOOKS: contextvars.ContextVar[tuple[Hook, ...]] = contextvars.ContextVar("_HOOKS", default=())
-"""The hooks that run now, the outermost first. They are not in the classes, which JAX would keep alive with them."""
+"""The hooks that run now, the outermost first. JAX would keep them alive if the classes held them."""
 
 
 def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """Returns the same function, in which a hook runs in place of each method of a module among its arguments.
+    """Returns `fun` with a hook in place of each method of the modules among its arguments, outside of their casts.
 
-    Args:
-      fun: a function whose arguments nobody else holds: the classes of the modules are others while it runs.
-      hook: runs outside of the casts of a module with a policy.
+    Nobody else may hold the arguments: their modules have other classes while `fun` runs.
     """
 
     def call_hooked(*args: Any, **kwargs: Any) -> Any:
@@ -236,12 +216,12 @@ def hook_calls(fun: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
 
 
 def find_modules(arguments: PyTree) -> dict[str, type]:
-    """Returns the classes, by path, of the modules among some arguments that `hook_calls` would hook."""
+    """Returns the classes, by path, of the modules among `arguments`."""
     return {path: type(module) for model in _find_models(arguments) for path, module in _walk(model, (), set())}
 
 
 def _find_models(arguments: PyTree) -> list[nnx.Module]:
-    """The modules among some arguments, but for those that are hooked, whose paths begin further out."""
+    """Lists the modules among some arguments, without those that are hooked: their paths begin further out."""
     return [module for module in _list_modules(arguments) if _PATH not in vars(module)]
 
 
@@ -251,7 +231,7 @@ def _list_modules(tree: PyTree) -> list[nnx.Module]:
 
 
 def _walk(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, nnx.Module]]:
-    """The modules in a tree, each once, with the first path that leads to it."""
+    """Yields the modules in a tree, each once, with the first path that leads to it."""
     kind = find_kind(type(value))
     if kind not in (NodeKind.MODULE, NodeKind.PYTREE, NodeKind.BUILTIN) or id(value) in seen:
         return
@@ -263,7 +243,7 @@ def _walk(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[s
 
 
 def _restore_classes(model: nnx.Module) -> None:
-    """Gives the modules in a tree their own classes back; in place."""
+    """Gives the modules in a tree their own classes back, in place."""
     for _, module in list(_walk(model, (), set())):
         if vars(module).pop(_PATH, None) is not None:
             object.__setattr__(module, "__class__", type(module).__base__)
@@ -271,7 +251,7 @@ def _restore_classes(model: nnx.Module) -> None:
 
 @remember_on_class
 def _make_hooked_class(kind: Any) -> type:
-    """The subclass of a module class whose public methods call the hooks."""
+    """Makes the subclass of a module class whose public methods call the hooks."""
     methods = {name: _hook_method(name, inspect.getattr_static(kind, name)) for name, _ in list_public_methods(kind)}
     spec = {SPEC: vars(kind)[SPEC]} if SPEC in vars(kind) else {}
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **spec, **methods}
@@ -286,7 +266,7 @@ def _hook_method(name: str, method: Any) -> Callable[..., Any]:
         if path is None or not hooks:
             return bound(*args, **kwargs)
         describe_quantization = functools.partial(_describe_weight, self)
-        # The class without the hooks: what a caller compares types with.
+        # Callers compare with the class without hooks.
         call = ModuleCall(path, type(self).__base__, name, "", self, describe_quantization)  # type: ignore[arg-type]
         return _run_hooks(hooks, call, bound, args, kwargs)
 

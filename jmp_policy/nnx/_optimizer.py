@@ -1,4 +1,4 @@
-"""An optimizer of nnx modules that skips a step as a whole, and rounds half-precision parameters in its own way."""
+"""An optimizer of nnx modules that skips non-finite steps, and rounds half-precision parameters as `optim` does."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from ._float8 import Float8State
 
 
 class Optimizer(nnx.Optimizer):
-    """`flax.nnx.Optimizer`, where a step that overflowed advances neither the parameters, the moments nor `step`.
+    """`flax.nnx.Optimizer` in which a non-finite step advances neither the parameters, nor the moments, nor `step`.
 
-    It is made and called as Flax's. With a `tx` of `jmp_policy.optim.loss_scaled` or `skip_nonfinite` it holds the
-    loss scale, and is what `value_and_grad`, `get_loss_scale` and `metrics` take as their state. Half-precision
-    parameters (`nnx.cast_params`) are updated bit for bit as by `jmp_policy.optim.step`. With any other transformation
-    it does what Flax's does.
+    It has the signature of Flax's. With a `tx` of `jmp_policy.optim.loss_scaled` or `skip_nonfinite` it holds the loss
+    scale, and `value_and_grad`, `get_loss_scale` and `metrics` accept it as their state. Half-precision parameters
+    (`nnx.cast_params`) are updated exactly as by `jmp_policy.optim.step`. With any other transformation it does the
+    same as Flax's.
 
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
 
@@ -44,8 +44,8 @@ class Optimizer(nnx.Optimizer):
           **extra: extra arguments of the transformation, such as `value`, or the `provenance` of the gradients.
 
         Returns:
-          Under `loss_scaled`, and with a transformation for half-precision parameters, nothing: a step writes no
-          array of updates, which is what makes it cheap and exact. With any other transformation the updates, as Flax.
+          `None` under `loss_scaled`, and with a transformation for half-precision parameters: the step makes no array
+          of updates, which is cheaper and exact. With any other transformation the updates, as Flax's.
         """
         state, before = self._float8_state(model, grads), nnx.as_pure(self.opt_state)
         updates = self._update_params(model, grads, extra)
@@ -54,7 +54,7 @@ class Optimizer(nnx.Optimizer):
 
     def _update_params(self, model: nnx.Module, grads: PyTree, extra: dict[str, Any]) -> Any:
         if not (isinstance(self.tx.update, ParameterUpdate) or has_scaled_state(self.opt_state)):
-            take_provenance(self.opt_state, extra)  # which Flax would pass over without a word
+            take_provenance(self.opt_state, extra)  # Flax would ignore it silently
             return super().update(model, fill_zeros(*split_state(grads)), **extra)
         params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
         true_grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
@@ -66,14 +66,14 @@ class Optimizer(nnx.Optimizer):
         return None
 
     def _float8_state(self, model: nnx.Module, grads: PyTree) -> tuple[Any, Any]:
-        """The float8 state that was differentiated, before a step, and its gradient."""
+        """Returns the float8 state that was differentiated, before a step, and its gradient."""
         new = nnx.state(grads, Float8State, graph=self.graph)
         paths = {path for path, _ in nnx.to_flat_state(new)}  # a layer that was assigned in the step is not among them
         differentiated = nnx.All(Float8State, lambda path, _: path in paths)
         return nnx.as_pure(nnx.state(model, differentiated, graph=self.graph)), nnx.as_pure(new)
 
     def _overwrite_state(self, model: nnx.Module, state: tuple[PyTree, PyTree], before: PyTree) -> None:
-        """Gives a model the next float8 state, whatever the optimizer made of it, if it was among its parameters."""
+        """Writes the next float8 state into the model, if its state was differentiated."""
         old, new = state
         if jax.tree.leaves(new):
             nnx.update(model, overwrite_state(old, new, before, nnx.as_pure(self.opt_state)))

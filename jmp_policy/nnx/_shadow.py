@@ -1,4 +1,4 @@
-"""The nodes of a module tree, and the stand-in for a module during one call."""
+"""The nodes of a module tree, and the shadow that replaces a module during one call."""
 
 import copy
 import enum
@@ -13,14 +13,14 @@ from .._base import at_least_float32, cast_floating, is_floating_dtype, remember
 from ..modules import is_in_full_precision
 
 Node = Any
-"""A value in a tree of modules: anything that an attribute may hold."""
+"""A value in a tree of modules."""
 
 Attributes = dict[str, Any]
 """The attributes of a module, by name."""
 
 
 class NodeKind(enum.Enum):
-    """The kinds of values that the walks over module trees tell apart."""
+    """The kinds of values in module trees."""
 
     MODULE = enum.auto()
     PARAM = enum.auto()
@@ -35,7 +35,7 @@ class NodeKind(enum.Enum):
 
 @remember_weakly
 def find_kind(kind: type) -> NodeKind:
-    """The kind of the values of a type; a dictionary look-up, where `isinstance` of nnx runs Python code."""
+    """Returns the kind of the values of a type. Remembered, because `isinstance` of nnx classes is slow."""
     if issubclass(kind, nnx.Param):
         return NodeKind.PARAM
     if issubclass(kind, nnx.Rngs | nnx.RngStream):
@@ -50,13 +50,13 @@ def find_kind(kind: type) -> NodeKind:
 
 
 def find_floating_dtypes(param: nnx.Param) -> set[np.dtype]:
-    """The floating dtypes that a Param is stored in: of an array, an array reference, or a tree of them."""
+    """Returns the floating dtypes of a Param, which may hold an array, an array reference, or a tree of them."""
     dtypes = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(param.get_raw_value())]
     return {np.dtype(dtype) for dtype in dtypes if dtype is not None and is_floating_dtype(dtype)}
 
 
 def list_items(container: Node) -> list[tuple[str, Node]]:
-    """The names and values in a container of any kind; modules are containers too."""
+    """Returns the names and values in a container of any kind, or in a module."""
     match find_kind(type(container)):
         case NodeKind.MODULE | NodeKind.PYTREE:
             return list(vars(container).items())
@@ -69,7 +69,7 @@ def list_items(container: Node) -> list[tuple[str, Node]]:
 
 
 def replace_items(container: Node, items: list[Node]) -> Node:
-    """A copy of a container with other values, in the order of `list_items`."""
+    """Copies a container with other values, in the order of `list_items`."""
     if isinstance(container, dict):
         return dict(zip(container, items, strict=True))
     if isinstance(container, list | tuple):
@@ -78,7 +78,7 @@ def replace_items(container: Node, items: list[Node]) -> Node:
 
 
 def make_blank(kind: type, attributes: Attributes) -> Any:
-    """An object with these attributes, made without its constructor."""
+    """Makes an object with these attributes, without its constructor."""
     new = object.__new__(kind)
     vars(new).update(attributes)
     return new
@@ -95,24 +95,13 @@ _UNWRITTEN = object()
 def call_on_shadow(
     module: nnx.Module, base: type, changed: Attributes, dtype: np.dtype | None, call: Callable[[Any], Any]
 ) -> Any:
-    """Calls a function with a shadow of a module.
+    """Calls `call` with a shadow of a module, and copies its writes to the module afterwards.
 
-    The shadow is of the class `base`, so that its methods call each other without a second cast. Everything in it is
-    the module's own but its Params, which are read in `dtype` wherever the code asks for their value: cast at each
-    use, as an expert does, because a weight cast once sums the gradients of its uses in half precision. What the call
-    assigns, to attributes, to Params or to items of containers, is handed to the module afterwards.
-
-    Args:
-      module: the module that is called.
-      base: the class whose methods run.
-      changed: attributes that differ in the shadow.
-      dtype: what floating Params are read in; `None` leaves them alone.
-      call: what is called with the shadow.
-
-    Returns:
-      What `call` returns; the module, if that is the shadow.
+    The shadow has the class `base`, so that its methods call each other without a second cast, and the attributes of
+    the module with those in `changed`. Floating Params are read in `dtype` (`None`: as stored): cast at each use,
+    because the gradients of the uses of a weight that was cast once would be summed in half precision.
     """
-    # Where no Param is read in another dtype, the shadow holds what the module holds.
+    # Without a dtype, the shadow shares the values of the module.
     record = _Record(dtype)
     attributes = vars(module)
     if dtype is not None:
@@ -121,21 +110,21 @@ def call_on_shadow(
     shadow = make_blank(base, before)
     try:
         out = call(shadow)
-    finally:  # what was written before an error stays written, as without a policy
+    finally:  # writes before an error stay, as without a policy
         record.write_back(vars(module), before, vars(shadow))
     return module if out is shadow else out
 
 
 class _StandIn(NamedTuple):
-    """A view of a Param or a copy of a container, kept alive so that its id stays its own."""
+    """A view of a Param or a copy of a container. Holding it keeps its id valid."""
 
     original: Node
     stand_in: Node
-    held: dict | list | None  # what the stand-in contained before the call
+    held: dict | list | None  # the contents of the stand-in before the call
 
 
 class _Record:
-    """Which value in a shadow stands for which value of the module."""
+    """Maps the values in a shadow to the values of the module."""
 
     def __init__(self, dtype: np.dtype | None):
         self.dtype = dtype
@@ -143,7 +132,7 @@ class _Record:
         self.views: dict[int, nnx.Param] = {}  # by the id of the Param: a tied one stays tied
 
     def shadow(self, value: Node) -> Node:
-        """What stands for a value: a view of a Param, a copy of a container of Params, else the value itself."""
+        """Returns a view of a Param, a copy of a container of Params, or any other value itself."""
         match find_kind(type(value)):
             case NodeKind.PARAM:
                 return self._view(value)
@@ -156,7 +145,7 @@ class _Record:
         return value
 
     def write_back(self, attributes: Attributes, before: Attributes, after: Attributes) -> None:
-        """Hands over what a call assigned, deleted, and wrote into Params."""
+        """Copies assignments, deletions, and writes into Params."""
         self._hand_over(attributes, before, after)
         for original, stand_in, held in self.originals.values():
             if isinstance(stand_in, nnx.Param):
@@ -191,9 +180,9 @@ class _Record:
 
 @remember_on_class
 def _make_view_class(kind: type[nnx.Param], dtype: np.dtype | None) -> type[nnx.Param]:
-    """The class of Params that hold what a Param of class `kind` holds, and show it in another dtype.
+    """Makes the class of Params that hold the stored value of a Param, and show it in another dtype.
 
-    The value stays as stored, so that a transform which splits and merges the shadow hands on the stored dtype.
+    Transforms that split and merge the shadow see the stored dtype.
     """
 
     def get_value(self: nnx.Param, **kwargs: Any) -> Any:
@@ -220,7 +209,7 @@ def _write_param(original: nnx.Param, view: nnx.Param) -> None:
 
 
 def _get_contents(container: Node) -> Any:
-    """The items or attributes of a container that code may assign to; `None` for what has none."""
+    """Returns the items or attributes that code may assign to, or `None`."""
     if isinstance(container, dict | list):
         return container
     return vars(container) if isinstance(container, nnx.Pytree) else None

@@ -87,7 +87,7 @@ def test_rules_of_another_type_are_refused():
     [
         (lambda x: "text", "<lambda> returned 'text', a str; autocast needs a tree of arrays."),
         (lambda x: {"a": [x, abs]}, "returned <built-in function abs>, a builtin_function_or_method, at ['a'][1]"),
-        (lambda x: (y for y in x), "returned a generator, and would run when its policy holds no more."),
+        (lambda x: (y for y in x), "returned a generator, which would run after its policy ended."),
     ],
     ids=["string", "function", "generator"],
 )

@@ -386,7 +386,7 @@ class TestKeep:
         assert model.apply({}, X, X) == model.apply({}, X, t=X) == ("bfloat16", "float32")
 
     def test_name_of_no_argument_is_an_error(self):
-        with pytest.raises(ValueError, match=r"keep names 'timestep', which is no argument of Net.__call__"):
+        with pytest.raises(ValueError, match=r"keep names 'timestep', but Net.__call__ has no such argument"):
             jmp.with_policy(Net(), MIXED, keep=["timestep"])
 
 

@@ -164,7 +164,7 @@ def _of_one_and_of_two(one, two):
 
 def test_variables_without_state_are_named_and_the_remedy_runs_as_written():
     names = {"model": MODEL, "key": jax.random.key(1), "x": X, "params": VARIABLES["params"]}
-    with pytest.raises(ValueError, match="finds no state: its variables are without the collection") as raised:
+    with pytest.raises(ValueError, match="finds none: its variables have no collection") as raised:
         MODEL.apply({"params": names["params"]}, X)
     remedy, other = re.search(r"variables = (.*?);.* the policy '(.*?)'", str(raised.value)).groups()
     assert jax.eval_shape(lambda: eval(remedy, names)) == jax.eval_shape(lambda: VARIABLES)

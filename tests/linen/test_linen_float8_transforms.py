@@ -213,11 +213,11 @@ def test_transform_that_does_not_hand_the_state_on_is_named(module):
     model = jmp.with_policy(module, DELAYED)
     x = X if isinstance(module, Stacked) else jnp.stack([X, X])
     message = (
-        "The layer 'layer' scales by what it saw before ('float8/4(min_size=0)'), and finds no state: its variables "
-        "are without the collection '_overwrite_with_gradient', or it is inside of a transform that does not hand it "
-        "on. For example: variables = model.init(key, x) | {'params': params}; or nn.scan(Layer, variable_axes="
+        "The layer 'layer' scales by an amax history ('float8/4(min_size=0)') and finds none: its variables have no "
+        "collection '_overwrite_with_gradient', or it is inside of a transform that does not pass it on. "
+        "For example: variables = model.init(key, x) | {'params': params}; or nn.scan(Layer, variable_axes="
         "{'params': 0, '_overwrite_with_gradient': 0}, ...); or the policy 'float8(recipe=current)_from_mixed_bfloat16'"
-        ", which has none."
+        ", which has no state."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         jax.eval_shape(lambda: model.apply(model.init(jax.random.key(0), x), x))

@@ -55,8 +55,8 @@ def test_weight_of_another_format_is_named():
 def test_weight_of_other_sizes_is_named():
     quantized = quant.quantize(VARIABLES, INT8)
     message = (
-        "The quantized weight 'head/kernel' has the shape (12, 4), and the layer wants (12, 6). Quantize the variables "
-        "of a model of these sizes."
+        "The quantized weight 'head/kernel' has the shape (12, 4), but the layer needs (12, 6). Quantize the variables "
+        "of a model of this size."
     )
     with raises(ValueError, message):
         jmp.with_policy(Net(6), INT8).apply(quantized, X)
@@ -97,8 +97,8 @@ def test_error_of_flax_about_the_shape_of_bytes_is_explained():
     with pytest.raises(ScopeParamShapeError) as caught:
         model.apply(quant.quantize(VARIABLES, INT4), X)
     assert caught.value.__notes__[0] == (
-        "There are quantized weights among the variables: QuantizedArray(int4/4(min_size=0), shape=(12, 4), "
-        "dtype=float32). Give the model the policy they were quantized with. For example: with_policy(model, "
+        "The variables have quantized weights: QuantizedArray(int4/4(min_size=0), shape=(12, 4), "
+        "dtype=float32). Give the model the policy that they were quantized with. For example: with_policy(model, "
         "'int4/4(min_size=0)_from_mixed_bfloat16')."
     )
 
@@ -110,9 +110,10 @@ def test_weight_that_a_wrapper_rewrites_is_left_out_by_a_rule(kind):
     model = kind(nn.Dense(4))
     variables = jax.jit(lambda: model.init(KEY, X, **options))()
     message = (
-        f"{kind.__name__} rewrites the weights of 'layer_instance', and cannot those that are quantized: "
-        "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32). Leave them out by a rule of the map that they "
-        "are quantized by. For example: PolicyMap({'layer_instance': 'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
+        f"{kind.__name__} rewrites the weights of 'layer_instance', but "
+        "QuantizedArray(int8(min_size=0), shape=(12, 4), dtype=float32) is quantized. Leave that layer out of the "
+        "quantization by a rule of the map. "
+        "For example: PolicyMap({'layer_instance': 'mixed_bfloat16'}, 'int8_from_mixed_bfloat16')."
     )
     with raises(ValueError, message):
         jmp.with_policy(model, INT8).apply(quant.quantize(variables, INT8), X, **options)

@@ -94,9 +94,9 @@ def test_rule_is_named_again_where_its_map_is_given_again_and_at_the_users_line(
 
 def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_once_with_the_remedy():
     message = (
-        "3 of 4 layers with weights compute in the dtype that their author wrote, and not in that of the policy; "
-        "'dense_0', for one, has dtype=float32. Leave it open, dtype=None, and the policy fills it in; or give the "
-        "model as it is written to autocast, which rewrites its operations: autocast(model.apply, 'mixed_bfloat16')."
+        "3 of 4 layers with weights compute in the dtype that their author wrote, not in the compute dtype of the "
+        "policy: 'dense_0' has dtype=float32. Write dtype=None, which the policy fills in, or use autocast, which "
+        "casts each operation. For example: autocast(model.apply, 'mixed_bfloat16')."
     )
     model = jmp.with_policy(Mine(), MIXED)
     caught = said(lambda: [call() for call in calls_of(model)])

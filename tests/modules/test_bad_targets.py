@@ -106,7 +106,7 @@ def test_static_and_class_methods_stay_what_they_are():
 
 def test_keep_needs_the_names_of_arguments():
     message = (
-        "keep names ['x'], but Python knows no argument names of max. Give the policy to a function that calls it. "
+        "keep names ['x'], but max has no signature that Python can read. Give the policy to a function that calls it. "
         "For example: lambda x, position: f(x, position)."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -161,7 +161,9 @@ in_every_target = pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("value", [rows, later, later_rows])
 def test_result_whose_body_has_yet_to_run_is_an_error(make, value):
     kind = {rows: "generator", later: "coroutine", later_rows: "async_generator"}[value]
-    with pytest.raises(TypeError, match=rf"^{value.__name__} returned a {kind}, and would run when its policy holds "):
+    with pytest.raises(
+        TypeError, match=rf"^{value.__name__} returned a {kind}, which would run after its policy "
+    ):
         make(value)(X)
 
 

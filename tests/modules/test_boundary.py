@@ -132,7 +132,7 @@ def test_keep_may_name_a_keyword_that_only_kwargs_takes():
     assert probe(t=X) == "float32"
 
 
-def test_casts_happen_once_at_the_outermost_call():
+def test_a_function_that_calls_itself_casts_at_each_level():
     dtypes = []
 
     @jmp.with_policy("params=float32,compute=bfloat16,output=float32")
@@ -141,7 +141,7 @@ def test_casts_happen_once_at_the_outermost_call():
         return recurse(x.astype(jnp.float32), depth - 1) if depth else x
 
     assert recurse(jnp.ones(2), 2).dtype == jnp.float32
-    assert dtypes == ["bfloat16", "float32", "float32"]
+    assert dtypes == ["bfloat16"] * 3
 
 
 def test_a_policied_function_inside_another_keeps_its_own_policy():
@@ -149,22 +149,6 @@ def test_a_policied_function_inside_another_keeps_its_own_policy():
     outer = jmp.with_policy(lambda x: inner(x), "p=f32,c=bf16,o=f32")
     dtype, out = outer(jnp.ones(2))
     assert (dtype, str(out.dtype)) == ("float16", "float32")
-
-
-def test_an_inner_jit_is_not_shared_between_the_outermost_call_and_one_inside():
-    seen = []
-
-    @jmp.with_policy("bfloat16")
-    def recurse(x, depth):
-        if depth:
-            seen.append(str(jitted(x.astype(jnp.float32), depth - 1).dtype))
-        return x
-
-    jitted = jax.jit(recurse, static_argnums=1)
-    assert jitted(jnp.ones(2), 0).dtype == jnp.bfloat16  # outermost: cast
-    recurse(jnp.ones(2), 1)
-    assert seen == ["float32"]  # the same call inside: traced again, not the cached program that casts
-    assert jitted(jnp.ones(2), 0).dtype == jnp.bfloat16
 
 
 def test_two_policies_on_one_function_do_not_share_programs():
@@ -293,7 +277,7 @@ def test_a_bad_policy_is_an_error_before_the_target_is_looked_at():
 
 def test_keep_must_name_arguments():
     with pytest.raises(
-        ValueError, match=r"^keep names 'y', which is no argument of square_sum\. Its arguments are 'x'\.$"
+        ValueError, match=r"^keep names 'y', but square_sum has no such argument\. Its arguments are 'x'\.$"
     ):
         jmp.with_policy(square_sum, MIXED, keep=["y"])
     with pytest.raises(

@@ -108,7 +108,7 @@ def test_rules_and_kept_arguments_reach_the_class_in_a_partial():
     rules = jmp.PolicyMap({"Dense_0": "float32"}, POLICY)
     model = jmp.with_policy(functools.partial(Positions, 4), rules, keep=["position"])()
     assert jmp.explain(model, X, X)["Dense_0"].rule == "Dense_0"
-    with pytest.raises(ValueError, match=r"^keep names 'positions', which is no argument of "):
+    with pytest.raises(ValueError, match=r"^keep names 'positions', but "):
         jmp.with_policy(functools.partial(Positions, 4), rules, keep=["positions"])
 
 
@@ -134,7 +134,7 @@ def test_function_that_returns_a_module_says_what_to_write(factory, kind):
 
     message = (
         f"test_function_that_returns_a_module_says_what_to_write.<locals>.make_net returned a module of {kind}, which "
-        "would run when the policy of the function holds no more. Give the policy to the module, or to its class. "
+        "would run after the policy of the function ended. Give the policy to the module, or to its class. "
         "For example: with_policy(test_function_that_returns_a_module_says_what_to_write.<locals>.make_net(...), "
         "'mixed_bfloat16')."
     )

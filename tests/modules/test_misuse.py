@@ -17,8 +17,6 @@ import jmp_policy as jmp
 POLICY = jmp.get_policy("mixed_bfloat16")
 LINEN = nn.Sequential([nn.Dense(2), nn.relu])
 NNX = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-AUTOCAST = "For example: autocast(loss_fn, 'params=float32,compute={},output=none')"
-WITH_POLICY = "For example: with_policy(model, 'params=float32,compute={},output=float32')"
 
 
 def loss_fn(w):
@@ -28,42 +26,19 @@ def loss_fn(w):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: jmp.autocast("mixed_bfloat16"), AUTOCAST.format("bfloat16") + ", or @autocast('mixed_bfloat16') a"),
-        (lambda: jmp.autocast(policy="mixed_bfloat16"), "autocast is no context manager: it rewrites a function"),
-        (lambda: jmp.with_policy(POLICY), WITH_POLICY.format("bfloat16") + ", or @with_policy('mixed_bfloat16') above"),
-        (lambda: jmp.with_policy(), "with_policy is no context manager: it gives a policy to a function or a model."),
-        (lambda: jmp.with_policy(POLICY), "`with use_policy('mixed_bfloat16'):` gives a policy to each with_policy"),
+        (lambda: jmp.autocast("mixed_bfloat16"), "For example: autocast(loss_fn, 'mixed_bfloat16'), or @autocast('mi"),
+        (lambda: jmp.autocast(policy="mixed_bfloat16"), "autocast is not a context manager: it changes a function."),
+        (
+            lambda: jmp.with_policy(POLICY),
+            "with_policy(loss_fn, 'mixed_bfloat16'), or @with_policy('mixed_",
+        ),
+        (lambda: jmp.with_policy(), "with_policy is not a context manager: it changes a function."),
+        (lambda: jmp.with_policy(POLICY), "`with use_policy('mixed_bfloat16'):` sets the policy of each with_policy"),
     ],
 )
 def test_decorator_after_with_says_what_to_write(make, text):
     with pytest.raises(TypeError, match=re.escape(text)), make():
         pass
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype("bfloat16"), "torch.bfloat16"], ids=repr)
-def test_dtype_in_place_of_a_policy_is_shown_as_one(dtype):
-    with pytest.raises(TypeError, match="^" + re.escape("autocast has no argument 'device_type', 'dtype'. The policy")):
-        jmp.autocast(device_type="cuda", dtype=dtype)
-    with pytest.raises(TypeError, match=re.escape(AUTOCAST.format("bfloat16"))):
-        jmp.autocast(loss_fn, dtype=dtype)
-    with pytest.raises(TypeError, match=re.escape("with_policy has no argument 'dtype'. The policy says which dtype")):
-        jmp.with_policy(LINEN, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"dtype": jnp.float16}, AUTOCAST.format("float16")),
-        ({"dtype": "half"}, AUTOCAST.format("bfloat16")),
-        ({"device": "cuda"}, "autocast has no argument 'device'. It is the same on every device. " + AUTOCAST[:20]),
-        ({"enabled": False}, "A policy of float32 leaves float32 as it is. For example: autocast(fun, 'float32')."),
-        ({"polcy": "mixed_bfloat16"}, "autocast has no argument 'polcy'. Did you mean 'policy'? For example: auto"),
-        ({"keep": ["x"]}, "autocast has no argument 'keep'. Known are 'fun', 'policy', 'rules', 'custom_rules'."),
-    ],
-)
-def test_arguments_that_autocast_does_not_have_say_what_to_write(arguments, text):
-    with pytest.raises(TypeError, match=re.escape(text)):
-        jmp.autocast(loss_fn, **arguments)
 
 
 @pytest.mark.parametrize("fun", [jmp.autocast, jmp.with_policy])
@@ -74,8 +49,8 @@ def test_help_shows_the_arguments_that_there_are(fun):
 
 
 @pytest.mark.parametrize("device", ["cuda", "CPU", "cuda:0"])
-def test_device_in_place_of_a_function_says_what_autocast_takes(device):
-    with pytest.raises(TypeError, match=f"^autocast takes a function and a policy, .* got '{device}'. For example: "):
+def test_device_in_place_of_a_function_shows_a_policy(device):
+    with pytest.raises(ValueError, match=f"'{device}'.* For example: "):
         jmp.autocast(device)
 
 
@@ -83,15 +58,17 @@ def test_device_in_place_of_a_function_says_what_autocast_takes(device):
     ("give", "text"),
     [
         (lambda: jmp.with_policy("mixed_bfloat16", LINEN),
-         "with_policy takes the policy in second place, got 'mixed_bfloat16' in first and a Sequential in second. "
+         "with_policy takes the policy as its second argument, got 'mixed_bfloat16' as the first and a Sequential as "
+         "the second. "
          "For example: with_policy(model, 'mixed_bfloat16')."),
-        (lambda: jmp.with_policy(POLICY, NNX), "a Linear in second. For example: with_policy(model, policy)."),
-        (lambda: jmp.with_policy("float32", nn.Dense), "Dense in second. For example: with_policy(Dense, 'float32')."),
-        (lambda: jmp.with_policy(jnp.bfloat16, loss_fn), "in second. For example: with_policy(loss_fn, policy)."),
-        (lambda: jmp.autocast("float16", lambda x: x), "in second. For example: autocast(loss_fn, 'float16')."),
-        (lambda: jmp.autocast("float16", loss_fn), "autocast takes the policy in second place, got 'float16' in "),
+        (lambda: jmp.with_policy(POLICY, NNX), "a Linear as the second. For example: with_policy(model, policy)."),
+        (lambda: jmp.with_policy("float32", nn.Dense), "as the second. For example: with_policy(Dense, 'float32')."),
+        (lambda: jmp.with_policy(jnp.bfloat16, loss_fn), "as the second. For example: with_policy(loss_fn, policy)."),
+        (lambda: jmp.autocast("float16", lambda x: x), "as the second. For example: autocast(loss_fn, 'float16')."),
+        (lambda: jmp.autocast("float16", loss_fn), "autocast takes the policy as its second argument, got 'float16'"),
         (lambda: jmp.with_policy({"head": "float32"}, LINEN),
-         "and rules in a PolicyMap, got {'head': 'float32'} in first. "
+         "takes the policy as its second argument, got {'head': 'float32'} as the first and a Sequential as the "
+         "second. "
          "For example: with_policy(model, PolicyMap({'head': 'float32'}, default='mixed_bfloat16'))."),
     ],
 )  # fmt: skip
@@ -250,7 +227,7 @@ def test_a_map_is_no_container():
 
 def test_quantize_with_the_policy_first_shows_no_matrix():
     params = {"dense": {"kernel": jnp.ones((64, 64))}}
-    with pytest.raises(TypeError, match=r"^quantize takes the policy in second place, got 'int8_.* and a dict in sec"):
+    with pytest.raises(TypeError, match=r"^quantize takes the policy as its second argument, got 'int8_.* and a dict"):
         jmp.quant.quantize("int8_from_float32", params)
 
 

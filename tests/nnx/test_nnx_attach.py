@@ -44,7 +44,7 @@ def test_modules_as_arguments_are_left_to_their_own_policies():
 
 
 def test_keep_that_names_no_argument_is_an_error():
-    with pytest.raises(ValueError, match=r"keep names 'positions', which is no argument of Net.__call__"):
+    with pytest.raises(ValueError, match=r"keep names 'positions', but Net.__call__ has no such argument"):
         jmp.with_policy(Net(rngs=rngs()), "bfloat16", keep=["positions"])
 
 

@@ -134,7 +134,7 @@ class TestWrapper:
             assert (out["entered"], out["position"]) == (BF16, F32)
 
     def test_name_of_no_argument_of_the_linen_module_is_an_error(self):
-        with pytest.raises(ValueError, match=r"keep names 'posture', which is no argument of Pair.__call__"):
+        with pytest.raises(ValueError, match=r"keep names 'posture', but Pair.__call__ has no such argument"):
             self.make(BF16_INSIDE, keep=["posture"])
 
     @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_a_quantized_model_takes_policies_of_other_dtypes_and_no_others(quantize
     half = jmp.with_policy(quantized, "int8(min_size=0)_from_mixed_bfloat16")
     assert nnx.eval_shape(call, half, X).dtype == jnp.bfloat16
     assert nnx.eval_shape(call, jmp.with_policy(quantized, "int8(activations=false)_from_float32"), X).shape == (3, 8)
-    with pytest.raises(ValueError, match=r"'body/kernel' is quantized, as 'int8.*', and the policy 'float32'"):
+    with pytest.raises(ValueError, match=r"'body/kernel' is quantized, as 'int8.*', but the policy 'float32'"):
         jmp.with_policy(quantized, "float32")
     with pytest.raises(ValueError, match=r"The weight 'head/kernel' is quantized, .* and the policy 'mixed_bfloat16'"):
         jmp.with_policy(quantized, jmp.PolicyMap({"head": "mixed_bfloat16"}, INT8))

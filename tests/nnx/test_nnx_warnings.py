@@ -29,10 +29,9 @@ class Net(nnx.Module):
 
 def test_authors_dtypes_that_keep_most_of_a_model_out_of_half_are_told_with_the_remedy():
     message = (
-        "3 of 4 layers with weights compute in the dtype that their author wrote, and not in that of the policy; "
-        "'layers/0', for one, has dtype=float32. Leave it open, dtype=None, and the policy fills it in; or give the "
-        "model as it is written to autocast, which rewrites its operations: "
-        "autocast(lambda model, x: model(x), 'mixed_bfloat16')."
+        "3 of 4 layers with weights compute in the dtype that their author wrote, not in the compute dtype of the "
+        "policy: 'layers/0' has dtype=float32. Write dtype=None, which the policy fills in, or use autocast, which "
+        "casts each operation. For example: autocast(lambda model, x: model(x), 'mixed_bfloat16')."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$") as caught:
         jmp.with_policy(Net(), MIXED)

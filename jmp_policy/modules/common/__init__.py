@@ -1,4 +1,4 @@
-"""Code that both Flax adapters use."""
+"""Code shared by the two Flax adapters."""
 
 from .._call_casts import keep_wide_results as keep_wide_results, read_wide as read_wide, round_result as round_result
 from ._made_classes import (

@@ -1,4 +1,4 @@
-"""Classes that are made of others under their names, and how they are pickled, which is to say, found again."""
+"""Subclasses that have the name of their base, and how to pickle them."""
 
 import copyreg
 import sys
@@ -16,26 +16,24 @@ def make_subclass(
     metaclass: type[type] | None = None,
     **options: Any,
 ) -> Any:
-    """A subclass with the name of its base, so that what is named after the class stays as it is.
+    """Makes a subclass with the name of its base.
 
     Args:
       base: the class.
       namespace: attributes of the subclass.
-      recipe: a function and its arguments that make an equal subclass: what a pickle holds of one that is not found
-        under its name, because its base is.
-      metaclass: the metaclass of the subclass, one for `pickle_by_recipe`, if it is to have one of its own.
-      **options: what else the metaclass of the base takes.
+      recipe: a function and its arguments that make an equal subclass; pickled in place of the class.
+      metaclass: a metaclass for the subclass, registered by `pickle_by_recipe`.
+      **options: other arguments of the class statement.
     """
     same = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # No other metaclass where a decorator may put the subclass in its base's place: authors mix such a class with
-    # others, which have metaclasses of their own.
+    # A decorated class keeps its metaclass, because authors mix it with classes that have their own.
     if metaclass is None:
         metaclass = _make_picklable(type(base)) if find_by_name(base) is base else type(base)
     return metaclass(base.__name__, (base,), {_RECIPE: recipe, **same, **namespace}, **options)
 
 
 def find_by_name(kind: type) -> Any:
-    """What the module of a class has under its name."""
+    """Returns the object that the module of a class has under its name."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -43,7 +41,7 @@ def find_by_name(kind: type) -> Any:
 
 
 def pickle_by_recipe(metaclass: type[type]) -> type[type]:
-    """Has the classes of a metaclass of ours pickled by their recipes, where they are not found under their names."""
+    """Registers a metaclass, so that its classes are pickled by their recipes unless Python finds them by name."""
     copyreg.pickle(metaclass, _reduce_class)  # type: ignore[arg-type]
     return metaclass
 
@@ -54,7 +52,7 @@ def _reduce_class(kind: type) -> Any:
 
 
 class _Picklable(type):
-    """The metaclass of made classes whose bases have none."""
+    """Metaclass of made classes whose bases have the metaclass `type`."""
 
 
 pickle_by_recipe(_Picklable)

@@ -1,4 +1,4 @@
-"""Watching a model's modules while it is traced."""
+"""Observes the modules of a model while it is traced."""
 
 import contextlib
 import re
@@ -17,15 +17,15 @@ _SCOPE = "jmp_policy_module_"
 
 
 class Observation:
-    """What came into a model's modules and what left them, by path, in the order of their first calls.
+    """Dtypes of the inputs and outputs of each module of a model, by path, in the order of their first calls.
 
-    Keys and Flax's own objects, such as RNG streams, do not count.
+    Does not record PRNG keys and Flax's own objects.
 
     Attributes:
       inputs: the dtypes of the arrays that each module was called with.
       outputs: the dtypes of the arrays that it returned.
-      program: what was traced.
-      widened: the paths of the modules that ran inside of `force_full_precision` at their last call.
+      program: the traced jaxpr.
+      widened: the paths of the modules whose last call was inside of `force_full_precision`.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,9 @@ class Observation:
         self._running: set[str] = set()
 
     def trace(self, fun: Callable[..., Any], *args: Any) -> None:
-        """Traces a function that calls a model under the hook of this observation.
+        """Traces a function that calls a model under the hook. Arrays among `args` become abstract."""
 
-        Args:
-          fun: what to trace; anything may come in and out of it.
-          *args: its arguments; their arrays, and `jax.ShapeDtypeStruct`s, are abstract, anything else stays as it is.
-        """
-
-        def list_arrays(*args: Any) -> list[Any]:  # a program can return nothing else
+        def list_arrays(*args: Any) -> list[Any]:  # `make_jaxpr` needs arrays as outputs
             return [leaf for leaf in jax.tree.leaves(fun(*args)) if is_array(leaf)]
 
         program, arrays = _split_arrays(list_arrays, args)
@@ -51,14 +46,14 @@ class Observation:
             self.program = jax.make_jaxpr(program)(arrays).jaxpr
 
     def hook(self, call: ModuleCall, next_fun: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Calls a method and notes its dtypes; of methods of a module that call each other, the outermost counts."""
+        """Calls a method and records its dtypes, unless another method of the same module is running."""
         if call.path in self._running:
             return next_fun(*args, **kwargs)
         (self.widened.add if IN_FULL_PRECISION.value else self.widened.discard)(call.path)
         _add_dtypes(self.inputs, call.path, (args, kwargs))
         self._running.add(call.path)
         try:
-            # The scope tells later to which module each operation of the program belongs.
+            # `read_path` finds the module of each equation by this scope.
             with jax.named_scope(_SCOPE + call.path.encode().hex()):
                 out = next_fun(*args, **kwargs)
         finally:
@@ -68,13 +63,13 @@ class Observation:
 
 
 def read_path(scope: str) -> str | None:
-    """The path of the innermost module in the scope of an observed operation; `None` outside of all."""
+    """Returns the path of the innermost module in the scope of an observed operation, or `None`."""
     found = re.findall(_SCOPE + "([0-9a-f]*)", scope)
     return bytes.fromhex(found[-1]).decode() if found else None
 
 
 def eval_shapes(fun: Callable[..., Any], *args: Any) -> PyTree:
-    """The shapes and dtypes of what a function returns, as `jax.eval_shape`; its arguments are as for a trace."""
+    """Like `jax.eval_shape`, for arguments and results that are not all arrays."""
     program, arrays = _split_arrays(fun, args)
     with _ignore_map_warnings():
         return jax.eval_shape(program, arrays)
@@ -82,15 +77,15 @@ def eval_shapes(fun: Callable[..., Any], *args: Any) -> PyTree:
 
 @contextlib.contextmanager
 def _ignore_map_warnings() -> Iterator[None]:
-    """A context without the warnings of rules that decide nothing: an explanation names them."""
+    """Silences the warnings about unused rules, which an explanation reports itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="policy rule ")
         yield
 
 
 def _split_arrays(fun: Callable[..., Any], args: Args) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-    """A function of the arrays among the arguments of `fun` alone, and these arrays."""
-    leaves, structure = jax.tree.flatten(args)  # RNG streams too: drawing from them counts in a copy
+    """Returns `fun` as a function of the arrays among its arguments, and these arrays."""
+    leaves, structure = jax.tree.flatten(args)  # copies RNG streams too, so that the caller's do not advance
     positions = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 
     def program(arrays: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Telling of dtypes that the author of a model wrote, and that keep most of it out of the dtype of its policy."""
+"""Warnings about dtypes that an author wrote on layers, which win over the policy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,33 +8,28 @@ import numpy as np
 from ...policy import Policy
 
 _FEWEST = 3
-"""Of a model with fewer such layers it may well be meant."""
+"""With fewer written dtypes than this, the author may have meant them."""
 
 
 def find_wider_dtype(written: Any, policy: Policy) -> np.dtype | None:
-    """The dtype that an author wrote on a layer, if it is wider than the policy's; `None` otherwise."""
+    """Returns the dtype that an author wrote on a layer if it is wider than the compute dtype, else `None`."""
     if written is None or policy.compute_dtype is None:
         return None
     try:
         dtype = np.dtype(written)
-    except TypeError:  # a field of the author's own, which is not a dtype
+    except TypeError:  # the author's own field happens to be called `dtype`
         return None
     return dtype if dtype.itemsize > policy.compute_dtype.itemsize else None
 
 
 def describe_written_dtypes(layers: Mapping[str, np.dtype | None], example: str) -> list[str]:
-    """A sentence, if an author's dtypes keep most layers out of the dtype of their policy.
-
-    Args:
-      layers: by path, for each layer with a weight: the wider dtype that is written on it, if one is.
-      example: how to run such a model under autocast.
-    """
+    """Returns a warning, in a list, if most layers have a wider dtype than their policy (`layers`, by path)."""
     wide = {path: dtype for path, dtype in layers.items() if dtype is not None}
     if len(wide) < _FEWEST or 2 * len(wide) <= len(layers):
         return []
     path, dtype = next(iter(wide.items()))
     return [
-        f"{len(wide)} of {len(layers)} layers with weights compute in the dtype that their author wrote, and not in "
-        f"that of the policy; {path!r}, for one, has dtype={dtype.name}. Leave it open, dtype=None, and the policy "
-        f"fills it in; or give the model as it is written to autocast, which rewrites its operations: {example}."
+        f"{len(wide)} of {len(layers)} layers with weights compute in the dtype that their author wrote, not in the "
+        f"compute dtype of the policy: {path!r} has dtype={dtype.name}. Write dtype=None, which the policy fills in, "
+        f"or use autocast, which casts each operation. For example: {example}."
     ]

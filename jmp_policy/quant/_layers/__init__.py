@@ -2,19 +2,14 @@
 
 from ._layer import (
     WHY_AS_NUMBERS as WHY_AS_NUMBERS,
-    Float8Multiply as Float8Multiply,
+    LayerProduct as LayerProduct,
     Multiply as Multiply,
-    MultiplyWide as MultiplyWide,
     Promote as Promote,
-    PromoteRounded as PromoteRounded,
-    PromoteWide as PromoteWide,
     WeightedLayer as WeightedLayer,
     find_accumulate_dtype as find_accumulate_dtype,
     find_row as find_row,
     is_narrower as is_narrower,
     is_own as is_own,
-    read_narrow as read_narrow,
     spell_format as spell_format,
     why_layer_wide as why_layer_wide,
-    widen_functions as widen_functions,
 )

@@ -1,0 +1,185 @@
+"""Methods of linen layers whose matmul is quantized, in float8, or has an accumulate dtype."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from ..modules.common import round_result
+from ..policy import Float8, Policy, stored_format_of
+from ..quant import QuantizedArray, dot_general, take
+from ..quant._layers import LayerProduct, Multiply, Promote, WeightedLayer, find_accumulate_dtype, is_narrower
+from ..quant._products import ROUNDING, Dot, Einsum, label_dot, label_einsum, wide_product
+from ..quant._weights import Layout, Unquantized, fake_quantize, kernel_layout, prepare_weight, table_layout, why_left
+from ._fields import PARAMETER_WRAPPERS, temporarily_set
+from ._float8 import find_state, has_no_state, share_state, spare_state
+from ._layer_table import LAYERS, is_promotion_open, layer_of, open_layer
+from ._quantized import MULTIPLIES, check_is_rewritable, find_stored, quote_path
+
+
+def multiply_by_policy(
+    module: nn.Module, function: Callable[..., Any], policy: Policy, next_fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `next_fun`, the method `function` of a bound module, with the matmul of the policy.
+
+    A layer of Flax multiplies by a function in one of its fields, which is replaced during the call. Methods without
+    such a field are replaced themselves. Methods that a user wrote get floating weights.
+    """
+    format = policy.quantization
+    if isinstance(module, PARAMETER_WRAPPERS):
+        next_fun = spare_state(module, next_fun)
+        if stored_format_of(format) is not None:
+            check_is_rewritable(module)
+    if not function.__module__.startswith("flax.linen."):
+        return next_fun
+    if isinstance(module, nn.RNN) and isinstance(format, Float8):
+        return share_state(module, format, next_fun)
+    if layer_of(type(module)) is None or (format is None and policy.accumulate_dtype is None):
+        return next_fun
+
+    def call_layer(*args: Any, **kwargs: Any) -> Any:
+        if function in _METHODS:
+            out = _METHODS[function](module, policy, next_fun, *args, **kwargs)
+        else:
+            with temporarily_set(module, _make_fields(module, policy)):
+                out = next_fun(*args, **kwargs)
+        return out if policy.accumulate_dtype is None else round_result(out, module.dtype)  # type: ignore[attr-defined]
+
+    return call_layer
+
+
+def has_wide_sums(module: nn.Module, policy: Policy) -> bool:
+    """True if a bound module returns its sums in the accumulate dtype of its policy."""
+    layer = layer_of(type(module))
+    if layer is None or _choose_accumulate_dtype(module, policy) is None:
+        return False
+    return layer.operation == "einsum" or isinstance(module, nn.Embed) or open_layer(module) is not None
+
+
+def _choose_accumulate_dtype(module: Any, policy: Policy) -> np.dtype | None:
+    """Returns the accumulate dtype, unless the layer computes in it anyway or its author chose the output dtype."""
+    dtype = find_accumulate_dtype(policy)
+    if dtype is None or (module.dtype is not None and np.dtype(module.dtype).itemsize >= dtype.itemsize):
+        return None
+    is_open = is_promotion_open(module) and getattr(module, "preferred_element_type", None) is None
+    return dtype if is_open else None
+
+
+def _make_fields(module: nn.Module, policy: Policy) -> dict[str, Any]:
+    layer = open_layer(module)
+    product = None if layer is None else _make_product(module, layer, policy)
+    if layer is None or layer.field is None or product is None:
+        return {}
+    fields: dict[str, Any] = {layer.field: Multiply(product)}
+    if product.stored_format is not None:
+        fields[MULTIPLIES] = True
+    if product.stored_format is not None or product.accumulate is not None:
+        fields["promote_dtype"] = Promote(product)
+    return fields
+
+
+def _make_product(
+    module: Any, layer: WeightedLayer, policy: Policy, layout: Layout | None = None
+) -> LayerProduct | None:
+    """Describes the matmul of a layer, or returns `None` if the policy does not change it."""
+    format, accumulate = policy.quantization, _choose_accumulate_dtype(module, policy)
+    if isinstance(format, Float8):
+        format = None if has_no_state(module, format) else format
+    elif format is not None:
+        # A mask rewrites the weight before it is used.
+        is_left = layout is not None and why_left(tuple(module.shape), layout, format) is not None
+        is_fit = is_promotion_open(module) and getattr(module, "mask", None) is None and not is_left
+        format = format if is_fit else None
+    if format is None and accumulate is None:
+        return None
+    promote = module.promote_dtype
+    return LayerProduct(
+        operation=layer.operation,
+        format=format,
+        accumulate=accumulate,
+        promote=promote.product.promote if isinstance(promote, Promote) else promote,  # ours in a clone of the layer
+        as_tuple=False,
+        layout=layout,
+        key=functools.partial(_draw_key, module) if layer.draws_noise(format) else None,
+        state=functools.partial(find_state, module, format) if isinstance(format, Float8) else None,
+        where=quote_path(module, layer.weight),
+    )
+
+
+def _draw_key(module: nn.Module) -> jax.Array | None:
+    """Returns a key for stochastic rounding. `make_rng` alone would fall back on the key of the parameters."""
+    return module.make_rng(ROUNDING) if module.has_rng(ROUNDING) else None
+
+
+def _call_einsum(
+    module: nn.Einsum, policy: Policy, own: Callable[..., Any], inputs: jax.Array, einsum_str: str | None = None
+) -> Any:
+    """Computes `nn.Einsum.__call__`, whose matmul is not in a field."""
+    equation = module.einsum_str or einsum_str
+    if equation is None or (module.einsum_str is not None and einsum_str is not None):
+        return own(inputs, einsum_str)  # an error, which Flax explains
+    labels = label_einsum(inputs.ndim, len(module.shape), Einsum(equation))
+    lengths = dict(zip(labels.right, module.shape, strict=True))
+    bias_shape = tuple(lengths[label] for label in labels.out if label in lengths) if module.use_bias else None
+    layout = kernel_layout(tuple(module.shape), bias_shape)
+    product = _make_product(module, LAYERS[nn.Einsum], policy, layout)
+    if product is None:
+        return own(inputs, einsum_str)
+
+    with temporarily_set(module, {MULTIPLIES: True} if product.stored_format is not None else {}):
+        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
+    bias = None
+    if bias_shape is not None:
+        bias = module.param("bias", module.bias_init, list(bias_shape), module.param_dtype)
+    inputs, kernel, bias = Promote(product)(inputs, kernel, bias, dtype=module.dtype)
+    options = {"precision": module.precision, "preferred_element_type": module.preferred_element_type}
+    out = Multiply(product)(equation, inputs, kernel, **options)
+    return out if bias is None else out + bias.reshape([lengths.get(label, 1) for label in labels.out])
+
+
+def _call_embed(module: nn.Embed, policy: Policy, own: Callable[..., Any], inputs: jax.Array) -> Any:
+    """Computes `nn.Embed.__call__`: dequantizes only the rows that are read."""
+    table = _find_table(module, policy)
+    if table is None or not jnp.issubdtype(inputs.dtype, jnp.integer):
+        return own(inputs)
+    if module.num_embeddings == 1:
+        return jnp.broadcast_to(fake_quantize(table, module.dtype), (*inputs.shape, module.features))
+    return take(table, inputs, module.dtype)
+
+
+def _call_attend(module: nn.Embed, policy: Policy, own: Callable[..., Any], query: jax.Array) -> Any:
+    """Computes `nn.Embed.attend`."""
+    stored = _find_table(module, policy)
+    accumulate = find_accumulate_dtype(policy) if stored is not None else _choose_accumulate_dtype(module, policy)
+    if stored is None and accumulate is None:
+        return own(query)
+    table: Any = jnp.asarray(module.embedding) if stored is None else stored
+    # The dtype of the table counts in the promotion, its values stay.
+    inputs: Any = module.promote_dtype(query, jnp.zeros((), table.dtype), dtype=module.dtype)[0]  # type: ignore[misc]
+    dimensions = (((inputs.ndim - 1,), (1,)), ((), ()))
+    if stored is not None:
+        return dot_general(inputs, stored, dimensions, preferred_element_type=accumulate)
+    if accumulate is None or not is_narrower(inputs, accumulate):
+        return own(query)
+    return wide_product(label_dot(inputs.ndim, 2, Dot(dimensions)), inputs, table, accumulate, inputs.dtype)
+
+
+def _find_table(module: nn.Embed, policy: Policy) -> QuantizedArray | Unquantized | None:
+    """Returns the stored table (`module.embedding` may be dequantized), or `None`."""
+    format, stored = stored_format_of(policy.quantization), find_stored(module, "embedding")
+    if format is None or stored is None or not is_promotion_open(module):
+        return None
+    table = prepare_weight(stored, format, table_layout(stored.shape), quote_path(module, "embedding"))
+    return table if isinstance(table, QuantizedArray | Unquantized) else None
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    inspect.unwrap(nn.Einsum.__call__): _call_einsum,
+    inspect.unwrap(nn.Embed.__call__): _call_embed,
+    inspect.unwrap(nn.Embed.attend): _call_attend,
+}

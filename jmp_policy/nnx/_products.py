@@ -1,0 +1,256 @@
+"""Matmuls of nnx layers that are quantized, in float8, or have an accumulate dtype."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from .._base import Args, remember_on_class
+from ..modules.common import make_subclass, read_wide, round_result
+from ..policy import Float8, Policy, Quantization, StoredFormat, stored_format_of
+from ..quant import QuantizedArray, dot_general, take
+from ..quant._layers import (
+    LayerProduct,
+    Multiply,
+    Promote,
+    find_accumulate_dtype,
+    is_narrower,
+    is_own,
+    why_layer_wide,
+)
+from ..quant._products import Dot, label_dot, wide_product
+from ..quant._weights import Layout, fake_quantize, prepare_weight, table_layout, why_left
+from ._float8 import read_state
+from ._layer_table import LAYERS, default_promote, find_layer, find_weight
+from ._rounding import draw_key
+from ._shadow import Attributes
+
+OutSharding = NamedSharding | PartitionSpec | None
+
+
+def make_product_attributes(base: type, attributes: Attributes, policy: Policy) -> Attributes:
+    """Returns the attributes by which a layer promotes and multiplies under a policy, if it changes."""
+    layer, weight = find_layer(base), find_weight(base, attributes)
+    if layer is None or weight is None:
+        return {}
+    format, accumulate = choose_weight_format(base, attributes, policy.quantization), None
+    if layer.field is not None and has_wide_sums(base, attributes, policy):
+        accumulate = find_accumulate_dtype(policy)
+    if format is None and accumulate is None:
+        return {}
+    product = LayerProduct(
+        operation=layer.operation,
+        format=format,
+        accumulate=accumulate,
+        promote=attributes["promote_dtype"],
+        as_tuple=True,
+        layout=weight.layout if stored_format_of(format) is not None else None,
+        returns_sums=_is_called_by_flax(base),
+    )
+    new: Attributes = {layer.field: Multiply(product)} if layer.field is not None else {}
+    if product.stored_format is not None or accumulate is not None:
+        new["promote_dtype"] = (PromoteTable if issubclass(base, nnx.Embed) else Promote)(product)
+    return new
+
+
+def choose_weight_format(
+    base: type, attributes: Attributes, quantization: Quantization | None
+) -> StoredFormat | Float8 | None:
+    """Returns the format in which a layer multiplies by its weight, or `None` if that is not quantized."""
+    layer, weight, format = find_layer(base), find_weight(base, attributes), stored_format_of(quantization)
+    if layer is None or weight is None:
+        return None
+    is_stored = isinstance(weight.value, QuantizedArray)
+    if isinstance(quantization, Float8):
+        left = why_not_float8(base, attributes, weight.value.shape, weight.layout, quantization)
+        return quantization if left is None and not is_stored else None
+    is_open = attributes.get("promote_dtype") is default_promote() and _is_matmul_open(base, attributes)
+    if format is None or not is_open:
+        return None
+    return format if is_stored or why_left(weight.value.shape, weight.layout, format) is None else None
+
+
+def why_not_float8(
+    base: type, attributes: Attributes, shape: tuple[int, ...], layout: Layout, format: Float8
+) -> str | None:
+    """Returns the reason why a layer does not compute in float8, whatever its inputs, or `None`."""
+    layer = find_layer(base)
+    if layer is None or layer.field not in attributes or not _is_matmul_open(base, attributes):
+        return "it multiplies by a function of its own, or by none that could be another"
+    is_convolution, groups = layer.operation == "conv_general_dilated", attributes.get("feature_group_count", 1)
+    return why_layer_wide(shape, layout, format, is_convolution=is_convolution, groups=groups)
+
+
+def has_wide_sums(base: type, attributes: Attributes, policy: Policy) -> bool:
+    """True if a layer returns its sums in the accumulate dtype of its policy: its author left the output dtype open."""
+    dtype, layer = find_accumulate_dtype(policy), find_layer(base)
+    if dtype is None or (policy.compute_dtype is not None and policy.compute_dtype.itemsize >= dtype.itemsize):
+        return False
+    promote = attributes.get("promote_dtype")
+    if attributes.get("preferred_element_type") is not None or not (promote is default_promote() or is_own(promote)):
+        return False
+    if layer is None or layer.field is None:
+        return issubclass(base, nnx.Embed | nnx.LoRA) and attributes.get("dot_general_cls") is None
+    return _is_matmul_open(base, attributes)
+
+
+def _is_matmul_open(base: type, attributes: Attributes) -> bool:
+    """True if the author of a layer left its matmul at the default. A policy may have replaced it."""
+    layer = find_layer(base)
+    if layer is None or attributes.get("dot_general_cls") is not None:
+        return False
+    function = attributes[layer.field] if layer.field is not None else None
+    return function is None or function is layer.default or is_own(function)
+
+
+@remember_on_class
+def make_bound_layer(base: type[nnx.Module]) -> type[nnx.Module]:
+    """Makes a subclass of a layer whose matmul uses the float8 state, or draws from the keys, of the layer itself.
+
+    The matmul is a property of the class, which takes precedence over the attribute.
+    """
+    layer = find_layer(base)
+    assert layer is not None
+    assert layer.field is not None
+    name = layer.field
+
+    def multiply(self: nnx.Module) -> Any:
+        function = vars(self)[name]
+        if not isinstance(function, Multiply):
+            return function
+        key, state = functools.partial(draw_key, self), functools.partial(read_state, self)
+        return Multiply(dataclasses.replace(function.product, key=key, state=state))
+
+    def set_multiply(self: nnx.Module, function: Callable[..., Any]) -> None:  # for `nnx.merge`
+        vars(self)[name] = function
+
+    return make_subclass(base, {name: property(multiply, set_multiply)}, (make_bound_layer, (base,)))
+
+
+class PromoteTable(Promote):
+    """The `promote_dtype` of a quantized embedding: dequantizes the table, which is the last of the arrays.
+
+    Methods of an author's subclass call it. Flax's own methods use `read_rows` and `prepare_operands`.
+    """
+
+    def __call__(self, arrays: Args, *, dtype: DTypeLike | None = None, **options: Any) -> tuple[Any, ...]:
+        *others, table = arrays
+        return self.product.promote((*others, fake_quantize(self._prepare(table), dtype)), dtype=dtype, **options)
+
+    def read_rows(self, table: Any, indices: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+        """Dequantizes the rows that are read."""
+        return take(self._prepare(table), indices, dtype)
+
+    def prepare_operands(self, query: jax.Array, table: Any, dtype: DTypeLike | None) -> tuple[Any, ...]:
+        """Returns the operands of the matmul with the whole table: the query in the compute dtype, and the table."""
+        table = self._prepare(table)
+        return self.product.promote((query, jnp.zeros((), table.dtype), None), dtype=dtype)[0], table
+
+    def _prepare(self, table: Any) -> Any:
+        assert self.product.stored_format is not None
+        return prepare_weight(table, self.product.stored_format, table_layout(table.shape))
+
+
+@remember_on_class
+def make_quantized_embed(base: type[nnx.Embed]) -> type[nnx.Embed]:
+    """Makes a subclass of an embedding whose methods use the quantized table."""
+    methods: dict[str, Any] = {}
+    if base.__call__ is nnx.Embed.__call__:
+        methods["__call__"] = _call_quantized
+    if base.attend is nnx.Embed.attend:
+        methods["attend"] = _attend_quantized
+    return make_subclass(base, methods, (make_quantized_embed, (base,)))
+
+
+def _call_quantized(self: Any, inputs: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
+    if self.num_embeddings == 1 or not jnp.issubdtype(inputs.dtype, jnp.integer):
+        return nnx.Embed.__call__(self, inputs, out_sharding=out_sharding)
+    read = functools.partial(self.promote_dtype.read_rows, dtype=self.dtype)
+    if out_sharding is not None:
+        read = jax.sharding.auto_axes(out_sharding=out_sharding)(read)
+    return read(self.embedding[...], inputs)
+
+
+def _attend_quantized(
+    self: Any, query: jax.Array, out_sharding: OutSharding = None, dtype: np.dtype | None = None
+) -> jax.Array:
+    query, table = self.promote_dtype.prepare_operands(query, self.embedding[...], self.dtype)
+    options: dict[str, Any] = {"out_sharding": out_sharding, "preferred_element_type": dtype}
+    return dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())), **options)
+
+
+@remember_on_class
+def make_wide_layer(base: Any, dtype: np.dtype) -> type[nnx.Module]:
+    """Makes a subclass of a layer whose methods sum in the accumulate dtype, and cast down once.
+
+    Methods that an author wrote stay, and get outputs in the compute dtype.
+    """
+    methods: dict[str, Any] = {}
+    if issubclass(base, nnx.Embed):
+        if base.attend.__module__.startswith(("flax.", "jmp_policy.")):
+            methods["attend"] = _round_result_of(base.attend, functools.partial(_attend, base.attend, dtype))
+    elif issubclass(base, nnx.LoRA):
+        if base.__call__ is nnx.LoRA.__call__:
+            methods["__call__"] = _round_result_of(base.__call__, functools.partial(_call_lora, base.__call__, dtype))
+    elif _is_called_by_flax(base):
+        compute = _call_lora_linear if base.__call__ is nnx.LoRALinear.__call__ else base.__call__
+        methods["__call__"] = _round_result_of(base.__call__, compute)
+    return make_subclass(base, methods, (make_wide_layer, (base, dtype)))
+
+
+def _is_called_by_flax(base: Any) -> bool:
+    """True if the `__call__` of a layer is Flax's own, and so takes outputs of its matmul in any dtype."""
+    return base.__call__ in {nnx.LoRALinear.__call__, *(kind.__call__ for kind in LAYERS)}
+
+
+def _round_result_of(own: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method with the signature of `own` that calls `compute`, and casts the output to the layer's dtype."""
+
+    @functools.wraps(own)
+    def call_rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return round_result(compute(self, *args, **kwargs), self.dtype)
+
+    return call_rounded
+
+
+def _call_lora_linear(self: nnx.LoRALinear, x: jax.Array, out_sharding: OutSharding = None) -> jax.Array:
+    out = nnx.Linear.__call__(self, x, out_sharding=out_sharding)
+    return out + read_wide(self.lora(x), out.dtype)
+
+
+def _call_lora(own: Callable[..., Any], dtype: np.dtype, self: nnx.LoRA, x: jax.Array, **options: Any) -> jax.Array:
+    """Computes `nnx.LoRA.__call__`. The inner output is cast down, as the input of any matmul is."""
+    stored = self.lora_a[...], self.lora_b[...]
+    inputs, *_ = self.promote_dtype((x, *(jnp.zeros((), w.dtype) for w in stored)), dtype=self.dtype)
+    if not is_narrower(inputs, dtype) or not (self.base_module is None or callable(self.base_module)):
+        return own(self, x, **options)
+    hidden = _multiply_wide(inputs, stored[0], 0, dtype).astype(inputs.dtype)
+    out = _multiply_wide(hidden, stored[1], 0, dtype)
+    return out if self.base_module is None else out + read_wide(self.base_module(inputs, **options), dtype)
+
+
+def _attend(
+    own: Callable[..., Any], dtype: np.dtype, self: Any, query: jax.Array, out_sharding: OutSharding = None
+) -> jax.Array:
+    if isinstance(self.promote_dtype, PromoteTable):
+        return _attend_quantized(self, query, out_sharding, dtype)
+    table = self.embedding[...]
+    inputs, _ = self.promote_dtype((query, jnp.zeros((), table.dtype)), dtype=self.dtype)
+    if not is_narrower(inputs, dtype):
+        return own(self, query, out_sharding=out_sharding)
+    return _multiply_wide(inputs, table, 1, dtype, out_sharding)
+
+
+def _multiply_wide(
+    inputs: jax.Array, matrix: jax.Array, axis: int, dtype: np.dtype, out_sharding: OutSharding = None
+) -> jax.Array:
+    """Contracts the last axis of the inputs with one axis of a matrix."""
+    compute = Dot((((inputs.ndim - 1,), (axis,)), ((), ())), out_sharding=out_sharding)
+    return wide_product(label_dot(inputs.ndim, 2, compute), inputs, matrix, dtype, inputs.dtype)
