@@ -60,7 +60,7 @@ def tune(
       tolerance: the largest accepted relative error.
       metric: compares this instead of outputs and gradients. `metric(candidate, *args)` gets the function or module
         under a map (or unchanged) and returns a number or a tree of arrays. It is not jitted.
-      budget: the maximum number of trials, each of which compiles; unlimited if `None`.
+      budget: the maximum number of trials (each compiles); unlimited if `None`.
       gradients: whether to compare gradients. If `None`: for a scalar loss and for a module (of a fixed random
         projection of its outputs), unless the policy quantizes only weights or to integers.
       has_aux: whether the function returns a loss and auxiliary data, which is not compared.
@@ -146,7 +146,7 @@ class _Tuner:
             raise ValueError(f"{name} returns no floating-point values to compare, got {self._reference}. {_EXAMPLE}")
         if not math.isfinite(float(self._compare(self._reference, self._reference))):
             raise ValueError(
-                f"{name} returns nan or infinity {before}, so there is no reference to compare with. "
+                f"{name} returns nan or infinity {before}, so nothing can be compared with it. "
                 "Find its origin with numerics.first_nonfinite."
             )
         noise = float(self._compare(observe(), self._reference))
